@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HybridConfig: the only place where options are named, defaulted and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+ENABLE_VARIABLE = "HYBRID_PLUGIN"
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+class ConfigError(ValueError):
+    """An option that cannot be served; the message says what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """Options of the plugin, equal for every engine.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    enabled: bool | None = _option(
+        None,
+        "false: leave the engine alone. true: refuse to start rather than step aside "
+        "where the plugin cannot serve. By default it steps aside with a warning.",
+    )
+    page_size: int | None = _option(
+        None,
+        "Tokens in a KV page; by default 16, or the least the attention backend takes.",
+    )
+    state_memory_ratio: float | None = _option(
+        None,
+        "Share of the cache memory for state slots, between 0 and 1; by default "
+        "what serves the most sequences of a typical length.",
+    )
+    kv_pages: int | None = _option(
+        None, "Exact number of KV pages, with state_slots, instead of a split."
+    )
+    state_slots: int | None = _option(
+        None, "Exact number of state slots, with kv_pages, instead of a split."
+    )
+    branch_snapshot_min_tokens: int = _option(
+        1,
+        "A branch point gets a snapshot only if that can save so many tokens.",
+    )
+    prompt_snapshot_min_tokens: int = _option(
+        256,
+        "The end of a prompt gets a snapshot only if that can save so many tokens.",
+    )
+
+    def __post_init__(self) -> None:
+        ratio = self.state_memory_ratio
+        if ratio is not None and not 0 < ratio < 1:
+            raise ConfigError(
+                f"state_memory_ratio must lie between 0 and 1, both excluded, got "
+                f"{ratio}; leave it out for an automatic split."
+            )
+        if (self.kv_pages is None) != (self.state_slots is None):
+            raise ConfigError(
+                "kv_pages and state_slots fix both pools together: give both or none."
+            )
+        if self.kv_pages is not None and ratio is not None:
+            raise ConfigError(
+                "state_memory_ratio splits the memory that kv_pages and state_slots "
+                "fix already: give one or the other."
+            )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}.")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> HybridConfig:
+        """Build from parsed JSON.
+
+        Raises:
+            ConfigError: for an unknown name, a wrong type or a bad value.
+        """
+        known = {f.name: f for f in fields(cls)}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(
+                    f"Unknown hybrid_plugin option {name!r}; known are: "
+                    f"{', '.join(sorted(known))}."
+                )
+            _check_type(name, value, str(known[name].type))
+        return cls(**options)
+
+
+_LEAST = {
+    "page_size": 1,
+    "kv_pages": 2,
+    "state_slots": 2,
+    "branch_snapshot_min_tokens": 1,
+    "prompt_snapshot_min_tokens": 1,
+}
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    wanted = annotation.removesuffix(" | None")
+    if value is None and annotation != wanted:
+        return
+    accepted: dict[str, tuple[type, ...]] = {
+        "bool": (bool,),
+        "int": (int,),
+        "float": (int, float),
+    }
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, accepted[wanted]) or (is_bool and wanted != "bool"):
+        raise ConfigError(
+            f"hybrid_plugin option {name!r} takes {wanted}, got {value!r}."
+        )
+
+
+def switched_off_by_environment() -> bool:
+    """Whether the environment variable HYBRID_PLUGIN says no.
+
+    Raises:
+        ConfigError: if it says neither yes nor no.
+    """
+    value = os.environ.get(ENABLE_VARIABLE, "1").strip().lower()
+    if value in {"0", "false", "off", "no"}:
+        return True
+    if value in {"", "1", "true", "on", "yes"}:
+        return False
+    raise ConfigError(f"{ENABLE_VARIABLE} must be 0 or 1, got {value!r}.")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device work that the cache orders and every rank's `Executor` replays.
+
+Commands are picklable and ordered.  A rank runs one step's commands, first to
+last, on the model's stream before that step's forward pass, so a command sees
+all that earlier forwards wrote and no later forward overtakes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Pool(Enum):
+    """The pool a command's ids belong to."""
+
+    KV = "kv"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Set every byte of one page or slot to zero."""
+
+    pool: Pool
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy one whole page or slot over another."""
+
+    pool: Pool
+    source: int
+    destination: int
+
+
+Command = Zero | Copy

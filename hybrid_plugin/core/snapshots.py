@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in a sequence a state snapshot is worth a slot.
+
+A state can be resumed only at the exact position where it was taken, so the
+positions decide what is ever hit.  Three kinds pay (Marconi, MLSys 2025,
+names the first two):
+
+* the *branch point*, where a new sequence leaves one seen before: the next
+  one that shares the prefix, a system prompt say, resumes there;
+* the *prompt end*, for the same prompt sent again;
+* the *turn end*, where the next turn of a chat goes on.  It costs nothing: the
+  sequence donates its slot when it finishes.
+
+The first two are floored to a whole page.  Two prompts may agree by accident
+on some tokens behind what they really share; flooring forgives that, and
+pages up to a page end are shared without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """Plans the positions at which a prefill pauses for a snapshot.
+
+    Every pause costs one more forward pass for the tokens behind it, so a
+    snapshot must be able to save a minimum of work.
+    """
+
+    page_size: int
+    branch_min_tokens: int
+    """A branch point must lie this far behind the last usable snapshot."""
+    prompt_end_min_tokens: int
+    """The same for a prompt end, which only an identical prompt can use."""
+
+    def prefill_stops(
+        self, *, length: int, hit: int, kv_length: int
+    ) -> tuple[int, ...]:
+        """Return where the prefill of one sequence should stop, ascending.
+
+        Args:
+            length: tokens of the sequence.
+            hit: tokens that are restored, not computed.
+            kv_length: tokens whose KV the tree has (`Match.kv_length`).
+        """
+        # Not behind the last token but one: resuming needs a token to compute.
+        last = (length - 1) // self.page_size * self.page_size
+        branch = min(kv_length // self.page_size * self.page_size, last)
+        stops = []
+        if self._worthwhile(branch, hit, self.branch_min_tokens):
+            stops.append(branch)
+            hit = branch
+        if self._worthwhile(last, hit, self.prompt_end_min_tokens):
+            stops.append(last)
+        return tuple(stops)
+
+    def _worthwhile(self, position: int, hit: int, minimum: int) -> bool:
+        # Some kernels take a first chunk of one token for a decode step.
+        return position >= 2 and position - hit >= max(minimum, 1)

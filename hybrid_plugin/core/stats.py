@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of what the cache did; only ever growing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Totals since start-up."""
+
+    queried_tokens: int = 0
+    """Tokens of admitted prompts, first admissions only."""
+    hit_tokens: int = 0
+    """Of those, tokens that were restored instead of computed."""
+    resumed_queried_tokens: int = 0
+    """Tokens of sequences that were admitted again after a preemption."""
+    resumed_hit_tokens: int = 0
+    """Of those, tokens that were restored."""
+    snapshots_taken: int = 0
+    snapshots_evicted: int = 0
+    pages_evicted: int = 0
+    refusals: int = 0
+    """Admissions and growths that found no room."""
+    preemptions: int = 0
+
+    def record_hit(self, queried: int, hit: int, *, resumed: bool) -> None:
+        """Count one admission."""
+        if resumed:
+            self.resumed_queried_tokens += queried
+            self.resumed_hit_tokens += hit
+        else:
+            self.queried_tokens += queried
+            self.hit_tokens += hit
+
+    def as_dict(self) -> dict[str, int]:
+        """Every total by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the plugin serves an engine, decided once, from its configuration.
+
+The scheduler class in the configuration is the mark of an active plugin: it
+travels to every process of the engine, and the patches in `compat` look for
+it, so an engine without the mark runs stock code throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from hybrid_plugin.config import ConfigError, HybridConfig, switched_off_by_environment
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# A name below "vllm" makes vLLM's log configuration show the lines.
+logger = init_logger("vllm.hybrid_plugin")
+
+OPTIONS_KEY = "hybrid_plugin"
+SCHEDULER = "hybrid_plugin.vllm.scheduler.create_scheduler"
+CPU_WORKER = "hybrid_plugin.vllm.cpu_worker.HybridCPUWorker"
+GPU_WORKER = "hybrid_plugin.vllm.gpu_worker.HybridGPUWorker"
+
+
+def read_options(vllm_config: VllmConfig) -> HybridConfig:
+    """Parse `--additional-config '{"hybrid_plugin": {...}}'`.
+
+    Raises:
+        ConfigError: for options that are not a mapping or not valid.
+    """
+    extra = vllm_config.additional_config
+    options: Any = extra.get(OPTIONS_KEY, {}) if isinstance(extra, dict) else {}
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f'--additional-config "{OPTIONS_KEY}" takes a JSON object of options, got '
+            f"{options!r}."
+        )
+    return HybridConfig.from_mapping(options)
+
+
+def is_active(vllm_config: VllmConfig) -> bool:
+    """Whether the plugin was activated for this engine."""
+    return bool(vllm_config.scheduler_config.scheduler_cls == SCHEDULER)
+
+
+def activate(vllm_config: VllmConfig) -> None:
+    """Decide, say so in one log line, and mark the configuration if active.
+
+    Runs before vLLM derives anything from the model's architecture.
+
+    Raises:
+        ConfigError: for bad options, or when the plugin was asked for by name
+            and cannot serve this configuration.
+    """
+    options = read_options(vllm_config)
+    idle = _reason_to_stay_idle(vllm_config, options)
+    if idle is not None:
+        logger.info("hybrid-plugin is inactive: %s.", idle)
+        return
+    conflict = next(_conflicts(vllm_config), None)
+    if conflict is not None:
+        if options.enabled:
+            raise ConfigError(f"hybrid-plugin cannot serve this: {conflict}")
+        logger.warning("hybrid-plugin is inactive: %s", conflict)
+        return
+    _mark(vllm_config)
+    logger.info("hybrid-plugin is active: it takes over prefix caching.")
+
+
+def _reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str | None:
+    if switched_off_by_environment():
+        return "HYBRID_PLUGIN=0 is set"
+    if options.enabled is False:
+        return "it is switched off in --additional-config"
+    if not vllm_config.model_config.is_hybrid:
+        return "the model has no state layers beside its attention layers"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is switched off"
+    return None
+
+
+def _conflicts(vllm_config: VllmConfig) -> Iterator[str]:
+    """Sentences about what the plugin does not support, with the way out."""
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    model = vllm_config.model_config
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        yield f"it does not support the platform {current_platform.device_type!r} yet."
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding is not supported yet; drop --speculative-config."
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV connectors are not supported yet; drop --kv-transfer-config."
+    if vllm_config.kv_events_config is not None and (
+        vllm_config.kv_events_config.enable_kv_cache_events
+    ):
+        yield "KV cache events are not supported yet; drop --kv-events-config."
+    if model.enable_sleep_mode:
+        yield "sleep mode is not supported yet; drop --enable-sleep-mode."
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism is not supported yet; use tensor parallelism."
+    if parallel.decode_context_parallel_size > 1 or (
+        getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
+        yield (
+            "context parallelism is not supported yet; drop "
+            "--decode-context-parallel-size and --prefill-context-parallel-size."
+        )
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models are not supported."
+    if model.runner_type != "generate":
+        yield f"it serves text generation, not the runner {model.runner_type!r}."
+    if getattr(cache, "use_replayssm", False):
+        yield "ReplaySSM keeps no exact states; drop --use-replayssm."
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        yield "it needs chunked prefill; drop --no-enable-chunked-prefill."
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        yield "it brings its own scheduler; drop --scheduler-cls."
+    if parallel.worker_cls != "auto":
+        yield "it brings its own worker; drop --worker-cls."
+
+
+def _mark(vllm_config: VllmConfig) -> None:
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    # With upstream's prefix caching off, every state layer takes column 0 of
+    # its block table as its state slot: our slot ids are its block ids.
+    cache.enable_prefix_caching = False
+    cache.mamba_cache_mode = "none"
+    cache.mamba_block_size = None
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    vllm_config.parallel_config.worker_cls = (
+        CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    )

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's scheduler takes for its KV cache manager.
+
+Duck-typed on the methods the scheduler calls, from 0.32 to 0.33; unknown
+keyword arguments are taken and ignored where their feature is refused at
+start-up.  No decision is made here: each method translates to `HybridCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.cache import HybridCache, LookUp
+from hybrid_plugin.core.commands import Command
+from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.vllm.keys import RequestKeys
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.specs import is_page_spec
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+
+class _GroupView:
+    """What the engine core reads of a per-group manager."""
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.kv_cache_spec = spec
+        self.block_size = spec.block_size
+
+
+class _Coordinator:
+    """What the scheduler reads of a coordinator."""
+
+    enable_partial_hash_hits = False
+
+    def __init__(self, specs: Iterable[KVCacheSpec]) -> None:
+        self.single_type_managers = tuple(_GroupView(spec) for spec in specs)
+
+    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
+        """Only asked for with KV connectors, which are refused at start-up."""
+        raise NotImplementedError("hybrid-plugin serves no KV connector")
+
+
+class _Blocks:
+    """Stands for the block pool; blocks are freed by sequence, never singly."""
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Only called for blocks whose free was deferred, which are none."""
+        if list(blocks):
+            raise NotImplementedError("hybrid-plugin defers no block's free")
+
+
+def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCache:
+    """The core cache for the pools that were planned."""
+    page_size = next(
+        g.kv_cache_spec.block_size
+        for g in config.kv_cache_groups
+        if is_page_spec(g.kv_cache_spec)
+    )
+    return HybridCache(
+        pages=PagePool(config.pages),
+        slots=SlotPool(config.slots),
+        page_size=page_size,
+        policy=SnapshotPolicy(
+            page_size=page_size,
+            branch_min_tokens=options.branch_snapshot_min_tokens,
+            prompt_end_min_tokens=options.prompt_snapshot_min_tokens,
+        ),
+    )
+
+
+class HybridKVCacheManager:
+    """Speaks vLLM's manager interface for a `HybridCache`."""
+
+    mamba_shared_prefix_checkpoint = False
+
+    def __init__(
+        self,
+        kv_cache_config: HybridKVCacheConfig,
+        options: HybridConfig,
+        *,
+        watermark: float,
+        log_stats: bool,
+    ) -> None:
+        """Create the cache.
+
+        Args:
+            kv_cache_config: the planned pools.
+            options: of the plugin.
+            watermark: share of the pages that admission leaves free while
+                other requests run.
+            log_stats: whether vLLM collects statistics.
+        """
+        self.cache = build_cache(kv_cache_config, options)
+        specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
+        self.coordinator = _Coordinator(specs)
+        self.block_pool = _Blocks()
+        self.keys = RequestKeys()
+        self._is_page_group = [is_page_spec(spec) for spec in specs]
+        self._watermark_pages = int(watermark * kv_cache_config.pages)
+        self._log_stats = log_stats
+        self._found: dict[str, LookUp] = {}
+        self._prefix_stats = PrefixCacheStats()
+        self._page_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.pages)]
+        self._slot_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.slots)]
+        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in specs))
+
+    # --------------------------------------------------------------- admission
+
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """Look the request up; returns (its shared pages, tokens hit, 0)."""
+        found = self._look_up(request, max_cache_hit_length)
+        self._found[request.request_id] = found
+        return self._blocks(found.match.pages, None), found.match.length, 0
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        has_scheduled_reqs: bool = False,
+        **_: Any,
+    ) -> KVCacheBlocks | None:
+        """Admit a waiting request or grow a running one; None if there is no room."""
+        seq_id = request.request_id
+        if self.cache.is_live(seq_id):
+            cover = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            fresh = self.cache.grow(seq_id, cover)
+            return None if fresh is None else self._blocks(fresh, None)
+        found = self._found.pop(seq_id)
+        if not self.cache.is_current(found):
+            found = self._look_up(request, num_new_computed_tokens)
+            if found.match.length != num_new_computed_tokens:
+                return None  # the scheduler asks again in the next step
+        admission = self.cache.admit(
+            seq_id,
+            found,
+            cover=num_new_computed_tokens + num_new_tokens + num_lookahead_tokens,
+            reserve=request.num_tokens if full_sequence_must_fit else 0,
+            spare=self._watermark_pages if has_scheduled_reqs else 0,
+            cacheable=self.keys.cacheable(request),
+            resumed=request.num_preemptions > 0,
+        )
+        if admission is None:
+            return None
+        fresh_pages = admission.pages[len(found.match.pages) :]
+        return self._blocks(fresh_pages, admission.slot)
+
+    def _look_up(self, request: Request, limit: int | None) -> LookUp:
+        if request.skip_reading_prefix_cache or not self.keys.cacheable(request):
+            return self.cache.bypass(tuple(request.all_token_ids))
+        return self.cache.look_up(
+            tuple(self.keys.tokens(request)), self.keys.namespace(request), limit
+        )
+
+    def stops(self, request: Request) -> tuple[int, ...]:
+        """Where the request's prefill should pause for a snapshot."""
+        if self.cache.is_live(request.request_id):
+            return self.cache.stops_of(request.request_id)
+        found = self._found.get(request.request_id)
+        return found.stops if found is not None else ()
+
+    # -------------------------------------------------------------- progress
+
+    def step_scheduled(self, requests: Iterable[Request]) -> None:
+        """Note how far the step that was just scheduled takes each request."""
+        for request in requests:
+            seq_id = request.request_id
+            if self.cache.is_live(seq_id) and self.cache.is_prefilling(seq_id):
+                self.cache.advance(
+                    seq_id, self.keys.tokens(request), request.num_computed_tokens
+                )
+
+    def free(self, request: Request) -> None:
+        """End the request's sequence: finished, aborted or preempted."""
+        seq_id = request.request_id
+        self._found.pop(seq_id, None)
+        if self.cache.is_live(seq_id):
+            self.cache.finish(
+                seq_id, self.keys.tokens(request), request.num_computed_tokens
+            )
+
+    def drain_commands(self) -> list[Command]:
+        """Take the device work that must run before the next forward pass."""
+        return self.cache.drain_commands()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached; False while requests hold pages."""
+        flushed = self.cache.flush()
+        if flushed:
+            self._found.clear()
+            self._prefix_stats.reset = True
+        return flushed
+
+    # -------------------------------------------------------------- inspection
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """All pages and the slot of a request."""
+        if not self.cache.is_live(request_id):
+            return self.empty_kv_cache_blocks
+        sequence = self.cache.sequence(request_id)
+        return self._blocks(sequence.pages, sequence.slot)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Ids of `get_blocks`, per group."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The same, pages clipped to those with computed tokens."""
+        pages = -(-num_computed_tokens // self.cache.page_size)
+        return tuple(
+            ids[:pages] if is_page else ids
+            for ids, is_page in zip(
+                self.get_block_ids(request_id), self._is_page_group, strict=True
+            )
+        )
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Tokens of a live request that the tree holds by now."""
+        if not self.cache.is_live(request.request_id):
+            return 0
+        return self.cache.sequence(request.request_id).in_tree
+
+    @property
+    def usage(self) -> float:
+        """Share in use of the fuller pool, what is cached not counted."""
+        pages, slots = self.cache.pages, self.cache.slots
+        return max(pages.in_use / pages.usable, slots.running / slots.usable)
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Hits since the last call, for vLLM's own counters."""
+        if not self._log_stats:
+            return None
+        stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
+        return stats
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count an admission for `make_prefix_cache_stats`."""
+        if self._log_stats and not request.skip_reading_prefix_cache:
+            self._prefix_stats.record(
+                num_tokens=request.num_tokens,
+                num_hits=num_hits,
+                preempted=request.num_preemptions > 0,
+            )
+
+    # ------------------------------------- asked for, with nothing to be done
+
+    def new_step_starts(self) -> None:
+        """A step begins."""
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Decoded tokens enter the tree when the request ends."""
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """No page leaves a window before its request ends."""
+
+    def take_events(self) -> list[Any]:
+        """KV cache events are refused at start-up."""
+        return []
+
+    def take_new_block_ids(self) -> list[int]:
+        """Nothing is zeroed by vLLM's own means."""
+        return []
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """Copies travel as our commands."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, Any]:
+        """KV connectors are refused at start-up."""
+        return {}
+
+    # ---------------------------------------------------------------- internal
+
+    def create_kv_cache_blocks(
+        self, blocks: tuple[Sequence[KVCacheBlock], ...]
+    ) -> KVCacheBlocks:
+        """Wrap per-group blocks."""
+        return KVCacheBlocks(blocks)
+
+    def _blocks(self, pages: Sequence[int], slot: int | None) -> KVCacheBlocks:
+        page_blocks = [self._page_blocks[page] for page in pages]
+        slot_blocks = [] if slot is None else [self._slot_blocks[slot]]
+        return KVCacheBlocks(
+            tuple(
+                page_blocks if is_page else slot_blocks
+                for is_page in self._is_page_group
+            )
+        )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page size: what the user asks for, or the least the backends take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.vllm.activation import read_options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+DEFAULT_PAGE_SIZE = 16
+_LARGEST = 1024
+
+
+def choose(vllm_config: VllmConfig) -> None:
+    """Set the engine's block size to the page size; called once layers exist.
+
+    Raises:
+        ConfigError: if the user's page size suits not every attention backend.
+    """
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    backends = current_platform._find_non_ssm_backends(vllm_config)
+    with set_current_vllm_config(vllm_config):
+        accepted = [
+            size
+            for size in range(1, _LARGEST + 1)
+            if all(backend.supports_block_size(size) for backend in backends)
+        ]
+    asked = _asked_for(vllm_config)
+    names = ", ".join(backend.get_name() for backend in backends)
+    if not accepted:
+        raise ConfigError(
+            f"hybrid-plugin found no page size up to {_LARGEST} that all attention "
+            f"backends take ({names}); set HYBRID_PLUGIN=0 to serve without it."
+        )
+    if asked is not None and asked not in accepted:
+        some = ", ".join(map(str, accepted[:4]))
+        raise ConfigError(
+            f"Page size {asked} does not suit the attention backend ({names}), which "
+            f"takes {some}, ...; change page_size or --block-size, or leave them out."
+        )
+    size = asked or next((s for s in accepted if s >= DEFAULT_PAGE_SIZE), accepted[-1])
+    vllm_config.cache_config.block_size = size
+
+
+def _asked_for(vllm_config: VllmConfig) -> int | None:
+    options = read_options(vllm_config)
+    if options.page_size is not None:
+        return options.page_size
+    cache = vllm_config.cache_config
+    return cache.block_size if cache.user_specified_block_size else None

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the memory vLLM found free becomes a KV pool and a state pool."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+)
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.layout import (
+    AttentionGroup,
+    CacheLayout,
+    PoolSizes,
+    StateGroup,
+)
+from hybrid_plugin.vllm.activation import logger, read_options
+from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# The states of a layer start at multiples of this many bytes within a slot, so
+# that kernels can load them in full vectors.
+_STATE_ALIGNMENT = 128
+
+
+@dataclass
+class PoolTensor(KVCacheTensor):
+    """Placement of layers in one of the two pools' memory."""
+
+    ids: int = 0
+    """Pages or slots of the pool."""
+    is_state: bool = False
+
+
+@dataclass
+class HybridKVCacheConfig(KVCacheConfig):
+    """vLLM's cache configuration with two pools instead of one.
+
+    `num_blocks` is the smaller pool: warm-up and dummy runs hand out ids up to
+    it in every group.
+    """
+
+    pages: int = 0
+    slots: int = 0
+
+    def num_blocks_of(self, tensor: KVCacheTensor) -> int:
+        assert isinstance(tensor, PoolTensor)
+        return tensor.ids
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        """Never: pages hold KV of one type for good, and slots are zeroed by us."""
+        return False
+
+
+def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
+    """Group layers with equal specs; attention groups come first.
+
+    Every attention group uses the sequence's page ids, every state group its
+    slot id, so layers that cannot share a group cost no second allocation.
+    """
+    by_spec: defaultdict[KVCacheSpec, list[str]] = defaultdict(list)
+    for layer, spec in specs.items():
+        by_spec[to_pool_spec(layer, spec)].append(layer)
+    ordered = sorted(by_spec.items(), key=lambda item: not is_page_spec(item[0]))
+    groups = [KVCacheGroupSpec(layers, spec) for spec, layers in ordered]
+    if len({g.kv_cache_spec.block_size for g in _page_groups(groups)}) != 1:
+        raise ConfigError(
+            "hybrid-plugin needs attention layers that agree on one page size; set "
+            "HYBRID_PLUGIN=0 to serve this model without it."
+        )
+    return groups
+
+
+def make_layout(groups: list[KVCacheGroupSpec]) -> CacheLayout:
+    """Sizes of a page and a slot over the groups' layers."""
+    pages = _page_groups(groups)
+    states = [g for g in groups if not is_page_spec(g.kv_cache_spec)]
+    return CacheLayout(
+        page_size=pages[0].kv_cache_spec.block_size,
+        attention=tuple(
+            AttentionGroup(tuple(g.layer_names), g.kv_cache_spec.page_size_bytes)
+            for g in pages
+        ),
+        states=tuple(
+            StateGroup(tuple(g.layer_names), _aligned_state_bytes(g)) for g in states
+        ),
+    )
+
+
+def make_config(
+    vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], sizes: PoolSizes
+) -> HybridKVCacheConfig:
+    """Place the groups' layers: KV layer after layer, states slot after slot."""
+    layout = make_layout(groups)
+    tensors: list[KVCacheTensor] = []
+    page_offset = slot_offset = 0
+    for group in groups:
+        count = len(group.layer_names)
+        if is_page_spec(group.kv_cache_spec):
+            page_bytes = group.kv_cache_spec.page_size_bytes
+            tensors.append(
+                PoolTensor(
+                    size=sizes.pages * layout.page_bytes,
+                    layers=group.layer_names,
+                    layer_stride=page_bytes * sizes.pages,
+                    block_stride=page_bytes,
+                    offset=page_offset,
+                    ids=sizes.pages,
+                )
+            )
+            page_offset += count * page_bytes * sizes.pages
+        else:
+            state_bytes = _aligned_state_bytes(group)
+            tensors.append(
+                PoolTensor(
+                    size=sizes.slots * layout.slot_bytes,
+                    layers=group.layer_names,
+                    layer_stride=state_bytes,
+                    block_stride=layout.slot_bytes,
+                    offset=slot_offset,
+                    ids=sizes.slots,
+                    is_state=True,
+                )
+            )
+            slot_offset += count * state_bytes
+    return HybridKVCacheConfig(
+        num_blocks=min(sizes.pages, sizes.slots),
+        kv_cache_tensors=tensors,
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=(
+            vllm_config.cache_config.prefix_cache_retention_interval
+        ),
+        pages=sizes.pages,
+        slots=sizes.slots,
+    )
+
+
+def plan(
+    vllm_config: VllmConfig,
+    worker_specs: list[dict[str, KVCacheSpec]],
+    available_memory: list[int],
+) -> list[KVCacheConfig]:
+    """Plan equal pools for all ranks within the least memory any of them has.
+
+    Raises:
+        ConfigError: if one sequence of the maximum length does not fit.
+    """
+    groups = make_groups(worker_specs[0])
+    layout = make_layout(groups)
+    sizes = _pool_sizes(
+        layout, vllm_config, read_options(vllm_config), min(available_memory)
+    )
+    logger.info(
+        "hybrid-plugin pools: %d KV pages of %d tokens (%.1f MiB) and %d state slots "
+        "of %.1f KiB (%.1f MiB)",
+        sizes.pages,
+        layout.page_size,
+        sizes.pages * layout.page_bytes / 2**20,
+        sizes.slots,
+        layout.slot_bytes / 2**10,
+        sizes.slots * layout.slot_bytes / 2**20,
+    )
+    return [make_config(vllm_config, make_groups(s), sizes) for s in worker_specs]
+
+
+def capacity(
+    vllm_config: VllmConfig, config: HybridKVCacheConfig
+) -> tuple[int, float]:
+    """Return (KV tokens that fit, sequences of the maximum length that fit)."""
+    layout = make_layout(config.kv_cache_groups)
+    longest = layout.pages_for(vllm_config.model_config.max_model_len)
+    sequences = min((config.pages - 1) / longest, config.slots - 1)
+    return (config.pages - 1) * layout.page_size, sequences
+
+
+def _pool_sizes(
+    layout: CacheLayout, vllm_config: VllmConfig, options: HybridConfig, budget: int
+) -> PoolSizes:
+    max_model_len = vllm_config.model_config.max_model_len
+    if options.kv_pages is None or options.state_slots is None:
+        try:
+            return layout.split(
+                budget,
+                max_model_len=max_model_len,
+                state_memory_ratio=options.state_memory_ratio,
+            )
+        except ValueError as error:
+            raise ConfigError(f"hybrid-plugin: {error}") from error
+    sizes = PoolSizes(options.kv_pages, options.state_slots)
+    least = layout.pages_for(max_model_len) + 1
+    if sizes.pages < least:
+        raise ConfigError(
+            f"hybrid-plugin: kv_pages={sizes.pages} cannot hold one sequence of "
+            f"{max_model_len} tokens, which takes {least} pages with the reserved one; "
+            "raise kv_pages or lower --max-model-len."
+        )
+    if layout.bytes_of(sizes) > budget:
+        raise ConfigError(
+            f"hybrid-plugin: kv_pages={sizes.pages} and state_slots={sizes.slots} take "
+            f"{layout.bytes_of(sizes)} bytes, but only {budget} are free; lower them."
+        )
+    return sizes
+
+
+def _page_groups(groups: list[KVCacheGroupSpec]) -> list[KVCacheGroupSpec]:
+    return [g for g in groups if is_page_spec(g.kv_cache_spec)]
+
+
+def _aligned_state_bytes(group: KVCacheGroupSpec) -> int:
+    size = group.kv_cache_spec.page_size_bytes
+    return -(-size // _STATE_ALIGNMENT) * _STATE_ALIGNMENT

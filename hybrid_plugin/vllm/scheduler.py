@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler on the two pools: snapshot stops and commands, nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.vllm import compat
+from hybrid_plugin.vllm.activation import read_options
+from hybrid_plugin.vllm.manager import HybridKVCacheManager
+from hybrid_plugin.vllm.metrics import attach_stats
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+
+COMMANDS = "hybrid_commands"
+"""Attribute of a scheduler output that carries its commands to the workers."""
+
+
+class _OnTwoPools(Scheduler):
+    """The part that synchronous and asynchronous scheduling share."""
+
+    kv_cache_manager: HybridKVCacheManager
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(kv_cache_config, HybridKVCacheConfig):
+            raise RuntimeError(compat.HALF_LOADED.format(where="the engine core"))
+        page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        kwargs.update(block_size=page_size, hash_block_size=page_size)
+
+        def create_manager(**arguments: Any) -> HybridKVCacheManager:
+            return HybridKVCacheManager(
+                kv_cache_config,
+                read_options(vllm_config),
+                watermark=arguments.get("watermark", 0.0),
+                log_stats=bool(arguments.get("log_stats")),
+            )
+
+        with compat.manager_factory(create_manager):
+            super().__init__(
+                vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs
+            )
+        self.need_mamba_block_aligned_split = True
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """End a prefill chunk at the next snapshot position inside it."""
+        start = (
+            request.num_computed_tokens
+            + num_new_local_computed_tokens
+            + num_external_computed_tokens
+        )
+        stops = self.kv_cache_manager.stops(request)
+        return HybridCache.split_at(stops, start, start + num_new_tokens) - start
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step and give it the commands that must precede it."""
+        output = super().schedule(*args, **kwargs)
+        setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
+        self.kv_cache_manager.step_scheduled(
+            self.requests[req_id] for req_id in output.num_scheduled_tokens
+        )
+        return output
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.kv_cache_manager.cache.stats.preemptions += 1
+        super()._preempt_request(request, *args, **kwargs)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Add the cache's own counts to what goes to the metrics endpoint."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            attach_stats(stats, self.kv_cache_manager.cache)
+        return stats
+
+
+class HybridScheduler(_OnTwoPools):
+    """For synchronous scheduling."""
+
+
+class HybridAsyncScheduler(_OnTwoPools, AsyncScheduler):
+    """For asynchronous scheduling."""
+
+
+def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
+    """Create the scheduler that fits the engine's scheduling mode.
+
+    vLLM settles the mode after the plugin names its scheduler, hence a factory.
+    """
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    cls = HybridAsyncScheduler if asynchronous else HybridScheduler
+    return cls(vllm_config=vllm_config, **kwargs)
