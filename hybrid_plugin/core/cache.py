@@ -96,10 +96,14 @@ class HybridCache:
         )
         return LookUp(tokens, namespace, match, stops, self.tree.version)
 
-    def bypass(self, tokens: Tokens) -> LookUp:
-        """Stand in for `look_up` where a request must not be served from cache."""
+    def bypass(self, tokens: Tokens, namespace: Hashable = None) -> LookUp:
+        """Stand in for `look_up` where a request must not be served from cache.
+
+        Unless it is admitted with `cacheable=False`, what it computes enters
+        the tree all the same: under `namespace`.
+        """
         match = Match(0, None, (), None, 0)
-        return LookUp(tokens, None, match, (), self.tree.version)
+        return LookUp(tokens, namespace, match, (), self.tree.version)
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -146,16 +150,12 @@ class HybridCache:
         if not self.is_current(found):
             raise ValueError("the look-up is older than the tree")
         match = found.match
-        self._hold(match)
         needed = self._pages_for(max(cover, reserve)) - len(match.pages) + spare
-        slot = None
-        if needed <= self.pages.free + self.pages.reclaimable:
-            slot = self._slot_for(match)
-        if slot is None:
-            self._let_go(match)
+        if not self._has_room(match, needed):
             self.stats.refusals += 1
             return None
-        fresh = self._allocate_pages(self._pages_for(cover) - len(match.pages))
+        self._hold(match)
+        slot, fresh = self._obtain(match, self._pages_for(cover) - len(match.pages))
         self._restore(match, slot, fresh)
         self.stats.record_hit(len(found.tokens), match.length, resumed=resumed)
         pages = [*match.pages, *fresh]
@@ -182,7 +182,9 @@ class HybridCache:
         if count > self.pages.free + self.pages.reclaimable:
             self.stats.refusals += 1
             return None
-        fresh = self._allocate_pages(max(count, 0))
+        enough = self._evict_until_free(count)
+        assert enough, "reclaimable pages belong to evictable nodes"
+        fresh = self.pages.allocate(max(count, 0))
         sequence.pages += fresh
         return fresh
 
@@ -203,7 +205,8 @@ class HybridCache:
         if computed in sequence.stops:
             self._take_snapshot(sequence, tokens, computed)
         if computed >= sequence.prompt_length:
-            self._insert_pages(sequence, tokens, sequence.prompt_length)
+            if sequence.cacheable and sequence.prompt_length >= self.page_size:
+                self._insert_pages(sequence, tokens, sequence.prompt_length)
             sequence.in_tree = sequence.prompt_length
             sequence.stops = ()
 
@@ -284,6 +287,17 @@ class HybridCache:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
+    def _has_room(self, match: Match, pages: int) -> bool:
+        """Whether a sequence with this hit can get `pages` more, and a slot.
+
+        Cached pages that it will share cannot make room for it.  What else was
+        matched, the snapshot and the tail page, can: see `_obtain`.
+        """
+        shared = sum(self.pages.references(page)[0] == 0 for page in match.pages)
+        return pages <= self.pages.free + self.pages.reclaimable - shared and (
+            self.slots.free > 0 or self.tree.oldest_snapshot() is not None
+        )
+
     def _hold(self, match: Match) -> None:
         """Keep what is matched while room is made."""
         if match.node is not None:
@@ -291,35 +305,35 @@ class HybridCache:
             self.tree.lock(match.node)
             self.tree.lock_state(match.node)
 
-    def _let_go(self, match: Match) -> None:
-        if match.node is not None:
-            self.tree.unlock_state(match.node)
-            self.tree.unlock(match.node)
-            self.pages.release(match.pages)
+    def _obtain(self, match: Match, count: int) -> tuple[int, list[int]]:
+        """A slot and `count` pages, at the price of cached ones if need be.
 
-    def _slot_for(self, match: Match) -> int | None:
-        """A slot for a new sequence, at the price of a snapshot if need be.
-
-        The last resort is the matched snapshot itself: its slot becomes the
-        sequence's own, without a copy (see `_settle`).
+        The last resort is the matched snapshot itself: its slot and tail page
+        become the sequence's own, without a copy (see `_settle`).
         """
-        if self.slots.free or self._evict_snapshot():
-            return self.slots.allocate_running()
-        if match.node is None or match.node.snapshot is None:
-            return None
+        if self._evict_until_free(count) and (
+            self.slots.free or self._evict_snapshot()
+        ):
+            return self.slots.allocate_running(), self.pages.allocate(count)
+        assert match.node is not None, "there is room without a hit, or none at all"
+        assert match.node.snapshot is not None, "a locked snapshot is never evicted"
         self.slots.take_over(match.node.snapshot)
-        return match.node.snapshot
+        tail = [] if match.tail_page is None else [match.tail_page]
+        self.pages.share(tail)
+        fresh = self.pages.allocate(count - len(tail))
+        return match.node.snapshot, [*tail, *fresh]
 
     def _restore(self, match: Match, slot: int, fresh: list[int]) -> None:
         """Order the copies that make `slot` and the tail page the sequence's."""
         if match.node is None:
             self._commands.append(Zero(Pool.STATE, slot))
             return
+        assert match.node.snapshot is not None, "a locked snapshot is never evicted"
+        if match.node.snapshot == slot:  # taken over, with its tail page
+            return
         if match.tail_page is not None:
             self._commands.append(Copy(Pool.KV, match.tail_page, fresh[0]))
-        assert match.node.snapshot is not None, "a locked snapshot is never evicted"
-        if match.node.snapshot != slot:
-            self._commands.append(Copy(Pool.STATE, match.node.snapshot, slot))
+        self._commands.append(Copy(Pool.STATE, match.node.snapshot, slot))
 
     def _settle(self, match: Match, slot: int) -> Node | None:
         """Swap the hold of admission for the lock a live sequence keeps.
@@ -341,12 +355,14 @@ class HybridCache:
             self.pages.drop(self.tree.detach_snapshot(node).pages)
         return kept
 
-    def _allocate_pages(self, count: int) -> list[int]:
+    def _evict_until_free(self, count: int) -> bool:
+        """Evict KV until `count` pages are free; False if they never will be."""
         while self.pages.free < count:
             evicted = self.tree.evict_kv()
-            assert evicted is not None, "reclaimable pages belong to evictable nodes"
+            if evicted is None:
+                return False
             self._take_back(evicted)
-        return self.pages.allocate(count)
+        return True
 
     def _take_back(self, evicted: Evicted) -> None:
         self.pages.drop(evicted.pages)
@@ -395,6 +411,8 @@ class HybridCache:
 
     def _donate(self, sequence: LiveSequence, tokens: Tokens, *, exact: bool) -> bool:
         """Put an ending sequence into the tree; returns whether its slot stays."""
+        if not exact and len(tokens) < self.page_size:
+            return False
         node = self._insert_pages(sequence, tokens, len(tokens))
         if not exact:
             return False

@@ -143,9 +143,10 @@ class MambaRadixCache:
             return len(child.pages)
         size = self.page_size
         pages = 1  # the first one was the dictionary key
-        while window[pages * size : (pages + 1) * size] == child.tokens[
-            pages * size : (pages + 1) * size
-        ]:
+        while (
+            window[pages * size : (pages + 1) * size]
+            == child.tokens[pages * size : (pages + 1) * size]
+        ):
             pages += 1
         return pages
 

@@ -191,7 +191,9 @@ def patch_worker() -> None:
     Delete when: a KV cache configuration may name several allocations.
     """
 
-    def allocate(original: Callable[..., Any], config: Any, *args: Any, **kw: Any) -> Any:
+    def allocate(
+        original: Callable[..., Any], config: Any, *args: Any, **kw: Any
+    ) -> Any:
         from hybrid_plugin.vllm import memory, planning
 
         if isinstance(config, planning.HybridKVCacheConfig):

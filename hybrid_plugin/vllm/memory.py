@@ -75,9 +75,7 @@ def executor_of(config: object) -> Executor:
     return executor
 
 
-def _page_rows(
-    config: HybridKVCacheConfig, memory: torch.Tensor
-) -> list[torch.Tensor]:
+def _page_rows(config: HybridKVCacheConfig, memory: torch.Tensor) -> list[torch.Tensor]:
     """One `[pages, bytes]` matrix per attention layer."""
     rows = []
     for tensor in config.kv_cache_tensors:

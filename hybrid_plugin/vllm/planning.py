@@ -57,6 +57,16 @@ class HybridKVCacheConfig(KVCacheConfig):
         return tensor.ids
 
     @property
+    def has_mamba_layers(self) -> bool:
+        """False: it stands for states in vLLM's one pool, and for its checks of it.
+
+        With CUDA graphs vLLM refuses more sequences than state blocks.  Graphs
+        are captured on the reserved slot, and no more sequences run at once
+        than there are slots, so nothing here needs that.
+        """
+        return False
+
+    @property
     def needs_kv_cache_zeroing(self) -> bool:
         """Never: pages hold KV of one type for good, and slots are zeroed by us."""
         return False
@@ -173,9 +183,7 @@ def plan(
     return [make_config(vllm_config, make_groups(s), sizes) for s in worker_specs]
 
 
-def capacity(
-    vllm_config: VllmConfig, config: HybridKVCacheConfig
-) -> tuple[int, float]:
+def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int, float]:
     """Return (KV tokens that fit, sequences of the maximum length that fit)."""
     layout = make_layout(config.kv_cache_groups)
     longest = layout.pages_for(vllm_config.model_config.max_model_len)

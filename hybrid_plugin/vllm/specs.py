@@ -12,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     MambaManager,
+    register_all_kvcache_specs,
 )
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -25,6 +27,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from hybrid_plugin.config import ConfigError
+
+# The registry takes a first entry for proof that vLLM's own are there.
+register_all_kvcache_specs(get_current_vllm_config_or_none())
 
 
 def _refuse(spec: KVCacheSpec) -> NoReturn:
@@ -84,7 +89,7 @@ def to_pool_spec(layer: str, spec: KVCacheSpec) -> KVCacheSpec:
     if ours is None:
         raise ConfigError(
             f"hybrid-plugin cannot serve layer {layer}, which keeps its cache as "
-            f"{type(spec).__name__}; set HYBRID_PLUGIN=0 to serve this model without it."
+            f"{type(spec).__name__}; set HYBRID_PLUGIN=0 to serve without it."
         )
     values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
     if isinstance(spec, MambaSpec):

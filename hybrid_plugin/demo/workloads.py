@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo asks: facts to remember, and questions about them.
+
+The bundled model was trained on chats that state facts and ask for them later,
+so every question has one right answer, which the model can only give from
+what it keeps of tokens hundreds of positions back.  One byte is one token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Message = Mapping[str, str]
+
+THINGS = (
+    "amber basil birch cedar cobalt coral cotton crimson delta ember falcon fern "
+    "flint garnet ginger granite harbor hazel indigo iris ivory jade jasmine lemon "
+    "linen lotus maple marble meadow mint nectar olive onyx opal orchid pearl pepper "
+    "pine plum quartz raven reef river ruby saffron sage silver slate tiger topaz"
+).split()
+
+SENTENCES = (
+    "The module reads a file and returns its lines in order.",
+    "If the argument is missing, a default value is used.",
+    "An exception is raised when the name is not found.",
+    "The result is a new list; the original is left alone.",
+    "Use this function to open a connection to a server.",
+    "Every object has a type, which does not change.",
+    "The second form takes a sequence of pairs.",
+    "Note that the order of the items is not defined.",
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A user's message, and how a right answer begins."""
+
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Questions asked one after the other, each with all that came before."""
+
+    opening: tuple[Message, ...]
+    """Messages before the first question."""
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Conversations sent to a server, so many at a time."""
+
+    name: str
+    title: str
+    conversations: tuple[Conversation, ...]
+    concurrency: int
+    max_tokens: int = 16
+
+    @property
+    def requests(self) -> int:
+        """How many requests it sends."""
+        return sum(len(c.questions) for c in self.conversations)
+
+
+class Facts:
+    """Codes of things, drawn without repetition from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._codes: dict[str, str] = {}
+
+    def state(self, count: int) -> str:
+        """State new facts, one a line."""
+        unknown = [thing for thing in THINGS if thing not in self._codes]
+        new = {
+            thing: f"{self._random.randrange(10000):04d}"
+            for thing in self._random.sample(unknown, count)
+        }
+        self._codes |= new
+        return "\n".join(f"The code for {t} is {c}." for t, c in new.items())
+
+    def ask(self) -> Question:
+        """Ask for one of the facts stated so far."""
+        thing = self._random.choice(list(self._codes))
+        return Question(f"What is the code for {thing}?", self._codes[thing])
+
+    def filler(self, size: int) -> str:
+        """At least `size` bytes of text that has nothing to do with the facts."""
+        text = self._random.choice(SENTENCES)
+        while len(text) < size:
+            text += " " + self._random.choice(SENTENCES)
+        return text
+
+
+def message(role: str, content: str) -> Message:
+    """One message of a chat."""
+    return {"role": role, "content": content}
+
+
+def shared_prompt(requests: int = 40, tokens: int = 200) -> Workload:
+    """Many users, one system prompt of exactly so many tokens."""
+    facts = Facts(seed=1)
+    codes = facts.state(5)
+    rest = tokens - len(codes) - len("\n")
+    system = f"{facts.filler(rest)[:rest]}\n{codes}"
+    opening = (message("system", system),)
+    return Workload(
+        "shared_system_prompt",
+        f"{requests} prompts, one {tokens}-token system prompt",
+        tuple(Conversation(opening, (facts.ask(),)) for _ in range(requests)),
+        concurrency=4,
+    )
+
+
+def chats(count: int = 10, turns: int = 6) -> Workload:
+    """Chats that go on: every turn has all earlier questions and answers."""
+    return Workload(
+        "chats",
+        f"{count} chats of {turns} turns",
+        tuple(_chat(seed, turns) for seed in range(100, 100 + count)),
+        concurrency=4,
+    )
+
+
+def _chat(seed: int, turns: int) -> Conversation:
+    facts = Facts(seed)
+    first = f"{facts.state(4)}\n{facts.filler(200)}\n"
+    questions = [facts.ask() for _ in range(turns)]
+    questions[0] = Question(first + questions[0].text, questions[0].answer)
+    return Conversation((), tuple(questions))
+
+
+def prompt_tree(limbs: int = 3, twigs: int = 3, leaves: int = 3) -> Workload:
+    """Prompts that share a trunk, part in the middle, and part again."""
+    trunk = Facts(seed=2)
+    base = f"{trunk.state(2)}\n{trunk.filler(200)}\n"
+    paths = []
+    for limb in range(limbs):
+        text = base + _limb(f"Part {limb}.", 10 + limb)
+        for twig in range(twigs):
+            whole = text + _limb(f"Section {limb}.{twig}.", 100 + 10 * limb + twig)
+            for leaf in range(leaves):
+                asked = Facts(seed=2)
+                asked.state(2)
+                for _ in range(leaf):
+                    asked.ask()
+                question = asked.ask()
+                paths.append(Question(whole + question.text, question.answer))
+    random.Random(3).shuffle(paths)
+    return Workload(
+        "prompt_tree",
+        f"{len(paths)} prompts that branch in the middle, twice",
+        tuple(Conversation((), (path,)) for path in paths),
+        concurrency=4,
+    )
+
+
+def _limb(heading: str, seed: int) -> str:
+    return f"{heading} {Facts(seed).filler(150)}\n"
+
+
+def burst(requests: int = 64, tokens: int = 1100) -> Workload:
+    """Everybody at once, each with a long prompt of their own."""
+    conversations = []
+    for seed in range(1000, 1000 + requests):
+        facts = Facts(seed)
+        codes, question = facts.state(3), facts.ask()
+        rest = tokens - len(codes) - len(question.text) - 2
+        text = f"{codes}\n{facts.filler(rest)[:rest]}\n{question.text}"
+        conversations.append(Conversation((), (Question(text, question.answer),)))
+    return Workload(
+        "burst",
+        f"{requests} requests at once, a pool for few",
+        tuple(conversations),
+        concurrency=requests,
+    )
+
+
+def all_workloads() -> Sequence[Workload]:
+    """The four workloads of the demo, in order."""
+    return (shared_prompt(), chats(), prompt_tree(), burst())

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that tests plant into server processes, through PYTHONPATH.
+
+A test that must fail when the cache is wrong proves it by failing under
+`zero_snapshots`; a server that must refuse to run half-patched proves it under
+`exclude_workers`.
+"""
+
+import os
+import sys
+
+
+def _zero_snapshots() -> None:
+    from hybrid_plugin.core.commands import Copy, Pool, Zero
+    from hybrid_plugin.core.executor import Executor
+
+    run = Executor.run
+
+    def forgetful(self, commands):  # type: ignore[no-untyped-def]
+        run(
+            self,
+            [
+                Zero(Pool.STATE, c.destination)
+                if isinstance(c, Copy) and c.pool is Pool.STATE
+                else c
+                for c in commands
+            ],
+        )
+
+    Executor.run = forgetful  # type: ignore[method-assign]
+
+
+def _exclude_workers() -> None:
+    if any("multiprocessing" in word for word in sys.orig_argv):
+        os.environ["VLLM_PLUGINS"] = ""
+
+
+{"zero_snapshots": _zero_snapshots, "exclude_workers": _exclude_workers}.get(
+    os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None
+)()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Far more requests than fit: all end, nothing leaks, the server lives on."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from tests.engines.conftest import MAX_MODEL_LEN, StartServer
+from tests.engines.server import Ask, Server
+from tests.engines.traffic import encode, system_prompt
+
+pytestmark = pytest.mark.engine
+
+PAGE_SIZE = 32
+TWO_SEQUENCES = {"kv_pages": 2 * MAX_MODEL_LEN // PAGE_SIZE + 1, "state_slots": 3}
+
+
+def burst(seed: int) -> list[Ask]:
+    """64 requests of all lengths, a quarter of them dropped half-way."""
+    rng = random.Random(seed)
+    asks = []
+    for _ in range(64):
+        text = system_prompt(random.Random(rng.randrange(6)), rng.randint(1, 700))
+        abort = rng.randint(1, 20) if rng.random() < 0.25 else None
+        asks.append(Ask(encode(text), rng.randint(1, 48), abort))
+    return asks
+
+
+def wait_until_idle(server: Server) -> dict[str, float]:
+    """Aborts reach the engine a moment after the client is gone."""
+    for _ in range(60):
+        levels = server.metrics()
+        if levels["pages{used}"] == levels["slots{used}"] == 0:
+            break
+        time.sleep(0.5)
+        server.ask(encode("tick"), 1)  # metrics move with steps only
+    return server.metrics()
+
+
+def test_64_requests_into_a_pool_for_two(start_server: StartServer) -> None:
+    with start_server(
+        "pressure", options=TWO_SEQUENCES, flags=("--max-num-seqs=64",)
+    ) as server:
+        for seed in range(3):
+            answers = server.ask_all(burst(seed), concurrency=64)
+            assert [a.error for a in answers if a.error] == []
+            assert server.is_alive()
+        levels = wait_until_idle(server)
+    assert levels["pages{used}"] == 0
+    assert levels["slots{used}"] == 0
+    assert levels["pages{cached}"] + levels["pages{free}"] == 64
+    assert levels["slots{cached}"] + levels["slots{free}"] == 2
+    assert levels["refusals"] > 0

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is reused, seen from the API: chats, shared prompts, salts, metrics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.conftest import StartServer
+from tests.engines.server import Server
+from tests.engines.traffic import encode, system_prompt
+
+pytestmark = pytest.mark.engine
+
+PAGE_SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def server(start_server: StartServer) -> Iterator[Server]:
+    """The plugin with its defaults."""
+    with start_server("reuse") as running:
+        yield running
+
+
+def test_next_turn_reuses_prompt_and_answer(server: Server) -> None:
+    """Six turns; each reuses all that was computed before it."""
+    history = encode(system_prompt(random.Random(1), 75))
+    for turn in range(6):
+        prompt = history + encode(f" Question {turn}: who is there? ")
+        answer = server.ask(prompt, 20)
+        assert answer.error is None
+        if turn:
+            # The last token of an answer is sampled, not yet computed.
+            assert len(history) - answer.cached_tokens <= PAGE_SIZE
+            assert answer.cached_tokens >= len(history) - 1
+        history = prompt + answer.tokens
+
+
+def test_third_request_with_a_short_system_prompt_hits(server: Server) -> None:
+    """The second reveals the branch; 40 tokens are one page and a bit."""
+    system = encode("Speak like a pirate. " + system_prompt(random.Random(2), 19))
+    endings = [encode(f"{letter}: tell me about it.") for letter in "ABCDEFGH"]
+    cached = [server.ask(system + end, 8).cached_tokens for end in endings]
+    assert cached[:2] == [0, 0]
+    assert all(tokens >= PAGE_SIZE for tokens in cached[2:])
+
+
+def test_branches_in_the_middle_are_found(server: Server) -> None:
+    """A tree of prompts: trunk, two limbs, leaves."""
+    trunk = encode(system_prompt(random.Random(3), 100))
+    limbs = [trunk + encode(f"<{limb}>" * 30) for limb in "xy"]
+    for limb in limbs:
+        for leaf in range(3):
+            answer = server.ask(limb + encode(f"{leaf} leaf {leaf}"), 4)
+    assert answer.cached_tokens >= len(limbs[1]) // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
+
+
+def test_salt_separates(server: Server) -> None:
+    prompt = encode(system_prompt(random.Random(4), 200))
+    endings = [encode(ending) for ending in ("one", "two", "three")]
+    alice = [server.ask(prompt + end, 4, cache_salt="alice") for end in endings]
+    bob = server.ask(prompt + endings[-1], 4, cache_salt="bob")
+    assert alice[-1].cached_tokens >= 200 - PAGE_SIZE
+    assert bob.cached_tokens == 0
+
+
+def test_prompt_logprobs_bypass_the_cache(server: Server) -> None:
+    """They need every prompt position computed."""
+    prompt = encode(system_prompt(random.Random(5), 100))
+    server.ask(prompt, 4)
+    assert server.ask(prompt + encode("?"), 4).cached_tokens > 0
+    usage = server.ask_whole(prompt + encode("?"), 4, prompt_logprobs=1)
+    assert usage["cached_tokens"] == 0
+
+
+def test_counters_agree_with_the_answers(server: Server) -> None:
+    before = server.metrics()
+    system = encode(system_prompt(random.Random(6), 64))
+    answers = [server.ask(system + encode(f"{n} " * 9), 6) for n in range(10)]
+    after = server.metrics()
+    hits = sum(a.cached_tokens for a in answers)
+    assert hits > 0
+    assert after["hit_tokens"] - before["hit_tokens"] == hits
+    queried = sum(a.prompt_tokens for a in answers)
+    assert after["queried_tokens"] - before["queried_tokens"] == queried
+    assert after["snapshots_taken"] > before["snapshots_taken"]
+    assert after["pages{used}"] == after["slots{used}"] == 0
+    assert after["pages{cached}"] > 0 and after["slots{cached}"] > 0
+
+
+def test_reset_forgets_everything(server: Server) -> None:
+    prompt = encode(system_prompt(random.Random(7), 90))
+    server.ask(prompt, 4)
+    assert server.ask(prompt + encode("!!"), 4).cached_tokens > 0
+    server.reset_prefix_cache()
+    assert server.ask(prompt + encode("!!"), 4).cached_tokens == 0
