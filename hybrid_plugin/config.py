@@ -52,8 +52,19 @@ class HybridConfig:
         "A branch point gets a snapshot only if that can save so many tokens.",
     )
     prompt_snapshot_min_tokens: int = _option(
-        256,
-        "The end of a prompt gets a snapshot only if that can save so many tokens.",
+        1024,
+        "The end of a prompt gets a snapshot, which costs a forward pass more, only "
+        "if that can save so many tokens.",
+    )
+    prompt_body_share: float = _option(
+        0.75,
+        "Share of a long prompt after which it gets a snapshot by the same rule, for "
+        "prompts that share its beginning; 0 for none.",
+    )
+    chunk_snapshot_min_tokens: int = _option(
+        1024,
+        "The end of a chunk of a long prompt gets a snapshot only if that can save so "
+        "many tokens.",
     )
 
     def __post_init__(self) -> None:
@@ -71,6 +82,11 @@ class HybridConfig:
             raise ConfigError(
                 "state_memory_ratio splits the memory that kv_pages and state_slots "
                 "fix already: give one or the other."
+            )
+        if not 0 <= self.prompt_body_share < 1:
+            raise ConfigError(
+                f"prompt_body_share must be at least 0 and less than 1, got "
+                f"{self.prompt_body_share}."
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -101,6 +117,7 @@ _LEAST = {
     "state_slots": 2,
     "branch_snapshot_min_tokens": 1,
     "prompt_snapshot_min_tokens": 1,
+    "chunk_snapshot_min_tokens": 1,
 }
 
 

@@ -26,7 +26,8 @@ from hybrid_plugin.core.stats import CacheStats
 class LookUp:
     """What a sequence that is not admitted yet can expect."""
 
-    tokens: Tokens
+    length: int
+    """Tokens of the sequence."""
     namespace: Hashable
     match: Match
     stops: tuple[int, ...]
@@ -49,6 +50,8 @@ class LiveSequence:
     cacheable: bool
     in_tree: int = 0
     """Tokens of it that were inserted into the tree so far."""
+    last_snapshot: int = 0
+    """Tokens of it at the last position worth a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class HybridCache:
         stops = self.policy.prefill_stops(
             length=len(tokens), hit=match.length, kv_length=match.kv_length
         )
-        return LookUp(tokens, namespace, match, stops, self.tree.version)
+        return LookUp(len(tokens), namespace, match, stops, self.tree.version)
 
     def bypass(self, tokens: Tokens, namespace: Hashable = None) -> LookUp:
         """Stand in for `look_up` where a request must not be served from cache.
@@ -103,19 +106,30 @@ class HybridCache:
         the tree all the same: under `namespace`.
         """
         match = Match(0, None, (), None, 0)
-        return LookUp(tokens, namespace, match, (), self.tree.version)
+        return LookUp(len(tokens), namespace, match, (), self.tree.version)
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
         return found.version == self.tree.version
 
-    @staticmethod
-    def split_at(stops: tuple[int, ...], start: int, end: int) -> int:
-        """Return where a prefill chunk from `start` to `end` should end."""
-        return next((stop for stop in stops if start < stop < end), end)
+    def split_at(
+        self, stops: tuple[int, ...], start: int, end: int, length: int
+    ) -> int:
+        """Return where a prefill chunk from `start` to `end` should end.
+
+        Args:
+            stops: snapshot positions of the sequence.
+            start: its first token in the chunk.
+            end: where the chunk would end for want of the engine's budget.
+            length: tokens of the sequence; at its end nothing is cut short.
+        """
+        stop = next((stop for stop in stops if start < stop < end), None)
+        if stop is not None:
+            return stop
+        return end if end >= length else self.policy.chunk_end(start, end)
 
     def stops_of(self, seq_id: str) -> tuple[int, ...]:
-        """Snapshot positions that the live sequence has not passed yet."""
+        """Snapshot positions of the live sequence's prefill."""
         return self._sequences[seq_id].stops
 
     # --------------------------------------------------------------- admission
@@ -150,6 +164,8 @@ class HybridCache:
         if not self.is_current(found):
             raise ValueError("the look-up is older than the tree")
         match = found.match
+        if cover <= match.length:
+            raise ValueError(f"{cover} tokens are no more than the {match.length} hit")
         needed = self._pages_for(max(cover, reserve)) - len(match.pages) + spare
         if not self._has_room(match, needed):
             self.stats.refusals += 1
@@ -157,7 +173,7 @@ class HybridCache:
         self._hold(match)
         slot, fresh = self._obtain(match, self._pages_for(cover) - len(match.pages))
         self._restore(match, slot, fresh)
-        self.stats.record_hit(len(found.tokens), match.length, resumed=resumed)
+        self.stats.record_hit(found.length, match.length, resumed=resumed)
         pages = [*match.pages, *fresh]
         self._sequences[seq_id] = LiveSequence(
             namespace=found.namespace,
@@ -165,9 +181,10 @@ class HybridCache:
             slot=slot,
             hit=match.length,
             stops=found.stops,
-            prompt_length=len(found.tokens),
+            prompt_length=found.length,
             locked=self._settle(match, slot),
             cacheable=cacheable,
+            last_snapshot=match.length,
         )
         return Admission(tuple(pages), slot, match.length)
 
@@ -202,8 +219,12 @@ class HybridCache:
         sequence = self._sequences[seq_id]
         if sequence.in_tree >= sequence.prompt_length:
             return
-        if computed in sequence.stops:
+        if computed in sequence.stops or (
+            computed < sequence.prompt_length
+            and self.policy.keeps_chunk_end(computed, sequence.last_snapshot)
+        ):
             self._take_snapshot(sequence, tokens, computed)
+            sequence.last_snapshot = computed
         if computed >= sequence.prompt_length:
             if sequence.cacheable and sequence.prompt_length >= self.page_size:
                 self._insert_pages(sequence, tokens, sequence.prompt_length)
@@ -347,9 +368,7 @@ class HybridCache:
         kept = node.parent if node.is_tail else node
         assert kept is not None, "a tail has a parent"
         self.tree.lock(kept)
-        self.tree.touch(node)
-        self.tree.unlock_state(node)
-        self.tree.touch_snapshot(node)
+        self.tree.unlock_state(node)  # which makes the snapshot the most recent
         self.tree.unlock(node)
         if node.snapshot == slot:  # taken over: the tree has no state there now
             self.pages.drop(self.tree.detach_snapshot(node).pages)
@@ -390,7 +409,22 @@ class HybridCache:
             sequence.pages[:count],
         )
         self.pages.adopt(taken)
+        self._keep(sequence, node, len(taken) * self.page_size)
         return node
+
+    def _keep(self, sequence: LiveSequence, node: Node, gained: int) -> None:
+        """Move the sequence's lock to `node`, now that the tree gained its tokens.
+
+        Evicting pages that a sequence uses would free nothing.  Where the tree
+        had some of them from another sequence already, the lock stays: what is
+        locked must be in use, or `PagePool.reclaimable` promises too much.
+        """
+        before = sequence.locked
+        if gained and node.end - gained == (before.end if before is not None else 0):
+            self.tree.lock(node)
+            if before is not None:
+                self.tree.unlock(before)
+            sequence.locked = node
 
     def _take_snapshot(
         self, sequence: LiveSequence, tokens: Sequence[int], length: int

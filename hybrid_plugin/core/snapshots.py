@@ -2,16 +2,20 @@
 """Where in a sequence a state snapshot is worth a slot.
 
 A state can be resumed only at the exact position where it was taken, so the
-positions decide what is ever hit.  Three kinds pay (Marconi, MLSys 2025,
-names the first two):
+positions decide what is ever hit.  Four kinds pay (Marconi, MLSys 2025,
+names the first and the third):
 
 * the *branch point*, where a new sequence leaves one seen before: the next
   one that shares the prefix, a system prompt say, resumes there;
-* the *prompt end*, for the same prompt sent again;
+* the *prompt end*, for the same prompt sent again, and in a long prompt its
+  *body* too: prompts that share a long beginning rarely share the end, so the
+  second one can resume only at a position some way before it;
 * the *turn end*, where the next turn of a chat goes on.  It costs nothing: the
-  sequence donates its slot when it finishes.
+  sequence donates its slot when it finishes;
+* the *chunk end*, where the engine pauses a long prefill anyway.  It costs a
+  copy, and serves the next sequence that shares a long beginning.
 
-The first two are floored to a whole page.  Two prompts may agree by accident
+All but the turn end are floored to a whole page.  Two prompts may agree by accident
 on some tokens behind what they really share; flooring forgives that, and
 pages up to a page end are shared without a copy.
 """
@@ -34,6 +38,10 @@ class SnapshotPolicy:
     """A branch point must lie this far behind the last usable snapshot."""
     prompt_end_min_tokens: int
     """The same for a prompt end, which only an identical prompt can use."""
+    chunk_end_min_tokens: int
+    """The same for a chunk end, counted from any snapshot before it."""
+    body_share: float = 0.0
+    """Share of a prompt that is its body; 0 for no snapshot there."""
 
     def prefill_stops(
         self, *, length: int, hit: int, kv_length: int
@@ -52,9 +60,26 @@ class SnapshotPolicy:
         if self._worthwhile(branch, hit, self.branch_min_tokens):
             stops.append(branch)
             hit = branch
-        if self._worthwhile(last, hit, self.prompt_end_min_tokens):
-            stops.append(last)
+        body = int(last * self.body_share) // self.page_size * self.page_size
+        for position in (body, last):
+            if self._worthwhile(position, hit, self.prompt_end_min_tokens):
+                stops.append(position)
+                hit = position
         return tuple(stops)
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """Return where a chunk that the engine ends at `end` should end.
+
+        A state inside a page could not be kept; the rest of the page goes to
+        the next chunk.
+        """
+        floored = end // self.page_size * self.page_size
+        return floored if floored >= start + 2 else end
+
+    def keeps_chunk_end(self, position: int, last: int) -> bool:
+        """Whether the end of a chunk gets a snapshot, `last` being the one before."""
+        on_page = position % self.page_size == 0
+        return on_page and self._worthwhile(position, last, self.chunk_end_min_tokens)
 
     def _worthwhile(self, position: int, hit: int, minimum: int) -> bool:
         # Some kernels take a first chunk of one token for a decode step.

@@ -74,6 +74,8 @@ def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCac
             page_size=page_size,
             branch_min_tokens=options.branch_snapshot_min_tokens,
             prompt_end_min_tokens=options.prompt_snapshot_min_tokens,
+            chunk_end_min_tokens=options.chunk_snapshot_min_tokens,
+            body_share=options.prompt_body_share,
         ),
     )
 
@@ -162,7 +164,9 @@ class HybridKVCacheManager:
 
     def _look_up(self, request: Request, limit: int | None) -> LookUp:
         if request.skip_reading_prefix_cache or not self.keys.cacheable(request):
-            return self.cache.bypass(tuple(request.all_token_ids))
+            return self.cache.bypass(
+                tuple(request.all_token_ids), self.keys.namespace(request)
+            )
         return self.cache.look_up(
             tuple(self.keys.tokens(request)), self.keys.namespace(request), limit
         )

@@ -9,7 +9,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.vllm import compat
 from hybrid_plugin.vllm.activation import read_options
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
@@ -65,8 +64,13 @@ class _OnTwoPools(Scheduler):
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        stops = self.kv_cache_manager.stops(request)
-        return HybridCache.split_at(stops, start, start + num_new_tokens) - start
+        end = self.kv_cache_manager.cache.split_at(
+            self.kv_cache_manager.stops(request),
+            start,
+            start + num_new_tokens,
+            request.num_tokens,
+        )
+        return end - start
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""

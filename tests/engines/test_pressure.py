@@ -8,13 +8,12 @@ import time
 
 import pytest
 
-from tests.engines.conftest import MAX_MODEL_LEN, StartServer
+from tests.engines.conftest import MAX_MODEL_LEN, PAGE_SIZE, StartServer
 from tests.engines.server import Ask, Server
 from tests.engines.traffic import encode, system_prompt
 
 pytestmark = pytest.mark.engine
 
-PAGE_SIZE = 32
 TWO_SEQUENCES = {"kv_pages": 2 * MAX_MODEL_LEN // PAGE_SIZE + 1, "state_slots": 3}
 
 
@@ -51,6 +50,9 @@ def test_64_requests_into_a_pool_for_two(start_server: StartServer) -> None:
         levels = wait_until_idle(server)
     assert levels["pages{used}"] == 0
     assert levels["slots{used}"] == 0
-    assert levels["pages{cached}"] + levels["pages{free}"] == 64
+    assert (
+        levels["pages{cached}"] + levels["pages{free}"]
+        == 2 * MAX_MODEL_LEN // PAGE_SIZE
+    )
     assert levels["slots{cached}"] + levels["slots{free}"] == 2
     assert levels["refusals"] > 0

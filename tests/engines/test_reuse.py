@@ -8,13 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.conftest import StartServer
+from tests.engines.conftest import PAGE_SIZE, StartServer
 from tests.engines.server import Server
 from tests.engines.traffic import encode, system_prompt
 
 pytestmark = pytest.mark.engine
-
-PAGE_SIZE = 32
 
 
 @pytest.fixture(scope="module")

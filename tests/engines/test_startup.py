@@ -7,10 +7,13 @@ import re
 
 import pytest
 
-from tests.engines.conftest import StartServer
+from tests.engines.conftest import ON_GPU, StartServer
 from tests.engines.server import ServerDiedError
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(ON_GPU, reason="the sentences name the CPU's backend"),
+]
 
 
 @pytest.mark.parametrize(

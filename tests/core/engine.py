@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fake engine: schedules like vLLM, computes on a `FakeDevice`.
+
+The calls and their order are those of `hybrid_plugin/vllm/scheduler.py` and
+`manager.py`: running sequences grow first, the last one is preempted where
+there is no room; then waiting ones are admitted; the commands are drained and
+run before the forward pass; only then the cache hears of the progress.
+
+Tokens that a sequence generates are settled beforehand, but the engine
+*receives* them later: at once, or with one more step in flight (`lagging`),
+so that a sequence may end when more of its tokens are computed than known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
+from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.radix import Tokens
+from hybrid_plugin.core.snapshots import SnapshotPolicy
+from tests.core.audit import audit, full_state
+from tests.core.device import FakeDevice, Forward, Prefixes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Sizes and habits of a fake engine."""
+
+    page_size: int = 4
+    pages: int = 13
+    slots: int = 6
+    lagging: bool = False
+    """Whether outputs arrive one step late (asynchronous scheduling)."""
+    lookahead: int = 0
+    watermark: int = 0
+    full_fit: bool = False
+    """Whether admission asks for room for all tokens."""
+    branch_min: int = 1
+    prompt_end_min: int = 1
+    chunk_end_min: int = 1
+    max_running: int = 8
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that fits alone."""
+        return (self.pages - 1) * self.page_size - self.lookahead
+
+    def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
+        """The cache under test."""
+        return cls(
+            pages=PagePool(self.pages),
+            slots=SlotPool(self.slots),
+            page_size=self.page_size,
+            policy=SnapshotPolicy(
+                page_size=self.page_size,
+                branch_min_tokens=self.branch_min,
+                prompt_end_min_tokens=self.prompt_end_min,
+                chunk_end_min_tokens=self.chunk_end_min,
+            ),
+        )
+
+
+class Access(Enum):
+    """How a request uses the cache."""
+
+    NORMAL = "normal"
+    WRITE_ONLY = "write only"
+    """Must compute everything itself, but others may use it."""
+    PRIVATE = "private"
+    """Its tokens do not say all about it: neither reads nor writes."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the fake engine knows of a sequence."""
+
+    seq_id: str
+    tokens: Tokens
+    """Its prompt and all it will ever generate."""
+    namespace: Hashable
+    access: Access
+    history: list[int]
+    known: int
+    limit: int | None = None
+    computed: int = 0
+    unseen: int = 0
+    """Tokens that were generated but not received."""
+    preemptions: int = 0
+    table: list[int] = field(default_factory=list)
+    slot: int = 0
+
+    @property
+    def known_tokens(self) -> Tokens:
+        return self.tokens[: self.known]
+
+
+class FakeEngine:
+    """Drives a cache, and checks every step against the fake device."""
+
+    def __init__(self, setup: Setup, cls: type[HybridCache] = HybridCache) -> None:
+        self.setup = setup
+        self.cache = setup.build(cls)
+        self.device = FakeDevice(setup.pages, setup.slots, setup.page_size)
+        self.prefixes = Prefixes()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.outputs: list[list[Request]] = []
+        """Per step in flight, the requests that it generates a token for."""
+        self.finished = 0
+        self.watch_refusals = True
+        """Whether to compare the full state around calls that may refuse."""
+        self._submitted = 0
+        self._work: dict[Request, int] = {}
+
+    # -------------------------------------------------------------- operations
+
+    def submit(
+        self,
+        tokens: Tokens,
+        prompt_length: int,
+        *,
+        namespace: Hashable = None,
+        access: Access = Access.NORMAL,
+        limit: int | None = None,
+    ) -> None:
+        """Queue a request whose last `len(tokens) - prompt_length` are generated."""
+        assert 0 < prompt_length < len(tokens) <= self.setup.max_length
+        self._submitted += 1
+        seq_id = f"r{self._submitted}"
+        meaning = (seq_id,) if access is Access.PRIVATE else namespace
+        history = self.prefixes.history(meaning, tokens)
+        self.waiting.append(
+            Request(seq_id, tokens, namespace, access, history, prompt_length, limit)
+        )
+
+    def step(self, budget: int, victim: int = -1) -> None:
+        """Schedule and run one step of at most `budget` tokens.
+
+        Args:
+            budget: tokens in the step.
+            victim: index of the running request to preempt for want of room.
+        """
+        if len(self.outputs) > int(self.setup.lagging):
+            self.receive()
+        self._work = {}
+        preempted, budget = self._schedule_running(budget, victim)
+        if not preempted:
+            self._schedule_waiting(budget)
+        self.device.run(self.cache.drain_commands())
+        self.device.forward([self._forward(r, end) for r, end in self._work.items()])
+        for request, end in self._work.items():
+            request.computed = end
+        for request in self._work:
+            if self.cache.is_prefilling(request.seq_id):
+                tokens = request.known_tokens
+                self.cache.advance(request.seq_id, tokens, request.computed)
+        self.outputs.append([r for r in self._work if self._has_sampled(r)])
+        if not self.setup.lagging:
+            self.receive()
+
+    def receive(self) -> None:
+        """Take the outputs of the oldest step in flight."""
+        for request in self.outputs.pop(0) if self.outputs else ():
+            request.unseen -= 1
+            request.known += 1
+            if request.known == len(request.tokens):
+                self.end(request)
+                self.finished += 1
+
+    def end(self, request: Request) -> None:
+        """Finish or abort a request, wherever it is."""
+        self._forget_outputs(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self.cache.finish(request.seq_id, request.known_tokens, request.computed)
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to the queue."""
+        self._forget_outputs(request)
+        self._work.pop(request, None)
+        self.running.remove(request)
+        self.cache.finish(request.seq_id, request.known_tokens, request.computed)
+        request.computed, request.table, request.slot = 0, [], 0
+        request.preemptions += 1
+        self.waiting.insert(0, request)
+
+    def flush(self) -> None:
+        """Forget what is cached; refused while a request runs."""
+        before = full_state(self.cache)
+        flushed = self.cache.flush()
+        assert flushed == (not self.running)
+        if not flushed:
+            assert full_state(self.cache) == before
+
+    def check(self) -> None:
+        """Check all invariants, and everything the tree offers."""
+        audit(self.cache)
+        self.device.check_tree(self.cache, self.prefixes)
+
+    # ---------------------------------------------------------------- schedule
+
+    def _schedule_running(self, budget: int, victim: int) -> tuple[bool, int]:
+        preempted = False
+        for request in list(self.running):
+            if budget <= 0 or request not in self.running:
+                continue
+            end = self._next_end(request, request.computed, budget)
+            if end == request.computed:
+                continue
+            while (fresh := self._grow(request, end)) is None:
+                loser = self.running[victim % len(self.running)]
+                budget += self._work.get(loser, loser.computed) - loser.computed
+                self.preempt(loser)
+                preempted = True
+                if loser is request:
+                    break
+            if fresh is not None:
+                request.table += fresh
+                self._work[request] = end
+                budget -= end - request.computed
+        return preempted, budget
+
+    def _grow(self, request: Request, end: int) -> list[int] | None:
+        attempt = self.cache.grow
+        cover = end + self.setup.lookahead
+        fresh = self._watch(lambda: attempt(request.seq_id, cover))
+        alone = len(self.running) == 1
+        assert fresh is not None or not alone, "a sequence alone finds no room"
+        return fresh
+
+    def _schedule_waiting(self, budget: int) -> None:
+        while self.waiting and budget > 0:
+            if len(self.running) == self.setup.max_running:
+                return
+            request = self.waiting[0]
+            found = self._look_up(request)
+            hit = found.match.length
+            assert hit < request.known, "nothing is left to compute"
+            whole = min(hit + budget, request.known)
+            end = self.cache.split_at(found.stops, hit, whole, request.known)
+            assert end > 1 or whole == 1, "a split leaves a first chunk of one token"
+            admission = self._admit(request, found, end)
+            if admission is None:
+                assert self.running, "a sequence alone is refused"
+                return
+            self._take_in(request, admission, end)
+            budget -= end - hit
+
+    def _look_up(self, request: Request) -> LookUp:
+        tokens, namespace = request.known_tokens, request.namespace
+        if request.access is not Access.NORMAL:
+            return self.cache.bypass(tokens, namespace)
+        return self.cache.look_up(tokens, namespace, request.limit)
+
+    def _admit(self, request: Request, found: LookUp, end: int) -> Admission | None:
+        attempt = self.cache.admit
+        return self._watch(
+            lambda: attempt(
+                request.seq_id,
+                found,
+                cover=end + self.setup.lookahead,
+                reserve=request.known if self.setup.full_fit else 0,
+                spare=self.setup.watermark if self.running else 0,
+                cacheable=request.access is not Access.PRIVATE,
+                resumed=request.preemptions > 0,
+            )
+        )
+
+    def _take_in(self, request: Request, admission: Admission, end: int) -> None:
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.table, request.slot = list(admission.pages), admission.slot
+        request.computed = admission.hit
+        self._work[request] = end
+
+    def _next_end(self, request: Request, start: int, budget: int) -> int:
+        target = min(request.known + request.unseen, len(request.tokens))
+        stops = self.cache.stops_of(request.seq_id)
+        end = min(start + budget, target)
+        return self.cache.split_at(stops, start, end, request.known)
+
+    # ---------------------------------------------------------------- internal
+
+    def _watch(self, call: Callable[[], T | None]) -> T | None:
+        """Make a call that may refuse; refusing must change nothing."""
+        if not self.watch_refusals:
+            return call()
+        before = full_state(self.cache)
+        result = call()
+        if result is None:
+            assert full_state(self.cache) == before
+        return result
+
+    def _forward(self, request: Request, end: int) -> Forward:
+        table, slot = tuple(request.table), request.slot
+        return Forward(table, slot, request.history, request.computed, end)
+
+    def _has_sampled(self, request: Request) -> bool:
+        sampled = request.computed == request.known + request.unseen
+        if sampled and request.computed < len(request.tokens):
+            request.unseen += 1
+            return True
+        return False
+
+    def _forget_outputs(self, request: Request) -> None:
+        request.unseen = 0
+        for step in self.outputs:
+            if request in step:
+                step.remove(request)

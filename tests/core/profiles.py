@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the random tests run: HYPOTHESIS_PROFILE is `ci` (default) or `soak`."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+SOAK_FACTOR = 20 if PROFILE == "soak" else 1
+"""How much more the seeded traffic does than in CI."""
+
+_QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def machine_settings() -> settings:
+    """Settings of the state machines; no deadline, so no timed assertion."""
+    if PROFILE == "soak":
+        return settings(
+            max_examples=5000,
+            stateful_step_count=120,
+            deadline=None,
+            suppress_health_check=_QUIET,
+        )
+    return settings(
+        max_examples=300,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=_QUIET,
+    )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short forms of the calls an adapter makes, for tests with a few sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from hybrid_plugin.core.cache import Admission, HybridCache
+from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.radix import Tokens
+from hybrid_plugin.core.snapshots import SnapshotPolicy
+
+NO_SNAPSHOTS = 1_000_000
+
+
+def make_cache(
+    pages: int = 33,
+    slots: int = 9,
+    page_size: int = 4,
+    branch: int = 1,
+    prompt_end: int = NO_SNAPSHOTS,
+    chunk_end: int = NO_SNAPSHOTS,
+) -> HybridCache:
+    """A small cache; prompt and chunk ends get snapshots where a test says so."""
+    policy = SnapshotPolicy(page_size, branch, prompt_end, chunk_end)
+    return HybridCache(PagePool(pages), SlotPool(slots), page_size, policy)
+
+
+def span(start: int, end: int) -> Tokens:
+    """Tokens `start` to `end`, all different."""
+    return tuple(range(start, end))
+
+
+def state(source: int, destination: int) -> Copy:
+    return Copy(Pool.STATE, source, destination)
+
+
+def page(source: int, destination: int) -> Copy:
+    return Copy(Pool.KV, source, destination)
+
+
+def zero(slot: int) -> Zero:
+    return Zero(Pool.STATE, slot)
+
+
+def admit(
+    cache: HybridCache,
+    seq_id: str,
+    tokens: Tokens,
+    namespace: Hashable = None,
+    **options: Any,
+) -> Admission | None:
+    """Look up and admit, with pages for all tokens."""
+    found = cache.look_up(tokens, namespace)
+    return cache.admit(seq_id, found, **{"cover": len(tokens), **options})
+
+
+def start(
+    cache: HybridCache,
+    seq_id: str,
+    tokens: Tokens,
+    namespace: Hashable = None,
+    **options: Any,
+) -> Admission:
+    """The same where there must be room."""
+    admission = admit(cache, seq_id, tokens, namespace, **options)
+    assert admission is not None
+    return admission
+
+
+def prefill(
+    cache: HybridCache, seq_id: str, tokens: Tokens
+) -> list[tuple[int, list[Command]]]:
+    """Compute the whole prompt.
+
+    Returns:
+        For each step its end and the commands that precede it.
+    """
+    position = cache.sequence(seq_id).hit
+    steps = []
+    while position < len(tokens):
+        stops = cache.stops_of(seq_id)
+        position = cache.split_at(stops, position, len(tokens), len(tokens))
+        steps.append((position, cache.drain_commands()))
+        cache.advance(seq_id, tokens, position)
+    return steps
+
+
+def serve(
+    cache: HybridCache,
+    seq_id: str,
+    prompt: Tokens,
+    answer: Tokens = (),
+    namespace: Hashable = None,
+) -> Admission:
+    """Run a whole request; the last token of an answer is never computed."""
+    admission = start(cache, seq_id, prompt, namespace)
+    prefill(cache, seq_id, prompt)
+    computed = len(prompt) + max(len(answer) - 1, 0)
+    assert cache.grow(seq_id, computed) is not None
+    cache.finish(seq_id, prompt + answer, computed)
+    return admission

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots taken while a prompt is computed: where, when and from what."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_plugin.core.cache import Admission
+from tests.core.audit import audit
+from tests.core.support import (
+    admit,
+    make_cache,
+    prefill,
+    serve,
+    span,
+    start,
+    state,
+    zero,
+)
+
+SYSTEM = span(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("start_at", "end", "expected"),
+    [(0, 8, 8), (0, 9, 8), (8, 9, 9), (8, 40, 32), (32, 40, 40), (0, 4, 4)],
+)
+def test_split_at_ends_a_chunk_at_the_next_stop(
+    start_at: int, end: int, expected: int
+) -> None:
+    assert make_cache().split_at((8, 32), start_at, end, length=end) == expected
+
+
+def test_the_second_request_reveals_the_branch_and_the_third_hits_it() -> None:
+    cache = make_cache()
+    serve(cache, "first", SYSTEM + span(20, 26))
+    found = cache.look_up(SYSTEM + span(30, 36))
+    assert (found.match.length, found.match.kv_length) == (0, 8)
+    assert found.stops == (8,)
+    serve(cache, "second", SYSTEM + span(30, 36))
+    cache.drain_commands()
+    admission = start(cache, "third", SYSTEM + span(40, 46))
+    assert admission == Admission((1, 2, 5, 6), 4, 8)
+    assert cache.drain_commands() == [state(3, 4)]
+    audit(cache)
+
+
+def test_the_copy_runs_behind_the_step_that_reached_the_stop() -> None:
+    cache = make_cache()
+    serve(cache, "first", SYSTEM + span(20, 26))
+    cache.drain_commands()
+    tokens = SYSTEM + span(30, 36)
+    start(cache, "second", tokens)
+    steps = prefill(cache, "second", tokens)
+    assert steps == [(8, [zero(2)]), (16, [state(2, 3)])]
+    assert cache.stops_of("second") == ()
+
+
+def test_a_chunk_that_misses_the_stop_takes_no_snapshot() -> None:
+    cache = make_cache(prompt_end=1)
+    start(cache, "a", span(0, 9))
+    cache.advance("a", span(0, 9), 5)
+    cache.advance("a", span(0, 9), 9)
+    assert cache.slots.snapshots == 0
+    assert cache.look_up(span(0, 9)).match.kv_length == 8
+
+
+def test_the_same_prompt_again_hits_its_prompt_end() -> None:
+    cache = make_cache(prompt_end=1)
+    serve(cache, "a", span(0, 11), answer=span(60, 65))
+    cache.drain_commands()
+    assert start(cache, "b", span(0, 11)) == Admission((1, 2, 5), 3, 8)
+    assert cache.drain_commands() == [state(2, 3)]
+
+
+def test_a_snapshot_that_is_there_is_not_taken_twice() -> None:
+    cache = make_cache(prompt_end=1)
+    for seq_id in "ab":
+        start(cache, seq_id, span(0, 9))
+    assert prefill(cache, "a", span(0, 9))[-1] == (9, [state(1, 3)])
+    assert prefill(cache, "b", span(0, 9)) == [(8, []), (9, [])]
+    assert cache.stats.snapshots_taken == 1
+    audit(cache)
+
+
+def test_a_tombstone_is_matched_and_snapshotted_again() -> None:
+    cache = make_cache(slots=3, prompt_end=1)
+    tokens = span(0, 9)
+    start(cache, "a", tokens)
+    prefill(cache, "a", tokens)
+    cache.finish("a", tokens, 10)  # a step in flight: the running state is lost
+    serve(cache, "b", span(50, 53))
+    assert admit(cache, "c", span(60, 63)) is not None  # costs the snapshot of a
+    cache.finish("c", span(60, 63), 0)
+    found = cache.look_up(tokens)
+    assert (found.match.length, found.match.kv_length) == (0, 8)
+    assert found.stops == (8,)
+    cache.drain_commands()
+    admission = cache.admit("d", found, cover=9)
+    assert admission is not None
+    prefill(cache, "d", tokens)
+    assert cache.look_up(tokens).match.length == 8
+    audit(cache)
+
+
+def test_no_slot_for_a_snapshot_is_no_failure() -> None:
+    cache = make_cache(slots=2, prompt_end=1)
+    start(cache, "a", span(0, 9))
+    assert prefill(cache, "a", span(0, 9)) == [(8, [zero(1)]), (9, [])]
+    assert cache.stats.snapshots_taken == 0
+    assert cache.look_up(span(0, 9)).match.kv_length == 8
+    audit(cache)
+
+
+def test_a_snapshot_replaces_the_least_recently_used_one() -> None:
+    cache = make_cache(slots=4, prompt_end=1)
+    serve(cache, "a", span(20, 23))
+    serve(cache, "b", span(30, 33))
+    tokens = span(0, 9)
+    start(cache, "c", tokens)
+    cache.drain_commands()
+    assert prefill(cache, "c", tokens) == [(8, []), (9, [state(3, 1)])]
+    assert cache.look_up(span(20, 24)).match.length == 0
+    assert cache.look_up(span(30, 34)).match.length == 3
+
+
+def test_a_queued_copy_precedes_the_reuse_of_its_source() -> None:
+    """The running slot is freed and handed out again before the copy ran."""
+    cache = make_cache(slots=3, prompt_end=1)
+    tokens = span(0, 9)
+    start(cache, "a", tokens)
+    cache.drain_commands()
+    cache.advance("a", tokens, 8)
+    cache.finish("a", tokens[:8], 9)
+    start(cache, "b", span(50, 55))
+    assert cache.drain_commands() == [state(1, 2), zero(1)]
+
+
+def test_a_look_up_goes_stale() -> None:
+    cache = make_cache()
+    found = cache.look_up(span(0, 9))
+    assert cache.is_current(found)
+    serve(cache, "a", span(0, 6))
+    assert not cache.is_current(found)
+    with pytest.raises(ValueError, match="older than the tree"):
+        cache.admit("b", found, cover=9)
+
+
+def test_a_live_sequence_is_not_admitted_twice() -> None:
+    cache = make_cache()
+    start(cache, "a", span(0, 9))
+    with pytest.raises(ValueError, match="'a' is live already"):
+        admit(cache, "a", span(0, 9))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_equal_calls_give_equal_commands(page_size: int) -> None:
+    def commands() -> list[object]:
+        cache = make_cache(pages=9 + 32 // page_size, slots=4, page_size=page_size)
+        steps: list[object] = []
+        for number in range(6):
+            tokens = span(0, 7) + span(20 * number, 20 * number + 5)
+            start(cache, "a", tokens)
+            steps += prefill(cache, "a", tokens)
+            cache.finish("a", tokens, len(tokens))
+        return steps
+
+    assert commands() == commands()
+    assert len(commands()) > 6
+
+
+def test_chunk_ends_of_a_long_prompt_are_kept_and_hit() -> None:
+    cache = make_cache(chunk_end=8)
+    tokens = span(0, 31)
+    start(cache, "long", tokens)
+    ends = []
+    position = 0
+    while position < len(tokens):
+        cut = min(position + 9, len(tokens))
+        position = cache.split_at((), position, cut, len(tokens))
+        cache.drain_commands()
+        cache.advance("long", tokens, position)
+        ends.append(position)
+    assert ends == [8, 16, 24, 31]
+    assert cache.stats.snapshots_taken == 3
+    assert cache.look_up(tokens[:20] + span(90, 99)).match.length == 16
+    audit(cache)

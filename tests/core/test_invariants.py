@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis drives a fake engine; everything is checked after every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from hybrid_plugin.core.radix import Tokens
+from tests.core.engine import Access, FakeEngine, Setup
+from tests.core.profiles import machine_settings
+from tests.core.traffic import fork
+
+INDEX = st.integers(0, 7)
+EXTRA = st.lists(st.integers(0, 2), max_size=20)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, run, end and are preempted on pools that are too small."""
+
+    page_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = FakeEngine(Setup())
+        self.seen: list[Tokens] = []
+
+    @initialize(
+        pages=st.integers(3, 9),
+        slots=st.integers(2, 7),
+        lagging=st.booleans(),
+        full_fit=st.booleans(),
+        watermark=st.integers(0, 1),
+        lookahead=st.integers(0, 1),
+        branch_min=st.integers(1, 6),
+        prompt_end_min=st.integers(1, 12),
+        chunk_end_min=st.integers(1, 12),
+    )
+    def start(
+        self,
+        pages: int,
+        slots: int,
+        lagging: bool,
+        full_fit: bool,
+        watermark: int,
+        lookahead: int,
+        branch_min: int,
+        prompt_end_min: int,
+        chunk_end_min: int,
+    ) -> None:
+        setup = Setup(
+            page_size=self.page_size,
+            pages=pages + 16 // self.page_size,
+            slots=slots,
+            lagging=lagging,
+            full_fit=full_fit,
+            watermark=watermark,
+            lookahead=lookahead,
+            branch_min=branch_min,
+            prompt_end_min=prompt_end_min,
+            chunk_end_min=chunk_end_min,
+        )
+        self.engine = FakeEngine(setup)
+
+    @precondition(lambda self: len(self.engine.waiting) < 5)
+    @rule(
+        which=INDEX,
+        keep=st.integers(0, 40),
+        extra=EXTRA,
+        answer=st.integers(1, 6),
+        namespace=st.sampled_from([None, "adapter"]),
+        access=st.sampled_from(Access),
+        limit=st.none() | st.integers(0, 20),
+    )
+    def submit(
+        self,
+        which: int,
+        keep: int,
+        extra: list[int],
+        answer: int,
+        namespace: Hashable,
+        access: Access,
+        limit: int | None,
+    ) -> None:
+        tokens = fork(self.seen, which, keep, extra, self.engine.setup.max_length)
+        self.seen.append(tokens)
+        prompt_length = max(1, len(tokens) - answer)
+        self.engine.submit(
+            tokens, prompt_length, namespace=namespace, access=access, limit=limit
+        )
+
+    @rule(which=INDEX, keep=st.integers(0, 40), extra=EXTRA)
+    def submit_and_serve(self, which: int, keep: int, extra: list[int]) -> None:
+        """Plain requests must be common, or nothing is ever hit."""
+        self.submit(which, keep, extra, 2, None, Access.NORMAL, None)
+        self.engine.step(64)
+        self.engine.step(64)
+
+    @rule(budget=st.integers(1, 40), victim=st.integers(-1, 2))
+    def step(self, budget: int, victim: int) -> None:
+        self.engine.step(budget, victim)
+
+    @rule(steps=st.integers(2, 6))
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step(64)
+
+    @rule()
+    def receive(self) -> None:
+        self.engine.receive()
+
+    @precondition(lambda self: self.engine.running)
+    @rule(which=INDEX)
+    def abort_running(self, which: int) -> None:
+        running = self.engine.running
+        self.engine.end(running[which % len(running)])
+
+    @precondition(lambda self: self.engine.waiting)
+    @rule(which=INDEX)
+    def abort_waiting(self, which: int) -> None:
+        waiting = self.engine.waiting
+        self.engine.end(waiting[which % len(waiting)])
+
+    @precondition(lambda self: self.engine.running)
+    @rule(which=INDEX)
+    def preempt(self, which: int) -> None:
+        running = self.engine.running
+        self.engine.preempt(running[which % len(running)])
+
+    @precondition(lambda self: len(self.seen) % 4 == 3)
+    @rule()
+    def flush(self) -> None:
+        self.engine.flush()
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        self.engine.check()
+
+
+class SinglePageMachine(EngineMachine):
+    """Pages of one token: there are no tails, and every position is a page end."""
+
+    page_size = 1
+
+
+class WidePageMachine(EngineMachine):
+    """Pages of 16 tokens: most snapshots are tails."""
+
+    page_size = 16
+
+
+TestSinglePage = SinglePageMachine.TestCase
+TestSinglePage.settings = machine_settings()
+TestFourTokenPage = EngineMachine.TestCase
+TestFourTokenPage.settings = machine_settings()
+TestWidePage = WidePageMachine.TestCase
+TestWidePage.settings = machine_settings()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Broken caches must fail the checks: proof that the fake device can say no."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+
+from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
+from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.radix import Evicted, Match, Node, Tokens
+from tests.core.device import ContentError
+from tests.core.traffic import Traffic
+
+
+class SkipsStateCopies(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not _is_copy(c, Pool.STATE)]
+
+
+class SkipsTailCopies(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not _is_copy(c, Pool.KV)]
+
+
+class SkipsZeroing(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not isinstance(c, Zero)]
+
+
+class ReversesCommands(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        return HybridCache.drain_commands(self)[::-1]
+
+
+class SnapshotsOneStepLate(HybridCache):
+    """Its snapshot copies miss the step they must directly follow."""
+
+    def advance(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+        queued = len(self._commands)
+        HybridCache.advance(self, seq_id, tokens, computed)
+        late = self.__dict__.setdefault("late", [])
+        late += self._commands[queued:]
+        del self._commands[queued:]
+
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        self._commands = self.__dict__.pop("late", [])
+        return commands
+
+
+class DonatesUnknownTokens(HybridCache):
+    """Takes the state of a step in flight for that of the known tokens."""
+
+    def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+        HybridCache.finish(self, seq_id, tokens, min(computed, len(tokens)))
+
+
+class DonatesShort(HybridCache):
+    def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+        HybridCache.finish(self, seq_id, tokens, computed - 1)
+
+
+class FreesPagesInUse(HybridCache):
+    def _take_back(self, evicted: Evicted) -> None:
+        for page in evicted.pages:
+            while self.pages.references(page)[0]:
+                self.pages.release([page])
+        HybridCache._take_back(self, evicted)
+
+
+class IgnoresNamespaces(HybridCache):
+    def look_up(
+        self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None
+    ) -> LookUp:
+        return HybridCache.look_up(self, tokens, None, limit)
+
+
+class KeepsPrivateSequences(HybridCache):
+    def admit(self, seq_id: str, found: LookUp, **options: Any) -> Admission | None:
+        return HybridCache.admit(self, seq_id, found, **options | {"cacheable": True})
+
+
+class RestoresTooMuch(HybridCache):
+    """Offers one token more than its snapshot covers."""
+
+    def admit(self, seq_id: str, found: LookUp, **options: Any) -> Admission | None:
+        admission = HybridCache.admit(self, seq_id, found, **options)
+        if admission is None or not 0 < admission.hit < found.length - 1:
+            return admission
+        if admission.hit + 1 >= options["cover"]:
+            return admission
+        return Admission(admission.pages, admission.slot, admission.hit + 1)
+
+
+class KeepsNoLock(HybridCache):
+    def _settle(self, match: Match, slot: int) -> None:
+        kept = HybridCache._settle(self, match, slot)
+        if kept is not None:
+            self.tree.unlock(kept)
+
+
+class LocksPagesOfOthers(HybridCache):
+    """Promises pages as reclaimable that it has locked."""
+
+    def _keep(self, sequence: LiveSequence, node: Node, gained: int) -> None:
+        before = 0 if sequence.locked is None else sequence.locked.end
+        HybridCache._keep(self, sequence, node, node.end - before)
+
+
+class EvictsBeforeRefusing(HybridCache):
+    def _has_room(self, match: Match, pages: int) -> bool:
+        has_room = HybridCache._has_room(self, match, pages)
+        if not has_room:
+            self._evict_snapshot()
+        return has_room
+
+
+class RefusesWhatFits(HybridCache):
+    """Lets the cache lower how many sequences can run."""
+
+    def _has_room(self, match: Match, pages: int) -> bool:
+        return pages <= self.pages.free and self.slots.free > 0
+
+
+class LosesSlots(HybridCache):
+    def _donate(self, *args: Any, exact: bool) -> bool:
+        return HybridCache._donate(self, *args, exact=exact) or not exact
+
+
+CONTENT = [
+    SkipsStateCopies,
+    SkipsTailCopies,
+    SkipsZeroing,
+    ReversesCommands,
+    SnapshotsOneStepLate,
+    DonatesUnknownTokens,
+    DonatesShort,
+    FreesPagesInUse,
+    IgnoresNamespaces,
+    KeepsPrivateSequences,
+    RestoresTooMuch,
+]
+BOOKKEEPING = [
+    KeepsNoLock,
+    LocksPagesOfOthers,
+    EvictsBeforeRefusing,
+    RefusesWhatFits,
+    LosesSlots,
+]
+
+
+def _is_copy(command: Command, pool: Pool) -> bool:
+    return isinstance(command, Copy) and command.pool is pool
+
+
+def first_failure(cache: type[HybridCache], check_every: int) -> AssertionError:
+    """What the first failing traffic fails with."""
+    for seed in range(20):
+        for page_size in (1, 4, 16):
+            traffic = Traffic.seeded(seed, page_size, cache)
+            try:
+                for count in range(1, 301):
+                    traffic.operate()
+                    if count % check_every == 0:
+                        traffic.engine.check()
+            except AssertionError as failure:
+                return failure
+    pytest.fail(f"{cache.__name__} went through")
+
+
+@pytest.mark.parametrize("cache", CONTENT, ids=lambda cache: cache.__name__)
+def test_forward_passes_alone_find_wrong_content(cache: type[HybridCache]) -> None:
+    failure = first_failure(cache, check_every=10_000)
+    assert isinstance(failure, ContentError), repr(failure)
+
+
+@pytest.mark.parametrize("cache", BOOKKEEPING, ids=lambda cache: cache.__name__)
+def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
+    assert not isinstance(first_failure(cache, check_every=1), ContentError)
+
+
+def test_the_sound_cache_goes_through() -> None:
+    with pytest.raises(pytest.fail.Exception, match="went through"):
+        first_failure(HybridCache, check_every=10_000)

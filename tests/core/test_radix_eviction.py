@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recency, locks, eviction and versions of the radix tree."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Node
+from tests.core.audit import audit_orders, audit_structure
+from tests.core.test_radix import match, put, t, tree_with
+
+
+def node_of(tree: MambaRadixCache, last: str, end: int) -> Node:
+    """The node whose tokens end with `last`, at `end`."""
+    return next(
+        n
+        for n in tree.nodes()
+        if n.tokens[-len(last) :] == t(last) and n.end == end and n.parent
+    )
+
+
+def evict_all(tree: MambaRadixCache) -> list[tuple[int, ...]]:
+    """Pages in the order in which nodes are evicted."""
+    order = []
+    while (evicted := tree.evict_kv()) is not None:
+        audit_orders(tree)
+        audit_structure(tree)
+        order.append(evicted.pages)
+    return order
+
+
+class TestKv:
+    def test_least_recently_used_leaf_first(self) -> None:
+        tree = tree_with("ab", "cd", "ef")
+        tree.touch(node_of(tree, "ab", 2))
+        assert evict_all(tree) == [(20,), (30,), (10,)]
+
+    def test_leaves_before_parents(self) -> None:
+        tree = tree_with("abcd", "abxy", "uv")
+        assert evict_all(tree) == [(11,), (21,), (10,), (30,)]
+
+    def test_touching_a_leaf_saves_its_path(self) -> None:
+        tree = tree_with("abcd", "abxy", "uv")
+        tree.touch(node_of(tree, "cd", 4))
+        assert evict_all(tree) == [(21,), (30,), (11,), (10,)]
+
+    def test_a_matched_inner_node_does_not_save_its_leaves(self) -> None:
+        tree = tree_with("ab", "abcd", "uv")
+        tree.touch(node_of(tree, "ab", 2))
+        assert evict_all(tree) == [(21,), (30,), (10,)]
+
+    def test_a_leaf_takes_its_snapshot_along(self) -> None:
+        tree = tree_with("abcd")
+        tree.attach_snapshot(node_of(tree, "cd", 4), 7)
+        assert tree.evict_kv() == Evicted((10, 11), 7)
+        assert tree.oldest_snapshot() is None
+
+    def test_a_tail_is_a_leaf(self) -> None:
+        tree = tree_with("abcd", page_size=4)
+        tail, _ = tree.insert_tail(node_of(tree, "d", 4), t("e"), 20)
+        tree.attach_snapshot(tail, 1)
+        assert tree.evict_kv() == Evicted((20,), 1)
+        assert tree.evict_kv() == Evicted((10,), None)
+
+    def test_nothing_to_evict(self) -> None:
+        assert MambaRadixCache(2).evict_kv() is None
+
+
+class TestLocks:
+    def test_a_locked_path_stays(self) -> None:
+        tree = tree_with("abcd", "abxy")
+        locked = node_of(tree, "cd", 4)
+        tree.lock(locked)
+        assert evict_all(tree) == [(21,)]
+        tree.unlock(locked)
+        assert evict_all(tree) == [(11,), (10,)]
+
+    def test_locks_count(self) -> None:
+        tree = tree_with("ab", "abcd")
+        upper, lower = node_of(tree, "ab", 2), node_of(tree, "cd", 4)
+        tree.lock(lower)
+        tree.lock(upper)
+        assert (upper.kv_lock, lower.kv_lock) == (2, 1)
+        tree.unlock(lower)
+        assert evict_all(tree) == [(21,)]
+        tree.unlock(upper)
+        assert evict_all(tree) == [(10,)]
+
+    def test_unlocking_makes_most_recent(self) -> None:
+        tree = tree_with("ab", "cd")
+        node = node_of(tree, "ab", 2)
+        tree.lock(node)
+        tree.unlock(node)
+        assert evict_all(tree) == [(20,), (10,)]
+
+    def test_touching_a_locked_node_keeps_it_out_of_the_order(self) -> None:
+        tree = tree_with("ab")
+        node = node_of(tree, "ab", 2)
+        tree.lock(node)
+        tree.touch(node)
+        assert list(tree._kv_order) == []
+
+    def test_a_locked_snapshot_is_no_candidate(self) -> None:
+        tree = tree_with("ab", "cd")
+        first, second = node_of(tree, "ab", 2), node_of(tree, "cd", 2)
+        tree.attach_snapshot(first, 1)
+        tree.attach_snapshot(second, 2)
+        tree.lock(first)
+        tree.lock_state(first)
+        assert tree.oldest_snapshot() is second
+        tree.unlock_state(first)
+        assert list(tree.snapshots()) == [second, first]
+
+    def test_the_state_lock_needs_a_kv_lock(self) -> None:
+        tree = tree_with("ab")
+        node = node_of(tree, "ab", 2)
+        with pytest.raises(ValueError, match="lock the KV of a node before"):
+            tree.lock_state(node)
+        tree.lock(node)
+        tree.lock_state(node)
+        with pytest.raises(ValueError, match="would outlive the KV lock"):
+            tree.unlock(node)
+
+    def test_unlocking_what_is_not_locked(self) -> None:
+        node = node_of(tree := tree_with("ab"), "ab", 2)
+        with pytest.raises(ValueError, match="would outlive"):
+            tree.unlock(node)
+        with pytest.raises(ValueError, match="the state is not locked"):
+            tree.unlock_state(node)
+
+
+class TestSnapshots:
+    def test_least_recently_used_first(self) -> None:
+        tree = tree_with("ab", "cd", "ef")
+        nodes = [node_of(tree, last, 2) for last in ("ab", "cd", "ef")]
+        for slot, node in enumerate(nodes, start=1):
+            tree.attach_snapshot(node, slot)
+        tree.touch_snapshot(nodes[0])
+        assert list(tree.snapshots()) == [nodes[1], nodes[2], nodes[0]]
+
+    def test_any_node_may_lose_its_state_and_get_another(self) -> None:
+        tree = tree_with("ab", "abcd")
+        inner = node_of(tree, "ab", 2)
+        tree.attach_snapshot(inner, 1)
+        assert tree.detach_snapshot(inner) == Evicted((), 1)
+        found = match(tree, "abcd")
+        assert (found.length, found.kv_length) == (0, 4)
+        tree.attach_snapshot(inner, 2)
+        assert match(tree, "abcd").length == 2
+
+    def test_a_tail_goes_with_its_state(self) -> None:
+        tree = tree_with("abcd", page_size=4)
+        node = node_of(tree, "d", 4)
+        tail, _ = tree.insert_tail(node, t("e"), 20)
+        tree.attach_snapshot(tail, 1)
+        assert tree.detach_snapshot(tail) == Evicted((20,), 1)
+        assert node.is_leaf
+
+    def test_misuse(self) -> None:
+        tree = tree_with("ab")
+        node = node_of(tree, "ab", 2)
+        with pytest.raises(ValueError, match="the node has no snapshot"):
+            tree.detach_snapshot(node)
+        tree.attach_snapshot(node, 1)
+        for refused in (node, node.parent):
+            assert refused is not None
+            with pytest.raises(ValueError, match="a snapshot needs a node"):
+                tree.attach_snapshot(refused, 2)
+
+
+class TestVersion:
+    def test_grows_when_a_match_could_change(self) -> None:
+        tree = MambaRadixCache(4)
+        seen = [tree.version]
+
+        def changed() -> bool:
+            seen.append(tree.version)
+            return seen[-1] > seen[-2]
+
+        node, _ = put(tree, "abcd", 10)
+        assert changed()
+        tail, _ = tree.insert_tail(node, t("e"), 20)
+        assert changed()
+        tree.attach_snapshot(tail, 1)
+        assert changed()
+        tree.detach_snapshot(tail)
+        assert changed()
+        tree.evict_kv()
+        assert changed()
+        tree.clear()
+        assert changed()
+
+    def test_stands_still_otherwise(self) -> None:
+        tree = tree_with("abcd")
+        before = tree.version
+        node, _ = put(tree, "abcd", 20)
+        put(tree, "ab", 30)
+        tree.touch(node)
+        tree.lock(node)
+        tree.unlock(node)
+        match(tree, "abcd")
+        assert tree.version == before
+
+
+def test_clear_returns_everything_and_forgets_it() -> None:
+    tree = tree_with("abcd", "abxy")
+    tree.insert("other", t("qr"), [40])
+    tree.attach_snapshot(node_of(tree, "cd", 4), 5)
+    tree.lock(node_of(tree, "xy", 4))
+    evicted = tree.clear()
+    assert sorted(page for e in evicted for page in e.pages) == [10, 11, 21, 40]
+    assert [e.slot for e in evicted if e.slot is not None] == [5]
+    assert list(tree.nodes()) == []
+    assert match(tree, "abcd").kv_length == 0
+    assert evict_all(tree) == []
+    assert tree.oldest_snapshot() is None

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded traffic for a fake engine: prompts that share prefixes, and mishaps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.radix import Tokens
+from tests.core.engine import Access, FakeEngine, Setup
+
+NAMESPACES = (None, None, None, "adapter")
+ACCESSES = (Access.NORMAL,) * 8 + (Access.WRITE_ONLY, Access.PRIVATE)
+
+
+def fork(
+    seen: Sequence[Tokens], which: int, keep: int, extra: Sequence[int], most: int
+) -> Tokens:
+    """A sequence that leaves an earlier one after `keep` tokens.
+
+    Args:
+        seen: sequences so far.
+        which: index of the one to fork, taken modulo their number.
+        keep: tokens to share at most.
+        extra: tokens behind.
+        most: length to cut to.
+    """
+    base = seen[which % len(seen)] if seen else ()
+    tokens = (*base[:keep], *extra)[:most]
+    return tokens if len(tokens) > 1 else (0, 1)
+
+
+def random_setup(rng: random.Random, page_size: int) -> Setup:
+    """A small engine, mostly short of pages or slots."""
+    return Setup(
+        page_size=page_size,
+        pages=rng.randint(4, 6 + 48 // page_size),
+        slots=rng.randint(2, 9),
+        lagging=rng.random() < 0.5,
+        lookahead=rng.choice((0, 0, 1, 3)) if page_size > 1 else 0,
+        watermark=rng.choice((0, 0, 1)),
+        full_fit=rng.random() < 0.3,
+        branch_min=rng.choice((1, 1, page_size, 2 * page_size)),
+        prompt_end_min=rng.choice((1, 1, 2 * page_size)),
+        chunk_end_min=rng.choice((1, 2 * page_size, 1000)),
+        max_running=rng.choice((2, 4, 8)),
+    )
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Random operations on one fake engine."""
+
+    rng: random.Random
+    engine: FakeEngine
+    seen: list[Tokens] = field(default_factory=list)
+
+    @classmethod
+    def seeded(
+        cls, seed: int, page_size: int, cache: type[HybridCache] = HybridCache
+    ) -> Traffic:
+        """Traffic on a random engine."""
+        rng = random.Random(f"{seed}/{page_size}")
+        return cls(rng, FakeEngine(random_setup(rng, page_size), cache))
+
+    def run(self, operations: int, check_every: int) -> None:
+        """Do `operations`, with a full check after every so many."""
+        for count in range(1, operations + 1):
+            thorough = count % check_every == 0
+            self.engine.watch_refusals = thorough
+            self.operate()
+            if thorough:
+                self.engine.check()
+        self.drain()
+
+    def operate(self) -> None:
+        """Do one random operation."""
+        roll = self.rng.random()
+        engine = self.engine
+        if roll < 0.25 and len(engine.waiting) < 6:
+            self.submit()
+        elif roll < 0.93:
+            budget = self.rng.choice((1, 3, 5, 8, 16, 40, 40))
+            engine.step(budget, victim=self.rng.choice((-1, -1, 0)))
+        elif roll < 0.95:
+            engine.receive()
+        elif roll < 0.97 and (engine.running or engine.waiting):
+            engine.end(self.rng.choice([*engine.running, *engine.waiting]))
+        elif roll < 0.99 and engine.running:
+            engine.preempt(self.rng.choice(engine.running))
+        else:
+            engine.flush()
+
+    def submit(self) -> None:
+        """Queue a request that often shares a prefix with an earlier one."""
+        rng, most = self.rng, self.engine.setup.max_length
+        extra = [rng.randrange(3) for _ in range(rng.choice((0, 1, 2, 7, 20)))]
+        tokens = fork(self.seen, rng.randrange(6), self._keep(), extra, most)
+        self.seen = [*self.seen[-5:], tokens]
+        answer = min(rng.choice((1, 1, 2, 5, 9)), len(tokens) - 1)
+        self.engine.submit(
+            tokens,
+            len(tokens) - answer,
+            namespace=rng.choice(NAMESPACES),
+            access=rng.choice(ACCESSES),
+            limit=rng.choice((None, None, None, rng.randrange(most))),
+        )
+
+    def _keep(self) -> int:
+        """Tokens to share: a whole conversation, a common prefix, anything."""
+        page_size, most = self.engine.setup.page_size, self.engine.setup.max_length
+        return self.rng.choice(
+            (most, most, page_size + 1, 2 * page_size, self.rng.randrange(most))
+        )
+
+    def drain(self) -> None:
+        """Serve what is left; every request must come to an end."""
+        engine = self.engine
+        for _ in range(10_000):
+            if not engine.running and not engine.waiting:
+                break
+            engine.step(64)
+        engine.check()
+        assert not engine.running and not engine.waiting, "requests starve"
+        engine.flush()
+        engine.check()
+        levels = engine.cache.levels()
+        assert levels["pages_free"] == engine.cache.pages.usable
+        assert levels["slots_free"] == engine.cache.slots.usable

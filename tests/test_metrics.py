@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+from prometheus_client import REGISTRY
+
+from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.metrics import CacheMetrics, snapshot_of
+from tests.core.support import make_cache, serve, span, start
+
+_ENGINES = itertools.count()
+
+
+@pytest.fixture
+def labels() -> dict[str, str]:
+    """Labels no other test uses: the registry is the process's."""
+    return {"engine": f"test-{next(_ENGINES)}"}
+
+
+def value(name: str, labels: Mapping[str, str], **more: str) -> float | None:
+    sample: float | None = REGISTRY.get_sample_value(
+        f"hybrid_cache_{name}", {**labels, **more}
+    )
+    return sample
+
+
+def numbers(**changed: int) -> dict[str, int]:
+    """What a fresh cache would send, but for `changed`."""
+    return snapshot_of(make_cache(pages=9, slots=5)) | changed
+
+
+def test_snapshot_has_every_level_and_total() -> None:
+    cache = make_cache(pages=9, slots=5)
+    serve(cache, "a", span(0, 10))
+    start(cache, "b", span(0, 14))
+    assert snapshot_of(cache) == cache.levels() | cache.stats.as_dict()
+    assert snapshot_of(cache)["hit_tokens"] == 10
+
+
+def test_gauges_follow_the_levels(labels: dict[str, str]) -> None:
+    metrics = CacheMetrics(labels)
+    metrics.publish(numbers(pages_used=5, pages_free=3))
+    metrics.publish(numbers(pages_used=2, pages_cached=4, pages_free=2))
+    found = [value("pages", labels, kind=kind) for kind in ("used", "cached", "free")]
+    assert found == [2, 4, 2]
+    assert value("slots", labels, kind="free") == 4
+
+
+def test_counters_advance_to_the_totals(labels: dict[str, str]) -> None:
+    metrics = CacheMetrics(labels)
+    for total in (7, 7, 19):
+        metrics.publish(numbers(hit_tokens=total))
+        assert value("hit_tokens_total", labels) == total
+
+
+@pytest.mark.parametrize("name", CacheStats().as_dict())
+def test_every_total_is_published(name: str, labels: dict[str, str]) -> None:
+    CacheMetrics(labels).publish(numbers(**{name: 3}))
+    assert value(f"{name}_total", labels) == 3
+
+
+def test_engines_of_one_process_are_told_apart(labels: dict[str, str]) -> None:
+    other = {"engine": labels["engine"] + "-other"}
+    first, second = CacheMetrics(labels), CacheMetrics(other)
+    first.publish(numbers(refusals=2, pages_used=1))
+    second.publish(numbers(refusals=5, pages_used=6))
+    first.publish(numbers(refusals=3, pages_used=1))
+    assert value("refusals_total", labels) == 3
+    assert value("refusals_total", other) == 5
+    assert value("pages", labels, kind="used") == 1
+    assert value("pages", other, kind="used") == 6
