@@ -149,3 +149,12 @@ def switched_off_by_environment() -> bool:
     if value in {"", "1", "true", "on", "yes"}:
         return False
     raise ConfigError(f"{ENABLE_VARIABLE} must be 0 or 1, got {value!r}.")
+
+
+def options_table() -> str:
+    """The options as Markdown, for the README."""
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for option in fields(HybridConfig):
+        default = "" if option.default is None else f"`{option.default}`"
+        rows.append(f"| `{option.name}` | {default} | {option.metadata['help']} |")
+    return "\n".join(rows)

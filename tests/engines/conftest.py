@@ -44,7 +44,7 @@ StartServer = Callable[..., AbstractContextManager[Server]]
 
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """Start `vllm serve` on the bundled model."""
+    """Start `vllm serve`, on the bundled model unless told otherwise."""
 
     @contextmanager
     def start(
@@ -55,6 +55,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
         flags: Sequence[str] = (),
         fault: str | None = None,
         dtype: str = "bfloat16",
+        model: Path = MODEL,
     ) -> Iterator[Server]:
         port = free_port()
         # Without it, Triton rounds float32 operands to 10 bits of mantissa.
@@ -63,7 +64,7 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
             path = os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
             environment |= {"PYTHONPATH": path, "HYBRID_TEST_FAULT": fault}
         launch = vllm_launch(
-            MODEL,
+            model,
             port,
             options=options,
             plugin=plugin,
