@@ -26,6 +26,7 @@ class Answer:
     """For each token of the answer, the likeliest tokens and their logprobs."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    generated_tokens: int = 0
     ttft_s: float = 0.0
     error: str | None = None
 
@@ -33,12 +34,24 @@ class Answer:
 class Client:
     """A connection to one server; asks greedily, so that answers can be compared."""
 
-    def __init__(self, url: str, model: str, extra: Mapping[str, Any]) -> None:
-        """`extra` is what an engine needs in every request beyond the standard."""
+    def __init__(
+        self, url: str, model: str, extra: Mapping[str, Any], *, logprobs: bool = True
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            url: of the server.
+            model: the name it serves the model under.
+            extra: what an engine needs in every request beyond the standard.
+            logprobs: whether answers carry tokens and logprobs, not text alone.
+        """
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(base_url=url, timeout=300, limits=limits)
         self._model = model
         self._extra = extra
+        self._logprobs = (
+            {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if logprobs else {}
+        )
 
     async def close(self) -> None:
         """Close the connections."""
@@ -51,8 +64,7 @@ class Client:
             "messages": list(messages),
             "max_tokens": max_tokens,
             "temperature": 0,
-            "logprobs": True,
-            "top_logprobs": TOP_LOGPROBS,
+            **self._logprobs,
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._extra,
@@ -99,7 +111,7 @@ class _Reader:
                 self._tokens.append(token["token"])
                 tops = token["top_logprobs"]
                 self._logprobs.append({top["token"]: top["logprob"] for top in tops})
-        if self._tokens and self._first is None:
+        if (self._tokens or self._text) and self._first is None:
             self._first = time.monotonic() - self._begin
 
     def answer(self) -> Answer:
@@ -113,6 +125,7 @@ class _Reader:
             logprobs=tuple(self._logprobs),
             prompt_tokens=self._usage.get("prompt_tokens", 0),
             cached_tokens=details.get("cached_tokens") or 0,
+            generated_tokens=self._usage.get("completion_tokens", 0),
             ttft_s=self._first or 0.0,
             error=self._error,
         )

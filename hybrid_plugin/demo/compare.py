@@ -54,6 +54,11 @@ class Tally:
     worst_gap: float = 0.0
 
     @property
+    def compared(self) -> int:
+        """Answers to equal questions."""
+        return self.equal + self.near_ties + self.wrong
+
+    @property
     def acceptable(self) -> bool:
         """Whether rounding explains every difference."""
         return self.wrong == 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -98,10 +99,8 @@ class Server:
             except ProcessLookupError:
                 break
         process.wait()
-        try:  # workers of a server that died first
+        with contextlib.suppress(ProcessLookupError):  # workers that outlived it
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def _failure(self, what: str) -> DemoError:
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]

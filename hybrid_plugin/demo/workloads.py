@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 Message = Mapping[str, str]
 
-THINGS = (
+_THINGS_TEXT = (
     "amber basil birch cedar cobalt coral cotton crimson delta ember falcon fern "
     "flint garnet ginger granite harbor hazel indigo iris ivory jade jasmine lemon "
     "linen lotus maple marble meadow mint nectar olive onyx opal orchid pearl pepper "
     "pine plum quartz raven reef river ruby saffron sage silver slate tiger topaz"
-).split()
+)
+THINGS = _THINGS_TEXT.split()
 
 SENTENCES = (
     "The module reads a file and returns its lines in order.",
@@ -55,6 +56,8 @@ class Workload:
     """Conversations sent to a server, so many at a time."""
 
     name: str
+    label: str
+    """One word, for narrow columns."""
     title: str
     conversations: tuple[Conversation, ...]
     concurrency: int
@@ -110,6 +113,7 @@ def shared_prompt(requests: int = 40, tokens: int = 200) -> Workload:
     opening = (message("system", system),)
     return Workload(
         "shared_system_prompt",
+        "shared",
         f"{requests} prompts, one {tokens}-token system prompt",
         tuple(Conversation(opening, (facts.ask(),)) for _ in range(requests)),
         concurrency=4,
@@ -119,6 +123,7 @@ def shared_prompt(requests: int = 40, tokens: int = 200) -> Workload:
 def chats(count: int = 10, turns: int = 6) -> Workload:
     """Chats that go on: every turn has all earlier questions and answers."""
     return Workload(
+        "chats",
         "chats",
         f"{count} chats of {turns} turns",
         tuple(_chat(seed, turns) for seed in range(100, 100 + count)),
@@ -134,7 +139,7 @@ def _chat(seed: int, turns: int) -> Conversation:
     return Conversation((), tuple(questions))
 
 
-def prompt_tree(limbs: int = 3, twigs: int = 3, leaves: int = 3) -> Workload:
+def prompt_tree(limbs: int = 3, twigs: int = 3, leaves: int = 4) -> Workload:
     """Prompts that share a trunk, part in the middle, and part again."""
     trunk = Facts(seed=2)
     base = f"{trunk.state(2)}\n{trunk.filler(200)}\n"
@@ -153,7 +158,8 @@ def prompt_tree(limbs: int = 3, twigs: int = 3, leaves: int = 3) -> Workload:
     random.Random(3).shuffle(paths)
     return Workload(
         "prompt_tree",
-        f"{len(paths)} prompts that branch in the middle, twice",
+        "tree",
+        f"{len(paths)} prompts that branch in the middle",
         tuple(Conversation((), (path,)) for path in paths),
         concurrency=4,
     )
@@ -173,6 +179,7 @@ def burst(requests: int = 64, tokens: int = 1100) -> Workload:
         text = f"{codes}\n{facts.filler(rest)[:rest]}\n{question.text}"
         conversations.append(Conversation((), (Question(text, question.answer),)))
     return Workload(
+        "burst",
         "burst",
         f"{requests} requests at once, a pool for few",
         tuple(conversations),

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `hybrid-plugin`; what a subcommand needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+MIB = 2**20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status."""
+    args = _parser().parse_args(arguments)
+    status: int = args.run(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybrid-plugin", description="Prefix cache for hybrid models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "serve a small model with and without the plugin, and compare"
+    demo = commands.add_parser("demo", help=text, description=text)
+    demo.add_argument("--engine", choices=("vllm",), default="vllm")
+    demo.add_argument(
+        "--model", type=Path, help="a model folder; by default the bundled one"
+    )
+    demo.add_argument(
+        "--cache-mib", type=int, default=16, help="cache of each server (%(default)s)"
+    )
+    demo.add_argument(
+        "--out", type=Path, default=Path("build", "demo.json"), help="(%(default)s)"
+    )
+    demo.add_argument(
+        "--stock-flag",
+        action="append",
+        metavar="FLAG",
+        help="a flag for the stock server alone, instead of those that suit it best; "
+        "may be repeated",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    try:
+        from hybrid_plugin.demo.engines import VllmEngine
+        from hybrid_plugin.demo.run import Demo, bundled_model
+        from hybrid_plugin.demo.server import DemoError
+    except ModuleNotFoundError as missing:
+        print(
+            f"The demo needs the package {missing.name}; run `make demo`, which "
+            "installs it.",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        engine = VllmEngine(cache_bytes=args.cache_mib * MIB)
+        if args.stock_flag is not None:
+            engine = VllmEngine(engine.cache_bytes, stock_flags=args.stock_flag)
+        settings = {
+            "cache_bytes": engine.cache_bytes,
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.max_num_seqs,
+            "stock_flags": list(engine.stock_flags),
+        }
+        model = args.model or bundled_model()
+        demo = Demo(engine, model.resolve(), args.out, settings=settings)
+        return 0 if demo.run() else 1
+    except (DemoError, RuntimeError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted; both servers were ended.", file=sys.stderr)
+        return 130

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's parts that need no server: workloads, sums, comparison, report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from hybrid_plugin import cli
+from hybrid_plugin.demo.client import Answer
+from hybrid_plugin.demo.compare import Tally, compare_conversation
+from hybrid_plugin.demo.engines import Launch, Levels, VllmEngine
+from hybrid_plugin.demo.measure import Peaks, Result, percentile, summarise
+from hybrid_plugin.demo.metrics import Metrics
+from hybrid_plugin.demo.report import Outcome, to_json, to_table
+from hybrid_plugin.demo.server import DemoError, Server
+from hybrid_plugin.demo.workloads import (
+    Conversation,
+    Question,
+    Workload,
+    all_workloads,
+    shared_prompt,
+)
+
+SHARED, CHATS, TREE, BURST = all_workloads()
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer with as much as is compared."""
+
+    tokens: Sequence[str]
+    logprobs: Sequence[Mapping[str, float]] = field(default_factory=tuple)
+    error: str | None = None
+
+
+def certain(tokens: str) -> Said:
+    """An answer whose tokens are one letter each and without alternative."""
+    return Said(tuple(tokens), tuple({t: 0.0} for t in tokens))
+
+
+# --------------------------------------------------------------------- workloads
+
+
+def test_workloads_have_the_sizes_promised() -> None:
+    assert SHARED.requests == 40
+    assert (len(CHATS.conversations), CHATS.requests) == (10, 60)
+    assert BURST.requests == BURST.concurrency == 64
+    assert TREE.requests == 36
+
+
+def test_workloads_are_the_same_every_time() -> None:
+    assert all_workloads() == (SHARED, CHATS, TREE, BURST)
+
+
+def test_system_prompt_is_shared_and_has_200_tokens() -> None:
+    systems = {c.opening[0]["content"] for c in SHARED.conversations}
+    assert len(systems) == 1
+    assert len(systems.pop().encode()) == 200
+
+
+def test_every_question_can_be_answered_from_what_was_said() -> None:
+    for workload in all_workloads():
+        for conversation in workload.conversations:
+            said = "".join(m["content"] for m in conversation.opening)
+            for question in conversation.questions:
+                said += question.text
+                thing = question.text.rsplit("for ", 1)[1].rstrip("?")
+                assert f"The code for {thing} is {question.answer}." in said
+
+
+def test_tree_branches_in_the_middle() -> None:
+    texts = sorted(c.questions[0].text for c in TREE.conversations)
+    trunks = {text.split("Part ")[0] for text in texts}
+    limbs = {text.split("Section ")[0] for text in texts}
+    twigs = {text.split("What is")[0] for text in texts}
+    assert (len(trunks), len(limbs), len(twigs)) == (1, 3, 9)
+    assert len(trunks.pop()) > 200
+
+
+def test_burst_shares_nothing() -> None:
+    starts = {c.questions[0].text[:60] for c in BURST.conversations}
+    assert len(starts) == 64
+
+
+# -------------------------------------------------------------------------- sums
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([], 0.5, None),
+        ([7.0], 0.95, 7.0),
+        ([3, 1, 2], 0.5, 2),
+        (range(1, 21), 0.95, 19),
+    ],
+)
+def test_percentile(
+    values: Sequence[float], share: float, expected: float | None
+) -> None:
+    assert percentile(list(values), share) == expected
+
+
+def test_sums_leave_out_what_failed() -> None:
+    questions = (Question("a?", "12"), Question("b?", "34"))
+    workload = Workload("n", "l", "t", (Conversation((), questions),), 1)
+    answers = [
+        [
+            Answer(text="12", prompt_tokens=10, cached_tokens=4, ttft_s=0.02),
+            Answer(error="500: no"),
+        ]
+    ]
+    peaks = Peaks()
+    peaks.note(Levels(pages=3, running=1, preemptions=5))
+    peaks.note(Levels(pages=2, running=2, preemptions=7))
+    result = summarise(workload, answers, peaks, 1.234)
+    assert result == Result(
+        requests=2,
+        failed=1,
+        prompt_tokens=10,
+        cached_tokens=4,
+        ttft_ms_p50=20.0,
+        ttft_ms_p95=20.0,
+        seconds=1.23,
+        right_answers=1,
+        peak_pages=3,
+        peak_slots=None,
+        peak_running=2,
+        preemptions=2,
+    )
+    assert result.cached_share == 0.4
+
+
+def test_metrics_are_read_by_name_and_label() -> None:
+    metrics = Metrics(
+        "# HELP hybrid_cache_pages KV pages\n"
+        'hybrid_cache_pages{engine="0",kind="used",model_name="a \\"b\\""} 12.0\n'
+        'hybrid_cache_pages{engine="0",kind="free",model_name="m"} 3.0\n'
+        'hybrid_cache_slots{engine="0",kind="used"} 2.0\n'
+        "vllm:num_requests_running 4.0\n"
+    )
+    levels = VllmEngine(0).levels(metrics, plugin=True)
+    assert levels == Levels(pages=12, slots=2, running=4)
+    assert metrics.total("hybrid_cache_pages") == 15
+
+
+def test_blocks_of_stock_are_counted_from_its_share() -> None:
+    metrics = Metrics(
+        'vllm:cache_config_info{block_size="256",num_gpu_blocks="65"} 1.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+    )
+    levels = VllmEngine(0).levels(metrics, plugin=False)
+    assert levels == Levels(pages=16)
+
+
+# -------------------------------------------------------------------- comparison
+
+
+def test_equal_answers() -> None:
+    answers = [certain("abc"), certain("d")]
+    assert compare_conversation(answers, answers) == Tally(equal=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "near_ties", "wrong"), [("b", 1, 0), ("c", 0, 1), ("z", 0, 1)]
+)
+def test_a_difference_counts_by_how_undecided_the_reference_was(
+    other: str, near_ties: int, wrong: int
+) -> None:
+    reference = Said("a", [{"a": -0.5, "b": -1.0, "c": -3.0}])
+    tally = compare_conversation(
+        [reference, certain("x")], [certain(other), certain("y")]
+    )
+    assert (tally.near_ties, tally.wrong) == (near_ties, wrong)
+    assert tally.not_compared == 1, "later turns asked something else"
+    assert tally.acceptable == (not wrong)
+
+
+def test_a_shorter_answer_is_wrong() -> None:
+    tally = compare_conversation([certain("ab")], [certain("a")])
+    assert tally.wrong == 1
+
+
+def test_a_failure_is_wrong() -> None:
+    tally = compare_conversation([certain("a")], [Said("", error="500")])
+    assert tally == Tally(wrong=1)
+
+
+def test_tallies_add_up() -> None:
+    total = Tally(1, 2, 3, 4, 0.5) + Tally(10, 20, 30, 40, 0.25)
+    assert total == Tally(11, 22, 33, 44, 0.5)
+
+
+# ------------------------------------------------------------------------ report
+
+
+def outcome(tally: Tally) -> Outcome:
+    """An outcome with made-up numbers."""
+    stock = Result(40, 0, 90_000, 45_000, 9.5, 20_000.0, 1.5, 40, 7, None, 4, 0)
+    plugin = Result(40, 1, 90_000, 72_000, None, None, 1.5, 39, 9, 3, 4, 0)
+    return Outcome(shared_prompt(), stock, plugin, tally)
+
+
+def test_json_has_the_agreed_form() -> None:
+    data = to_json("vllm", "1.2", [outcome(Tally(equal=39, near_ties=1))], {})
+    assert json.loads(json.dumps(data)) == data
+    assert {"engine", "engine_version", "machine", "workloads"} <= data.keys()
+    (workload,) = data["workloads"]
+    assert workload["name"] == "shared_system_prompt"
+    assert workload["outputs_equal"] is True
+    agreed = {
+        "prompt_tokens",
+        "cached_tokens",
+        "ttft_ms_p50",
+        "ttft_ms_p95",
+        "failed",
+        "peak_pages",
+        "peak_slots",
+    }
+    assert agreed <= workload["stock"].keys()
+    assert workload["stock"].keys() == workload["plugin"].keys()
+
+
+def test_wrong_answers_are_not_equal() -> None:
+    (workload,) = to_json("e", "v", [outcome(Tally(wrong=1))], {})["workloads"]
+    assert workload["outputs_equal"] is False
+
+
+def test_table_fits_a_narrow_terminal() -> None:
+    console = Console(width=80)
+    outcomes = [outcome(Tally(equal=38, near_ties=2))] * 4
+    with console.capture() as capture:
+        console.print(to_table("title", outcomes))
+    text = capture.get()
+    assert "…" not in text
+    assert "50.0%" in text and "80.0%" in text
+    assert "~2" in text
+
+
+# ---------------------------------------------------------------- when it fails
+
+
+def test_a_server_that_dies_is_reported_with_its_last_lines(tmp_path: Path) -> None:
+    script = "print('first'); raise SystemExit('no memory')"
+    log = tmp_path / "server.log"
+    server = Server("stock", Launch([sys.executable, "-c", script]), 1, log)
+    server.start()
+    try:
+        with pytest.raises(DemoError) as caught:
+            server.wait_until_ready()
+    finally:
+        server.stop()
+    message = str(caught.value)
+    assert "stock server ended with status 1" in message
+    assert str(log) in message and "no memory" in message
+
+
+def test_both_servers_get_equal_flags_but_for_stock_s_own() -> None:
+    engine = VllmEngine(cache_bytes=1, stock_flags=("--best",))
+    stock = engine.launch(Path("m"), 1, plugin=False)
+    plugin = engine.launch(Path("m"), 1, plugin=True)
+    assert [*plugin.command, "--best"] == list(stock.command)
+    different = stock.environment.items() ^ plugin.environment.items()
+    assert {name for name, _ in different} == {"HYBRID_PLUGIN"}
+
+
+def test_cli_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(self: VllmEngine) -> str:
+        raise RuntimeError("vLLM is not installed.")
+
+    monkeypatch.setattr(VllmEngine, "version", not_installed)
+    assert cli.main(["demo", "--out", str(tmp_path / "demo.json")]) == 1
+    assert capsys.readouterr().err == "vLLM is not installed.\n"
+
+
+def test_importing_the_cli_is_light() -> None:
+    heavy = "{'torch', 'vllm', 'httpx', 'rich', 'numpy'} & set(sys.modules)"
+    script = f"import sys, hybrid_plugin.cli; sys.exit(bool({heavy}))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
