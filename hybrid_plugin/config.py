@@ -48,8 +48,9 @@ class HybridConfig:
         None, "Exact number of state slots, with kv_pages, instead of a split."
     )
     branch_snapshot_min_tokens: int = _option(
-        1,
-        "A branch point gets a snapshot only if that can save so many tokens.",
+        256,
+        "A branch point gets a snapshot only if that can save so many tokens, or a "
+        "quarter of those that are restored without it.",
     )
     prompt_snapshot_min_tokens: int = _option(
         1024,

@@ -50,6 +50,8 @@ class LiveSequence:
     cacheable: bool
     in_tree: int = 0
     """Tokens of it that were inserted into the tree so far."""
+    origin: Node | None = None
+    """The node it resumed from."""
     last_snapshot: int = 0
     """Tokens of it at the last position worth a snapshot."""
 
@@ -184,6 +186,7 @@ class HybridCache:
             prompt_length=found.length,
             locked=self._settle(match, slot),
             cacheable=cacheable,
+            origin=match.node,
             last_snapshot=match.length,
         )
         return Admission(tuple(pages), slot, match.length)
@@ -316,7 +319,7 @@ class HybridCache:
         """
         shared = sum(self.pages.references(page)[0] == 0 for page in match.pages)
         return pages <= self.pages.free + self.pages.reclaimable - shared and (
-            self.slots.free > 0 or self.tree.oldest_snapshot() is not None
+            self.slots.free > 0 or any(self.tree.snapshot_counts())
         )
 
     def _hold(self, match: Match) -> None:
@@ -368,7 +371,8 @@ class HybridCache:
         kept = node.parent if node.is_tail else node
         assert kept is not None, "a tail has a parent"
         self.tree.lock(kept)
-        self.tree.unlock_state(node)  # which makes the snapshot the most recent
+        self.tree.unlock_state(node)
+        self.tree.use_snapshot(node)
         self.tree.unlock(node)
         if node.snapshot == slot:  # taken over: the tree has no state there now
             self.pages.drop(self.tree.detach_snapshot(node).pages)
@@ -391,12 +395,22 @@ class HybridCache:
             self.stats.snapshots_evicted += 1
 
     def _evict_snapshot(self) -> bool:
-        """Free the slot of the least recently used snapshot, if there is one."""
-        node = self.tree.oldest_snapshot()
+        """Free the slot of the snapshot that is worth least, if there is one."""
+        used = self.policy.evicts_used(*self.tree.snapshot_counts())
+        node = self.tree.oldest_snapshot(used=used)
         if node is None:
             return False
         self._take_back(self.tree.detach_snapshot(node))
         return True
+
+    def _supersede(self, origin: Node | None) -> None:
+        """Let the last turn's end go first, now that this turn's end is there.
+
+        Not so where others resumed there too, or where it was planned: a branch
+        point serves the next sequence as well.
+        """
+        if origin is not None and origin.is_turn_end and origin.hits == 1:
+            self.tree.demote_snapshot(origin)
 
     def _insert_pages(
         self, sequence: LiveSequence, tokens: Sequence[int], length: int
@@ -460,6 +474,7 @@ class HybridCache:
             self.tree.touch_snapshot(node)
             return False
         self.slots.donate(sequence.slot)
-        self.tree.attach_snapshot(node, sequence.slot)
+        self.tree.attach_snapshot(node, sequence.slot, is_turn_end=True)
+        self._supersede(sequence.origin)
         self.stats.snapshots_taken += 1
         return True

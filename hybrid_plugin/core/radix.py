@@ -44,6 +44,10 @@ class Node:
     snapshot: int | None = None
     kv_lock: int = 0
     state_lock: int = 0
+    hits: int = 0
+    """Sequences that resumed from the snapshot."""
+    is_turn_end: bool = False
+    """Whether the snapshot was donated by a sequence that ended here."""
 
     @property
     def is_leaf(self) -> bool:
@@ -87,7 +91,9 @@ class MambaRadixCache:
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
         self._kv_order: RecencyList[Node] = RecencyList()
-        self._state_order: RecencyList[Node] = RecencyList()
+        # Snapshots that nobody resumed from yet, and the others.
+        self._unused: RecencyList[Node] = RecencyList()
+        self._used: RecencyList[Node] = RecencyList()
         self.version = 0
         """Grows whenever a match could change."""
 
@@ -213,13 +219,16 @@ class MambaRadixCache:
         self.touch(tail)
         return tail, True
 
-    def attach_snapshot(self, node: Node, slot: int) -> None:
+    def attach_snapshot(
+        self, node: Node, slot: int, *, is_turn_end: bool = False
+    ) -> None:
         """Give `node`, which has none, the snapshot `slot`."""
         if node.snapshot is not None or node.parent is None:
             raise ValueError("a snapshot needs a node other than the root without one")
         node.snapshot = slot
+        node.hits, node.is_turn_end = 0, is_turn_end
         if not node.state_lock:
-            self._state_order.append(node)
+            self._unused.append(node)
         self.version += 1
 
     def detach_snapshot(self, node: Node) -> Evicted:
@@ -227,7 +236,7 @@ class MambaRadixCache:
         if node.snapshot is None:
             raise ValueError("the node has no snapshot")
         slot, node.snapshot = node.snapshot, None
-        self._state_order.discard(node)
+        self._forget_order(node)
         self.version += 1
         if node.is_tail:
             return Evicted(self._remove(node), slot)
@@ -246,9 +255,25 @@ class MambaRadixCache:
             current = current.parent
 
     def touch_snapshot(self, node: Node) -> None:
-        """Mark the snapshot of `node` as just used."""
-        if node in self._state_order:
-            self._state_order.touch(node)
+        """Mark the snapshot of `node` as just taken again."""
+        order = self._order_of(node)
+        if node in order:
+            order.touch(node)
+
+    def use_snapshot(self, node: Node) -> None:
+        """Note that a sequence resumed from the snapshot of `node`."""
+        self._forget_order(node)
+        node.hits += 1
+        if not node.state_lock and node.snapshot is not None:
+            self._used.append(node)
+
+    def demote_snapshot(self, node: Node) -> None:
+        """Make the snapshot of `node` the first to go: nobody will want it."""
+        if node.snapshot is None or node.state_lock:
+            return
+        self._forget_order(node)
+        node.hits = 0
+        self._unused.prepend(node)
 
     # ------------------------------------------------------------------- locks
 
@@ -276,7 +301,7 @@ class MambaRadixCache:
         if node.state_lock >= node.kv_lock:
             raise ValueError("lock the KV of a node before its state")
         node.state_lock += 1
-        self._state_order.discard(node)
+        self._forget_order(node)
 
     def unlock_state(self, node: Node) -> None:
         """Undo one `lock_state`."""
@@ -284,7 +309,7 @@ class MambaRadixCache:
             raise ValueError("the state is not locked")
         node.state_lock -= 1
         if not node.state_lock and node.snapshot is not None:
-            self._state_order.append(node)
+            self._order_of(node).append(node)
 
     # ---------------------------------------------------------------- eviction
 
@@ -294,17 +319,28 @@ class MambaRadixCache:
         if leaf is None:
             return None
         slot, leaf.snapshot = leaf.snapshot, None
-        self._state_order.discard(leaf)
+        self._forget_order(leaf)
         self.version += 1
         return Evicted(self._remove(leaf), slot)
 
-    def oldest_snapshot(self) -> Node | None:
-        """The node with the least recently used unlocked snapshot."""
-        return next(iter(self._state_order), None)
+    def oldest_snapshot(self, *, used: bool) -> Node | None:
+        """The least recent unlocked snapshot of those used, or not used, so far.
+
+        Where there is none of the kind asked for, it is one of the other.
+        """
+        first, second = (
+            (self._used, self._unused) if used else (self._unused, self._used)
+        )
+        return next(iter(first), None) or next(iter(second), None)
 
     def snapshots(self) -> Iterator[Node]:
-        """Nodes with an unlocked snapshot, least recently used first."""
-        return iter(self._state_order)
+        """Nodes with an unlocked snapshot: unused, then used, least recent first."""
+        yield from self._unused
+        yield from self._used
+
+    def snapshot_counts(self) -> tuple[int, int]:
+        """How many unlocked snapshots are (unused, used)."""
+        return len(self._unused), len(self._used)
 
     def clear(self) -> list[Evicted]:
         """Forget everything, locked or not; returns all ids the tree held."""
@@ -316,7 +352,8 @@ class MambaRadixCache:
         self._roots.clear()
         self._namespaces.clear()
         self._kv_order = RecencyList()
-        self._state_order = RecencyList()
+        self._unused = RecencyList()
+        self._used = RecencyList()
         self.version += 1
         return evicted
 
@@ -330,6 +367,13 @@ class MambaRadixCache:
             stack.extend(node.tails.values())
 
     # ---------------------------------------------------------------- internal
+
+    def _order_of(self, node: Node) -> RecencyList[Node]:
+        return self._used if node.hits else self._unused
+
+    def _forget_order(self, node: Node) -> None:
+        self._used.discard(node)
+        self._unused.discard(node)
 
     def _split(self, lower: Node, pages: int) -> Node:
         """Cut `lower` after `pages` pages; returns the new upper node.

@@ -39,6 +39,10 @@ class RecencyList(Generic[T]):
         """Add `member` as the most recent one; it must be absent."""
         self._link(self._previous[None], member, None)
 
+    def prepend(self, member: T) -> None:
+        """Add `member` as the least recent one; it must be absent."""
+        self._link(None, member, self._next[None])
+
     def insert_after(self, member: T, older: T) -> None:
         """Add `member` as the next more recent one after `older`."""
         self._link(older, member, self._next[older])

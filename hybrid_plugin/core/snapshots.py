@@ -35,13 +35,25 @@ class SnapshotPolicy:
 
     page_size: int
     branch_min_tokens: int
-    """A branch point must lie this far behind the last usable snapshot."""
+    """A branch point must lie this far behind the last usable snapshot, or by a
+    quarter of what that one saves already: the first page shared is worth much,
+    one page more is not."""
     prompt_end_min_tokens: int
     """The same for a prompt end, which only an identical prompt can use."""
     chunk_end_min_tokens: int
     """The same for a chunk end, counted from any snapshot before it."""
     body_share: float = 0.0
     """Share of a prompt that is its body; 0 for no snapshot there."""
+
+    @staticmethod
+    def evicts_used(unused: int, used: int) -> bool:
+        """Whether the next snapshot to go is one that was resumed from before.
+
+        Most snapshots are never resumed from, and those that were will be again:
+        the ends of many short sequences must not drive out a prompt they share.
+        New ones keep a quarter of the room, to have their chance.
+        """
+        return used > 3 * unused
 
     def prefill_stops(
         self, *, length: int, hit: int, kv_length: int
@@ -57,7 +69,7 @@ class SnapshotPolicy:
         last = (length - 1) // self.page_size * self.page_size
         branch = min(kv_length // self.page_size * self.page_size, last)
         stops = []
-        if self._worthwhile(branch, hit, self.branch_min_tokens):
+        if self._worthwhile(branch, hit, min(self.branch_min_tokens, hit // 4)):
             stops.append(branch)
             hit = branch
         body = int(last * self.body_share) // self.page_size * self.page_size

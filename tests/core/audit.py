@@ -27,7 +27,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
         "nodes": {id(node): _node_state(node) for node in tree.nodes()},
         "roots": {name: id(root) for name, root in tree._roots.items()},
         "kv order": [id(node) for node in tree._kv_order],
-        "state order": [id(node) for node in tree._state_order],
+        "state order": [id(node) for node in tree.snapshots()],
         "version": tree.version,
         "sequences": {
             name: (list(s.pages), s.slot, s.stops, s.in_tree, id(s.locked))
@@ -118,7 +118,7 @@ def _path_to(node: Node | None) -> list[Node]:
 
 def audit_orders(tree: MambaRadixCache) -> None:
     """Both orders hold what may be evicted, and leaves go before parents."""
-    kv, state = _members(tree._kv_order), _members(tree._state_order)
+    kv, state = _members(tree._kv_order), list(tree.snapshots())
     nodes = [node for node in tree.nodes() if node.parent is not None]
     assert set(kv) == {node for node in nodes if not node.kv_lock}
     assert set(state) == {n for n in nodes if n.snapshot is not None}

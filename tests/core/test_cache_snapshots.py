@@ -185,3 +185,36 @@ def test_chunk_ends_of_a_long_prompt_are_kept_and_hit() -> None:
     assert cache.stats.snapshots_taken == 3
     assert cache.look_up(tokens[:20] + span(90, 99)).match.length == 16
     audit(cache)
+
+
+def test_short_lived_ends_do_not_drive_out_a_shared_prompt() -> None:
+    """Five slots; the shared prompt is used now and then, the others never."""
+    cache = make_cache(pages=200, slots=6)
+    for n in range(3):
+        serve(cache, f"shared {n}", SYSTEM + span(20 + 10 * n, 26 + 10 * n))
+    for n in range(20):
+        serve(cache, f"lone {n}", span(1000 + 20 * n, 1010 + 20 * n))
+    assert cache.look_up(SYSTEM + span(90, 96)).match.length == 8
+    audit(cache)
+
+
+def test_the_end_of_a_turn_goes_first_once_the_next_turn_ended() -> None:
+    cache = make_cache()
+    first, second = span(0, 10), span(0, 20)
+    serve(cache, "other", span(500, 506))
+    serve(cache, "turn 1", first)
+    assert start(cache, "turn 2", second).hit == 10
+    cache.finish("turn 2", second, len(second))
+    assert [node.end for node in cache.tree.snapshots()] == [10, 6, 20]
+
+
+def test_the_end_of_a_turn_that_two_went_on_from_stays() -> None:
+    cache = make_cache()
+    serve(cache, "turn 1", span(0, 10))
+    for n in range(2):
+        tokens = span(0, 10) + span(100 * n + 100, 100 * n + 110)
+        assert start(cache, f"turn 2, {n}", tokens).hit == 10
+    for n in range(2):
+        tokens = span(0, 10) + span(100 * n + 100, 100 * n + 110)
+        cache.finish(f"turn 2, {n}", tokens, len(tokens))
+    assert [node.end for node in cache.tree.snapshots()] == [20, 20, 10]

@@ -53,7 +53,7 @@ class TestKv:
         tree = tree_with("abcd")
         tree.attach_snapshot(node_of(tree, "cd", 4), 7)
         assert tree.evict_kv() == Evicted((10, 11), 7)
-        assert tree.oldest_snapshot() is None
+        assert tree.oldest_snapshot(used=False) is None
 
     def test_a_tail_is_a_leaf(self) -> None:
         tree = tree_with("abcd", page_size=4)
@@ -107,7 +107,7 @@ class TestLocks:
         tree.attach_snapshot(second, 2)
         tree.lock(first)
         tree.lock_state(first)
-        assert tree.oldest_snapshot() is second
+        assert tree.oldest_snapshot(used=False) is second
         tree.unlock_state(first)
         assert list(tree.snapshots()) == [second, first]
 
@@ -213,4 +213,19 @@ def test_clear_returns_everything_and_forgets_it() -> None:
     assert list(tree.nodes()) == []
     assert match(tree, "abcd").kv_length == 0
     assert evict_all(tree) == []
-    assert tree.oldest_snapshot() is None
+    assert tree.oldest_snapshot(used=False) is None
+
+
+def test_snapshots_that_were_resumed_from_are_another_order() -> None:
+    tree = MambaRadixCache(1)
+    nodes = [tree.insert(None, (n,), [n])[0] for n in (1, 2, 3, 4)]
+    for slot, node in enumerate(nodes, start=1):
+        tree.attach_snapshot(node, slot)
+    tree.use_snapshot(nodes[0])
+    tree.use_snapshot(nodes[2])
+    assert list(tree.snapshots()) == [nodes[1], nodes[3], nodes[0], nodes[2]]
+    assert tree.snapshot_counts() == (2, 2)
+    assert tree.oldest_snapshot(used=False) is nodes[1]
+    assert tree.oldest_snapshot(used=True) is nodes[0]
+    tree.demote_snapshot(nodes[2])
+    assert tree.oldest_snapshot(used=False) is nodes[2]

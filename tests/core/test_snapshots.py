@@ -47,10 +47,19 @@ def test_no_stop_at_or_before_the_hit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("branch", "expected"), [(32, (64, 96)), (33, (96,))], ids=["just", "too near"]
+    ("hit", "kv_length", "branch", "expected"),
+    [
+        pytest.param(192, 224, 32, (224, 288), id="just"),
+        pytest.param(192, 224, 33, (288,), id="too near"),
+        pytest.param(192, 240, 999, (240, 288), id="a quarter of the hit"),
+        pytest.param(192, 224, 999, (288,), id="less than a quarter"),
+        pytest.param(0, 16, 999, (16, 288), id="the first page shared"),
+    ],
 )
-def test_least_distance_of_a_branch(branch: int, expected: tuple[int, ...]) -> None:
-    assert stops(100, hit=32, kv_length=64, branch=branch) == expected
+def test_least_distance_of_a_branch(
+    hit: int, kv_length: int, branch: int, expected: tuple[int, ...]
+) -> None:
+    assert stops(300, hit=hit, kv_length=kv_length, branch=branch) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,7 @@ def test_least_distance_of_a_prompt_end_counts_from_the_branch(
 
 
 def test_a_branch_too_near_does_not_hide_the_prompt_end() -> None:
-    assert stops(100, kv_length=16, branch=17, prompt_end=90) == (96,)
+    assert stops(400, hit=160, kv_length=176, branch=17, prompt_end=90) == (384,)
 
 
 @pytest.mark.parametrize(
