@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces used by several operations; not public."""

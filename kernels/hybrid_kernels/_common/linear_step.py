@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernel of the shared recurrence, one or a few tokens per sequence.
+
+See `hybrid_kernels._common.linear` for the recurrence. One program owns `BLOCK_V`
+rows of one head's state, so a state is read once and written once per token.
+"""
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hybrid_kernels._common.linear import EPSILON
+
+# Fixed, whatever the batch: a row's arithmetic must not depend on other rows.
+# Small tiles: a row's products stay within one warp and its sums need no shared
+# memory; measured fastest from batch 1 to 512 on an H200.
+_BLOCK_V = 4
+_WARPS = 1
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))``, also precise where the result is tiny."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    series = power * (1.0 - power * (0.5 - power * (1.0 / 3.0)))
+    return tl.where(x > 20.0, x, tl.where(x < -5.0, series, tl.log(1.0 + power)))
+
+
+@triton.jit
+def sigmoid(x):
+    """Logistic function."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _step_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    rate,
+    bias,
+    skip,
+    gate,
+    pool,
+    slots,
+    draft_slots,
+    parents,
+    out,
+    scale,
+    epsilon,
+    drafts,
+    heads,
+    group,
+    q_row,
+    q_draft,
+    q_head,
+    k_row,
+    k_draft,
+    k_head,
+    v_row,
+    v_draft,
+    v_head,
+    g_row,
+    g_draft,
+    g_head,
+    beta_row,
+    beta_draft,
+    beta_head,
+    gate_row,
+    gate_draft,
+    gate_head,
+    pool_slot,
+    pool_head,
+    pool_v,
+    pool_k,
+    draft_slots_row,
+    draft_slots_draft,
+    parents_row,
+    parents_draft,
+    out_row,
+    out_draft,
+    out_head,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    SIGMOID_BETA: tl.constexpr,
+    HAS_RATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE_V: tl.constexpr,
+    WIDE_G: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_PARENTS: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // blocks
+    row = tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, BLOCK_K)
+    value = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k = channel < K
+    in_v = value < V
+    within = head.to(tl.int64) * pool_head
+    within += value[:, None] * pool_v + channel[None, :] * pool_k
+    q += row * q_row + (head // group) * q_head
+    k += row * k_row + (head // group) * k_head
+    v += row * v_row + head * v_head
+    g += row * g_row + head * g_head
+    out += row * out_row + head * out_head
+    if HAS_BETA:
+        beta += row * beta_row + head * beta_head
+    if HAS_GATE:
+        gate += row * gate_row + head * gate_head
+    if HAS_RATE:
+        speed = tl.load(rate + head).to(tl.float32)
+    offset = 0.0
+    if HAS_BIAS:
+        offset = tl.load(bias + head).to(tl.float32)
+
+    main = tl.load(slots + row).to(tl.int64)
+    rows = tl.where(main >= 0, V, 0)
+    mask = (value < rows)[:, None] & in_k[None, :]
+    state = tl.load(pool + main * pool_slot + within, mask=mask, other=0.0)
+    state = state.to(tl.float32)
+    for draft in range(drafts):
+        if HAS_PARENTS:
+            parent = tl.load(parents + row * parents_row + draft * parents_draft)
+            if (parent != draft - 1) & (draft > 0):
+                # Other threads of this program may have written that slot.
+                tl.debug_barrier()
+                entry = tl.maximum(parent, 0) * draft_slots_draft
+                origin = tl.load(draft_slots + row * draft_slots_row + entry)
+                origin = tl.where(parent < 0, main, origin.to(tl.int64))
+                rows = tl.where(origin >= 0, V, 0)
+                mask = (value < rows)[:, None] & in_k[None, :]
+                state = tl.load(
+                    pool + origin * pool_slot + within, mask=mask, other=0.0
+                ).to(tl.float32)
+
+        query = tl.load(q + draft * q_draft + channel, mask=in_k, other=0.0)
+        query = query.to(tl.float32)
+        key = tl.load(k + draft * k_draft + channel, mask=in_k, other=0.0)
+        key = key.to(tl.float32)
+        if NORMALISE:
+            query *= tl.rsqrt(tl.sum(query * query) + epsilon)
+            key *= tl.rsqrt(tl.sum(key * key) + epsilon)
+        new = tl.load(v + draft * v_draft + value, mask=in_v, other=0.0)
+        new = new.to(tl.float32)
+        plain = new
+        if WIDE_G:
+            decay = tl.load(g + draft * g_draft + channel, mask=in_k, other=0.0)
+            state *= tl.exp(decay.to(tl.float32))[None, :]
+        else:
+            decay = tl.load(g + draft * g_draft).to(tl.float32)
+            if HAS_RATE:
+                time = softplus(decay + offset)
+                decay = time * speed
+                if SCALE_V:
+                    new *= time
+            state *= tl.exp(decay)
+        if HAS_BETA:
+            weight = tl.load(beta + draft * beta_draft).to(tl.float32)
+            if SIGMOID_BETA:
+                weight = sigmoid(weight)
+            new = weight * (new - tl.sum(state * key[None, :], axis=1))
+        # Written as one instruction, so that no variant of this kernel rounds twice
+        # where another rounds once: verify must give the bits of update.
+        left = tl.broadcast_to(new[:, None], (BLOCK_V, BLOCK_K))
+        right = tl.broadcast_to(key[None, :], (BLOCK_V, BLOCK_K))
+        state = tl.fma(left, right, state)
+        result = tl.sum(state * query[None, :], axis=1) * scale
+        if HAS_SKIP:
+            result += plain * tl.load(skip + head).to(tl.float32)
+        if HAS_GATE:
+            z = tl.load(gate + draft * gate_draft + value, mask=in_v, other=0.0)
+            z = z.to(tl.float32)
+            result *= z * sigmoid(z)
+        tl.store(
+            out + draft * out_draft + value,
+            result.to(out.dtype.element_ty),
+            mask=in_v,
+        )
+
+        entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
+        target = tl.load(entry).to(tl.int64)
+        rows = tl.where(target >= 0, V, 0)
+        mask = (value < rows)[:, None] & in_k[None, :]
+        rounded = state.to(pool.dtype.element_ty)
+        tl.store(pool + target * pool_slot + within, rounded, mask=mask)
+        # What a replay would read back, so that both give the same bits.
+        state = rounded.to(tl.float32)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Optional parts of the step that only some layers use."""
+
+    rate: torch.Tensor | None = None
+    """``[H]``: the decay is ``rate * softplus(g + bias)`` instead of ``g``."""
+    bias: torch.Tensor | None = None
+    """``[H]``, added to ``g`` before softplus."""
+    scale_v: bool = False
+    """Multiply values by the softplus (Mamba-2's ``dt x``)."""
+    sigmoid_beta: bool = False
+    """Pass beta through the logistic function."""
+    skip: torch.Tensor | None = None
+    """``[H]``: ``skip * v`` is added to the output."""
+    gate: torch.Tensor | None = None
+    """Like the values: the output is multiplied by ``silu(gate)``."""
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    draft_slots: torch.Tensor,
+    parents: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    normalise: bool,
+    extras: Extras,
+) -> None:
+    """Run ``[N, L]`` tokens; one launch, nothing allocated."""
+    rows, drafts, heads, width = v.shape
+    if rows == 0 or drafts == 0:
+        return
+    depth = k.shape[-1]
+    block_v = min(_BLOCK_V, triton.next_power_of_2(width))
+    gate = extras.gate
+    _step_kernel[(heads * triton.cdiv(width, block_v), rows)](
+        q,
+        k,
+        v,
+        g,
+        beta,
+        extras.rate,
+        extras.bias,
+        extras.skip,
+        gate,
+        pool,
+        slots,
+        draft_slots,
+        parents,
+        out,
+        scale,
+        EPSILON,
+        drafts,
+        heads,
+        heads // k.shape[2],
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *g.stride()[:3],
+        *((0, 0, 0) if beta is None else beta.stride()),
+        *((0, 0, 0) if gate is None else gate.stride()[:3]),
+        *pool.stride(),
+        *draft_slots.stride(),
+        *((0, 0) if parents is None else parents.stride()),
+        *out.stride()[:3],
+        K=depth,
+        V=width,
+        BLOCK_K=triton.next_power_of_2(depth),
+        BLOCK_V=block_v,
+        HAS_BETA=beta is not None,
+        SIGMOID_BETA=extras.sigmoid_beta,
+        HAS_RATE=extras.rate is not None,
+        HAS_BIAS=extras.bias is not None,
+        SCALE_V=extras.scale_v,
+        WIDE_G=g.ndim == 4,
+        HAS_SKIP=extras.skip is not None,
+        HAS_GATE=gate is not None,
+        HAS_PARENTS=parents is not None,
+        NORMALISE=normalise,
+        num_warps=_WARPS,
+    )

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton real-gated linear recurrent unit.
+
+Prefill scans 64 tokens at a time, chunks aligned to the sequence's start, with the
+associative form of ``h -> a h + b``; one program walks a sequence for a block of
+channels.
+"""
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hybrid_kernels._common.linear_step import sigmoid
+from hybrid_kernels._common.varlen import CHUNK
+
+_CHANNELS = 32
+_STEP_CHANNELS = 256
+
+
+@triton.jit
+def _gates(x, input_gate, recurrence_gate, place, rate, mask):
+    """The decay ``a``, the gated input and its factor ``sqrt(1 - a^2)``."""
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    enter = tl.load(input_gate + place, mask=mask, other=0.0).to(tl.float32)
+    keep = tl.load(recurrence_gate + place, mask=mask, other=0.0).to(tl.float32)
+    decay = tl.exp(rate * sigmoid(keep))
+    factor = tl.sqrt(tl.maximum(1.0 - decay * decay, 0.0))
+    return decay, value * sigmoid(enter), factor
+
+
+@triton.jit
+def _join(left_decay, left, right_decay, right):
+    return left_decay * right_decay, left * right_decay + right
+
+
+@triton.jit
+def _prefill_kernel(
+    x,
+    input_gate,
+    recurrence_gate,
+    rate,
+    cu_seqlens,
+    pool,
+    slots,
+    has_initial,
+    boundary_slots,
+    out,
+    channels,
+    boundaries,
+    x_token,
+    pool_slot,
+    pool_channel,
+    boundary_row,
+    out_token,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    sequence = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    live = channel < channels
+    start = tl.load(cu_seqlens + sequence).to(tl.int64)
+    tokens = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - start
+    slot = tl.load(slots + sequence).to(tl.int64)
+    stateful = (slot >= 0).to(tl.int32)
+    if HAS_INITIAL:
+        stateful *= tl.load(has_initial + sequence)
+    speed = tl.load(rate + channel, mask=live, other=0.0).to(tl.float32)
+    within = channel.to(tl.int64) * pool_channel
+    known = channel < tl.where(stateful != 0, channels, 0)
+    state = tl.load(pool + slot * pool_slot + within, mask=known, other=0.0)
+    state = state.to(tl.float32)
+    position = tl.arange(0, SIZE)
+    # The one token that enters with factor 1; none if there is a state.
+    first_token = tl.where(stateful != 0, -1, 0)
+    for chunk in range((tokens + SIZE - 1) // SIZE):
+        first = chunk * SIZE
+        length = tl.minimum(tokens - first, SIZE)
+        token = first + position
+        mask = (position < length)[:, None] & live[None, :]
+        place = (start + token)[:, None] * x_token + channel[None, :]
+        decay, value, factor = _gates(
+            x, input_gate, recurrence_gate, place, speed[None, :], mask
+        )
+        factor = tl.where((token == first_token)[:, None], 1.0, factor)
+        # Beyond the end the state stays as it is.
+        decay = tl.where(mask, decay, 1.0)
+        value = tl.where(mask, value * factor, 0.0)
+        decay, value = tl.associative_scan((decay, value), 0, _join)
+        result = decay * state[None, :] + value
+        place = (start + token)[:, None] * out_token + channel[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        final = (position == SIZE - 1)[:, None]
+        state = tl.sum(tl.where(final, result, 0.0), axis=0)
+        if ROUND:  # noqa: SIM102 - one is a constant
+            if length == SIZE:
+                state = state.to(pool.dtype.element_ty).to(tl.float32)
+        if (chunk < boundaries) & (length == SIZE):
+            entry = boundary_slots + sequence * boundary_row + chunk
+            target = tl.load(entry).to(tl.int64)
+            keep = channel < tl.where(target >= 0, channels, 0)
+            rounded = state.to(pool.dtype.element_ty)
+            tl.store(pool + target * pool_slot + within, rounded, mask=keep)
+    keep = channel < tl.where(slot >= 0, channels, 0)
+    rounded = state.to(pool.dtype.element_ty)
+    tl.store(pool + slot * pool_slot + within, rounded, mask=keep)
+
+
+@triton.jit
+def _step_kernel(
+    x,
+    input_gate,
+    recurrence_gate,
+    rate,
+    pool,
+    slots,
+    draft_slots,
+    parents,
+    out,
+    channels,
+    drafts,
+    x_row,
+    x_draft,
+    pool_slot,
+    pool_channel,
+    draft_slots_row,
+    draft_slots_draft,
+    parents_row,
+    parents_draft,
+    out_row,
+    out_draft,
+    CHANNELS: tl.constexpr,
+    HAS_PARENTS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    live = channel < channels
+    within = channel.to(tl.int64) * pool_channel
+    speed = tl.load(rate + channel, mask=live, other=0.0).to(tl.float32)
+    main = tl.load(slots + row).to(tl.int64)
+    known = channel < tl.where(main >= 0, channels, 0)
+    state = tl.load(pool + main * pool_slot + within, mask=known, other=0.0)
+    state = state.to(tl.float32)
+    for draft in range(drafts):
+        if HAS_PARENTS:
+            parent = tl.load(parents + row * parents_row + draft * parents_draft)
+            if (parent != draft - 1) & (draft > 0):
+                # Other threads of this program may have written that slot.
+                tl.debug_barrier()
+                entry = tl.maximum(parent, 0) * draft_slots_draft
+                origin = tl.load(draft_slots + row * draft_slots_row + entry)
+                origin = tl.where(parent < 0, main, origin.to(tl.int64))
+                known = channel < tl.where(origin >= 0, channels, 0)
+                source = pool + origin * pool_slot + within
+                state = tl.load(source, mask=known, other=0.0).to(tl.float32)
+        place = row * x_row + draft * x_draft + channel
+        decay, value, factor = _gates(
+            x, input_gate, recurrence_gate, place, speed, live
+        )
+        state = decay * state + value * factor
+        place = row * out_row + draft * out_draft + channel
+        tl.store(out + place, state.to(out.dtype.element_ty), mask=live)
+        entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
+        target = tl.load(entry).to(tl.int64)
+        keep = channel < tl.where(target >= 0, channels, 0)
+        rounded = state.to(pool.dtype.element_ty)
+        tl.store(pool + target * pool_slot + within, rounded, mask=keep)
+        state = rounded.to(tl.float32)
+
+
+def prefill(
+    x: torch.Tensor,
+    input_gate: torch.Tensor,
+    recurrence_gate: torch.Tensor,
+    rate: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    has_initial: torch.Tensor | None,
+    boundary_slots: torch.Tensor | None,
+    round_boundaries: bool,
+    out: torch.Tensor,
+) -> None:
+    """One launch."""
+    channels, sequences = x.shape[1], slots.numel()
+    if sequences == 0 or channels == 0:
+        return
+    input_gate, recurrence_gate = _like(input_gate, x), _like(recurrence_gate, x)
+    flags = None if has_initial is None else has_initial.view(torch.uint8)
+    table = boundary_slots
+    _prefill_kernel[(triton.cdiv(channels, _CHANNELS), sequences)](
+        x,
+        input_gate,
+        recurrence_gate,
+        rate,
+        cu_seqlens,
+        pool,
+        slots,
+        flags,
+        # Never read if there are none, but the kernel wants a pointer.
+        slots if table is None else table,
+        out,
+        channels,
+        0 if table is None else table.shape[1],
+        x.stride(0),
+        *pool.stride(),
+        0 if table is None else table.stride(0),
+        out.stride(0),
+        SIZE=CHUNK,
+        CHANNELS=_CHANNELS,
+        HAS_INITIAL=flags is not None,
+        ROUND=round_boundaries and pool.dtype != torch.float32,
+    )
+
+
+def steps(
+    x: torch.Tensor,
+    input_gate: torch.Tensor,
+    recurrence_gate: torch.Tensor,
+    rate: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    draft_slots: torch.Tensor,
+    parents: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """One or more tokens per sequence, each from its parent's state."""
+    rows, drafts, channels = x.shape
+    if rows == 0 or drafts == 0 or channels == 0:
+        return
+    _step_kernel[(triton.cdiv(channels, _STEP_CHANNELS), rows)](
+        x,
+        _like(input_gate, x),
+        _like(recurrence_gate, x),
+        rate,
+        pool,
+        slots,
+        draft_slots,
+        parents,
+        out,
+        channels,
+        drafts,
+        *x.stride()[:2],
+        *pool.stride(),
+        *draft_slots.stride(),
+        *((0, 0) if parents is None else parents.stride()),
+        *out.stride()[:2],
+        CHANNELS=_STEP_CHANNELS,
+        HAS_PARENTS=parents is not None,
+        num_warps=2,
+    )
+
+
+def _like(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A gate with the strides of `x`, which the kernels use for all three.
+
+    Raises:
+        ValueError: if they differ; nothing is copied behind the caller's back.
+    """
+    if gate.stride() != x.stride():
+        raise ValueError(
+            f"gates have strides {gate.stride()}, x has {x.stride()}; they must agree"
+        )
+    return gate

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy, clear and promote state slots: many slots in one launch.
+
+A pool is a tensor whose dimension `slot_dim` counts slots:
+
+* slot-major, `slot_dim=0`: ``[S, *item]``; usually one row of bytes per slot
+  that holds the states of all layers.
+* layer-major, `slot_dim=1`: ``[L, S, *item]``.
+
+Strides along the layer and the slot dimension are free (also above 2**31
+bytes); the dimensions after it must be dense in some order, so a transposed
+convolution state is accepted. All element types are accepted; copies move bytes.
+
+Slot lists are int32 or int64 tensors on the pool's device and are never read on
+the host. A negative index skips its row. No operation allocates or waits for the
+device, so all can be captured in a CUDA graph. An index at or above the number
+of slots is undefined behaviour on a GPU and an IndexError on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybrid_kernels._common.checks import check_index, on_gpu, require
+from hybrid_kernels.state_copy import reference
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["fork", "gather", "promote", "promote_swap", "scatter", "zero"]
+
+
+def gather(
+    out: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, *, slot_dim: int = 0
+) -> None:
+    """Copy slots into a packed buffer: ``out[i] = pool[slots[i]]``.
+
+    Args:
+        out: ``[n, *item]`` or ``[L, n, *item]``, the pool's type; the rows of
+            negative slots keep their old contents.
+        pool: ``[S, *item]`` or ``[L, S, *item]``.
+        slots: ``[n]``.
+        slot_dim: which dimension counts slots, 0 or 1.
+
+    Raises:
+        ValueError: if shapes, types or item layouts differ.
+    """
+    _check_pair(out, pool, slot_dim)
+    check_index("slots", slots, (out.shape[slot_dim],))
+    if on_gpu(pool):
+        from hybrid_kernels.state_copy import triton
+
+        triton.copy(out, None, pool, slots, slot_dim)
+    else:
+        reference.copy(out, None, pool, slots, slot_dim)
+
+
+def scatter(
+    pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, *, slot_dim: int = 0
+) -> None:
+    """Copy a packed buffer into slots: ``pool[slots[i]] = values[i]``.
+
+    Args:
+        pool: ``[S, *item]`` or ``[L, S, *item]``.
+        slots: ``[n]``, without repeats among the non-negative.
+        values: ``[n, *item]`` or ``[L, n, *item]``, the pool's type.
+        slot_dim: which dimension counts slots, 0 or 1.
+
+    Raises:
+        ValueError: if shapes, types or item layouts differ.
+    """
+    _check_pair(pool, values, slot_dim)
+    check_index("slots", slots, (values.shape[slot_dim],))
+    if on_gpu(pool):
+        from hybrid_kernels.state_copy import triton
+
+        triton.copy(pool, slots, values, None, slot_dim)
+    else:
+        reference.copy(pool, slots, values, None, slot_dim)
+
+
+def fork(
+    pool: torch.Tensor,
+    sources: torch.Tensor,
+    destinations: torch.Tensor,
+    *,
+    slot_dim: int = 0,
+) -> None:
+    """Copy slot to slot: ``pool[destinations[i]] = pool[sources[i]]``.
+
+    Args:
+        pool: ``[S, *item]`` or ``[L, S, *item]``.
+        sources: ``[n]``; repeats are allowed.
+        destinations: ``[n]``, no repeats and none that is also a source: the
+            pairs are copied in no order. A pair with a negative side is skipped.
+        slot_dim: which dimension counts slots, 0 or 1.
+
+    Raises:
+        ValueError: if the lists differ in length or an item is not dense.
+    """
+    _check_pair(pool, pool, slot_dim)
+    check_index("sources", sources, (sources.numel(),))
+    check_index("destinations", destinations, (sources.numel(),))
+    if on_gpu(pool):
+        from hybrid_kernels.state_copy import triton
+
+        triton.copy(pool, destinations, pool, sources, slot_dim)
+    else:
+        reference.copy(pool, destinations, pool, sources, slot_dim)
+
+
+def zero(pool: torch.Tensor, slots: torch.Tensor, *, slot_dim: int = 0) -> None:
+    """Clear slots: ``pool[slots[i]] = 0``.
+
+    Args:
+        pool: ``[S, *item]`` or ``[L, S, *item]``.
+        slots: ``[n]``.
+        slot_dim: which dimension counts slots, 0 or 1.
+
+    Raises:
+        ValueError: if `slots` is not a list of indices or an item is not dense.
+    """
+    _check_pair(pool, pool, slot_dim)
+    check_index("slots", slots, (slots.numel(),))
+    if on_gpu(pool):
+        from hybrid_kernels.state_copy import triton
+
+        triton.zero(pool, slots, slot_dim)
+    else:
+        reference.zero(pool, slots, slot_dim)
+
+
+def promote(
+    pool: torch.Tensor,
+    table: torch.Tensor,
+    accepted: torch.Tensor,
+    *,
+    slot_dim: int = 0,
+) -> None:
+    """Copy each sequence's last accepted draft state over its main state.
+
+    ``pool[table[i, 0]] = pool[table[i, accepted[i]]]``. Use it where the engine
+    wants the main state to stay in its slot; `promote_swap` moves no state.
+
+    Args:
+        pool: ``[S, *item]`` or ``[L, S, *item]``.
+        table: ``[n, 1 + drafts]``; column 0 is the main slot, column ``1 + j``
+            the slot of draft ``j``. Rows with a negative entry are skipped.
+        accepted: ``[n]``, the column to promote: for a chain the number of
+            accepted drafts, for a tree one more than the last accepted draft's
+            index. 0 or a negative number leaves the row as it is.
+        slot_dim: which dimension counts slots, 0 or 1.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    _check_pair(pool, pool, slot_dim)
+    _check_table(table, accepted)
+    if on_gpu(pool):
+        from hybrid_kernels.state_copy import triton
+
+        triton.promote(pool, table, accepted, slot_dim)
+    else:
+        reference.promote(pool, table, accepted, slot_dim)
+
+
+def promote_swap(table: torch.Tensor, accepted: torch.Tensor) -> None:
+    """Make the accepted draft's slot the main slot by swapping two indices.
+
+    Swaps ``table[i, 0]`` and ``table[i, accepted[i]]`` in place; the old main
+    slot becomes a draft slot. No state moves.
+
+    Args:
+        table: ``[n, 1 + drafts]``, as for `promote`.
+        accepted: ``[n]``, as for `promote`.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    _check_table(table, accepted)
+    if on_gpu(table):
+        from hybrid_kernels.state_copy import triton
+
+        triton.promote_swap(table, accepted)
+    else:
+        reference.promote_swap(table, accepted)
+
+
+def _check_pair(first: torch.Tensor, second: torch.Tensor, slot_dim: int) -> None:
+    require(slot_dim in (0, 1), f"slot_dim is {slot_dim}, expected 0 or 1")
+    require(first.dtype == second.dtype, f"{first.dtype} and {second.dtype} differ")
+    require(
+        first.ndim == second.ndim and first.ndim > slot_dim + 1,
+        f"{first.ndim} and {second.ndim} dimensions; expected the same number, "
+        f"above {slot_dim + 1}",
+    )
+    same = first.shape[slot_dim + 1 :] == second.shape[slot_dim + 1 :]
+    require(
+        same and first.shape[:slot_dim] == second.shape[:slot_dim],
+        f"{tuple(first.shape)} and {tuple(second.shape)} differ beyond the slots",
+    )
+
+
+def _check_table(table: torch.Tensor, accepted: torch.Tensor) -> None:
+    require(table.ndim == 2, f"table has {table.ndim} dimensions, expected 2")
+    check_index("table", table, (table.shape[0], table.shape[1]))
+    check_index("accepted", accepted, (table.shape[0],))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hybrid_kernels import state_copy
+from hybrid_kernels.state_copy import reference
+
+ITEMS = [(3,), (60, 3), (2, 5, 7), (4, 64, 65)]
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param == "reference":
+        return reference
+    request.getfixturevalue("device")
+    from hybrid_kernels.state_copy import triton
+
+    return triton
+
+
+@pytest.fixture
+def where(request: pytest.FixtureRequest, backend: ModuleType) -> str:
+    if backend is reference:
+        return "cpu"
+    return str(request.getfixturevalue("device"))
+
+
+def make_pool(
+    slot_dim: int, slots: int, item: tuple[int, ...], dtype: torch.dtype, where: str
+) -> torch.Tensor:
+    shape = (slots, *item) if slot_dim == 0 else (3, slots, *item)
+    return torch.randn(shape).mul(50).to(dtype).to(where)
+
+
+def row(pool: torch.Tensor, slot_dim: int, index: int) -> torch.Tensor:
+    return pool.select(slot_dim, index)
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=str)
+@pytest.mark.parametrize("slot_dim", [0, 1], ids=["slot_major", "layer_major"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_copy_and_zero_touch_only_the_named_slots(
+    backend: ModuleType,
+    where: str,
+    item: tuple[int, ...],
+    slot_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    pool = make_pool(slot_dim, 9, item, dtype, where)
+    before = pool.clone()
+    sources = torch.tensor([4, 4, -1, 7, 8], device=where)
+    targets = torch.tensor([0, 2, 3, -1, 6], device=where)
+    backend.copy(pool, targets, pool, sources, slot_dim)
+    backend.zero(pool, torch.tensor([1, -1], dtype=torch.int32, device=where), slot_dim)
+    origin = {0: 4, 2: 4, 6: 8}
+    for slot in range(9):
+        expected = row(before, slot_dim, origin.get(slot, slot))
+        if slot == 1:
+            expected = torch.zeros_like(expected)
+        assert torch.equal(row(pool, slot_dim, slot), expected), slot
+
+
+@pytest.mark.parametrize("slot_dim", [0, 1], ids=["slot_major", "layer_major"])
+def test_gather_then_scatter_is_identity(
+    backend: ModuleType, where: str, slot_dim: int
+) -> None:
+    pool = make_pool(slot_dim, 6, (5, 3), torch.float32, where)
+    slots = torch.tensor([5, 0, -1, 3], device=where)
+    packed = make_pool(slot_dim, 4, (5, 3), torch.float32, where)
+    padding = row(packed, slot_dim, 2).clone()
+    backend.copy(packed, None, pool, slots, slot_dim)
+    assert torch.equal(row(packed, slot_dim, 2), padding)
+    other = torch.zeros_like(pool)
+    backend.copy(other, slots, packed, None, slot_dim)
+    for slot in range(6):
+        expected = row(pool, slot_dim, slot)
+        if slot not in (5, 0, 3):
+            expected = torch.zeros_like(expected)
+        assert torch.equal(row(other, slot_dim, slot), expected), slot
+
+
+def test_transposed_items_and_wide_slots(backend: ModuleType, where: str) -> None:
+    """The convolution state of an engine: ``[S, dim, width]``, width slowest."""
+    room = torch.randn(5, 4, 3, 8, device=where)
+    pool = room[:, 1].transpose(1, 2)
+    before = room.clone()
+    backend.copy(
+        pool, torch.tensor([0], device=where), pool, torch.tensor([4], device=where), 0
+    )
+    assert torch.equal(room[0, 1], before[4, 1])
+    room[0, 1] = before[0, 1]
+    assert torch.equal(room, before)
+
+
+def test_promote_copies_the_accepted_slot(backend: ModuleType, where: str) -> None:
+    pool = make_pool(0, 12, (7, 3), torch.float32, where)
+    before = pool.clone()
+    table = torch.tensor(
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [-1, -1, -1, -1]], device=where
+    )
+    accepted = torch.tensor([3, 0, 1, 2], dtype=torch.int32, device=where)
+    backend.promote(pool, table, accepted, 0)
+    origin = {0: 3, 8: 9}
+    for slot in range(12):
+        assert torch.equal(pool[slot], before[origin.get(slot, slot)]), slot
+
+
+def test_promote_swap_exchanges_indices(backend: ModuleType, where: str) -> None:
+    table = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8]], device=where)
+    backend.promote_swap(table, torch.tensor([2, 0, 1], device=where))
+    assert table.tolist() == [[2, 1, 0], [3, 4, 5], [7, 6, 8]]
+
+
+def test_public_calls_agree_with_indexing() -> None:
+    pool = torch.randn(3, 6, 4)
+    slots = torch.tensor([5, 1])
+    packed = torch.empty(3, 2, 4)
+    state_copy.gather(packed, pool, slots, slot_dim=1)
+    assert torch.equal(packed, pool[:, slots])
+    other = torch.zeros_like(pool)
+    state_copy.scatter(other, slots, packed, slot_dim=1)
+    assert torch.equal(other[:, slots], pool[:, slots])
+    state_copy.fork(other, slots, torch.tensor([0, 2]), slot_dim=1)
+    assert torch.equal(other[:, [0, 2]], pool[:, slots])
+    state_copy.zero(other, slots, slot_dim=1)
+    assert not other[:, slots].any()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool, slots: state_copy.zero(pool, slots.float()),
+        lambda pool, slots: state_copy.zero(pool, slots, slot_dim=2),
+        lambda pool, slots: state_copy.gather(pool[:2].double(), pool, slots),
+        lambda pool, slots: state_copy.gather(pool[:3], pool, slots),
+        lambda pool, slots: state_copy.scatter(pool, slots, pool[:2, :1]),
+        lambda pool, slots: state_copy.fork(pool, slots, slots[:1]),
+        lambda pool, slots: state_copy.promote(pool, slots[None], slots),
+    ],
+)
+def test_wrong_arguments_are_refused(call: object) -> None:
+    assert callable(call)
+    with pytest.raises(ValueError):
+        call(torch.zeros(4, 3), torch.tensor([0, 1]))
+
+
+def test_triton_refuses_items_with_holes(device: str) -> None:
+    from hybrid_kernels.state_copy import triton
+
+    pool = torch.zeros(4, 6, device=device)[:, ::2]
+    with pytest.raises(ValueError, match="not dense"):
+        triton.zero(pool, torch.tensor([0], device=device), 0)
