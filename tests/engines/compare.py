@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two runs gave the same greedy answers.
+"""Whether two runs gave the same greedy answers, request by request.
 
-With kernels in 16 bits, a sum taken in another order (another batch, a state
-restored instead of computed in the same chunk) moves a logit by rounding.  So
-an answer may leave the reference, but only where the reference itself was
-undecided: the first token that differs must have been as likely, but for a
-small bound, as the one the reference chose.
+`hybrid_plugin.demo.compare` says what equal means where rounding differs.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybrid_plugin.demo.compare import first_difference
 from tests.engines.server import Answer
 
 
@@ -39,9 +36,7 @@ def compare(
         bound: in nats, how undecided the reference must be at a difference;
             0 asks for equality.
     """
-    compared = differing = 0
-    worst = 0.0
-    wrong: list[str] = []
+    compared, gaps, wrong = 0, [], []
     for index, (expected, got) in enumerate(zip(reference, answers, strict=True)):
         if expected.aborted or got.aborted:
             continue
@@ -49,32 +44,13 @@ def compare(
         if got.error is not None:
             wrong.append(f"request {index} failed: {got.error}")
             continue
-        position = _first_difference(expected.tokens, got.tokens)
-        if position is None:
+        found = first_difference(expected, got)
+        if found is None:
             continue
-        differing += 1
-        gap = _gap(expected, got, position)
-        worst = max(worst, gap)
-        if gap > bound:
+        gaps.append(found.gap)
+        if found.gap > bound:
             wrong.append(
-                f"request {index} ({expected.prompt_tokens} tokens, "
-                f"{got.cached_tokens} cached) differs at token {position} by {gap:.3f}"
+                f"request {index} ({expected.prompt_tokens} tokens, {got.cached_tokens} "
+                f"cached) differs at token {found.position} by {found.gap:.3f}"
             )
-    return Comparison(compared, differing, worst, tuple(wrong))
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    for position in range(max(len(a), len(b))):
-        if a[position : position + 1] != b[position : position + 1]:
-            return position
-    return None
-
-
-def _gap(expected: Answer, got: Answer, position: int) -> float:
-    """How much less likely, to the reference, was the other token."""
-    if position >= min(len(expected.tokens), len(got.tokens)):
-        return float("inf")
-    top = expected.logprobs[position]
-    chosen = top[expected.tokens[position]]
-    other = top.get(got.tokens[position])
-    return float("inf") if other is None else chosen - other
+    return Comparison(compared, len(gaps), max(gaps, default=0.0), tuple(wrong))
