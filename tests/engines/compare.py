@@ -50,7 +50,8 @@ def compare(
         gaps.append(found.gap)
         if found.gap > bound:
             wrong.append(
-                f"request {index} ({expected.prompt_tokens} tokens, {got.cached_tokens} "
-                f"cached) differs at token {found.position} by {found.gap:.3f}"
+                f"request {index} ({expected.prompt_tokens} tokens, "
+                f"{got.cached_tokens} cached) differs at token {found.position} "
+                f"by {found.gap:.3f}"
             )
     return Comparison(compared, len(gaps), max(gaps, default=0.0), tuple(wrong))

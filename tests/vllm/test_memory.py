@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two pools, physically apart, and what each layer sees of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheLayout,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.core.layout import PoolSizes
+from hybrid_plugin.vllm.memory import allocate_pools, executor_of
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
+
+ATTENTION = FullAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32
+)
+STATE = MambaSpec(
+    block_size=1024, shapes=((3, 5), (2, 4, 4)), dtypes=(torch.float32, torch.float32)
+)
+SPECS = {"a0": ATTENTION, "s0": STATE, "s1": STATE, "a1": ATTENTION}
+PAGE_BYTES = 16 * 2 * 8 * 2 * 4
+STATE_BYTES = (3 * 5 + 2 * 4 * 4) * 4  # 188, in 256: the next multiple of 128
+
+
+@pytest.fixture
+def config() -> HybridKVCacheConfig:
+    cache = SimpleNamespace(prefix_cache_retention_interval=None)
+    vllm_config: Any = SimpleNamespace(cache_config=cache)
+    return make_config(vllm_config, make_groups(SPECS), PoolSizes(pages=6, slots=4))
+
+
+def views(config: HybridKVCacheConfig) -> dict[str, torch.Tensor]:
+    return allocate_pools(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+
+
+def test_attention_groups_come_first(config: HybridKVCacheConfig) -> None:
+    assert [g.layer_names for g in config.kv_cache_groups] == [
+        ["a0", "a1"],
+        ["s0", "s1"],
+    ]
+    assert config.num_blocks == 4, "warm-up may use every id in every group"
+
+
+def test_placement(config: HybridKVCacheConfig) -> None:
+    pages, states = config.kv_cache_tensors
+    assert (pages.layer_stride, pages.block_stride) == (6 * PAGE_BYTES, PAGE_BYTES)
+    assert (states.layer_stride, states.block_stride) == (256, 512)
+    assert pages.size == 2 * 6 * PAGE_BYTES
+    assert states.size == 4 * 512
+
+
+def test_the_pools_are_two_allocations(config: HybridKVCacheConfig) -> None:
+    layers = views(config)
+    storages = {n: v.untyped_storage().data_ptr() for n, v in layers.items()}
+    assert storages["a0"] == storages["a1"] != storages["s0"] == storages["s1"]
+    assert layers["a0"].shape[0] == 6
+    assert layers["s0"].shape == (4, 1, 1, STATE_BYTES)
+
+
+def test_commands_reach_all_layers_of_one_id(config: HybridKVCacheConfig) -> None:
+    layers = views(config)
+    for value, layer in enumerate(layers.values(), start=1):
+        layer[2] = value
+    executor_of(config).run([Copy(Pool.KV, 2, 5), Copy(Pool.STATE, 2, 3)])
+    for value, (name, layer) in enumerate(layers.items(), start=1):
+        copied = layer[5] if name.startswith("a") else layer[3]
+        assert (copied == value).all()
+        assert (layer[1] == 0).all()
+    executor_of(config).run([Zero(Pool.STATE, 2)])
+    assert (layers["s0"][2] == 0).all() and (layers["s1"][2] == 0).all()
+    assert (layers["a0"][2] != 0).all()
+
+
+def test_a_kind_of_layer_without_a_pool_is_refused() -> None:
+    window = SlidingWindowSpec(
+        block_size=16,
+        num_kv_heads=2,
+        head_size=8,
+        dtype=torch.float32,
+        sliding_window=64,
+    )
+    with pytest.raises(ConfigError, match="cannot serve layer w0") as refusal:
+        make_groups({"a0": ATTENTION, "w0": window})
+    assert "SlidingWindowSpec" in str(refusal.value)
+
+
+def test_memory_that_is_not_ours_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
+        executor_of(object())
