@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from hybrid_plugin.vllm.commands import RunsCommands
+from hybrid_plugin.vllm.worker import RunsCommands
 
 
 class HybridCPUWorker(RunsCommands, CPUWorker):

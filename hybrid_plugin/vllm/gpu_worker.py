@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from hybrid_plugin.vllm.commands import RunsCommands
+from hybrid_plugin.vllm.worker import RunsCommands
 
 
 class HybridGPUWorker(RunsCommands, Worker):
