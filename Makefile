@@ -28,8 +28,10 @@ help:
 demo: $(READY)
 	$(BIN)/python -m hybrid_plugin.demo $(DEMO_FLAGS)
 
+# The kernels' tests choose Triton's interpreter before anything imports Triton.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
