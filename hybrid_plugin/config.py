@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hybrid_plugin.core.snapshots import SnapshotPolicy
+
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
+DEFAULT_PAGE_SIZE = 16
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -93,6 +96,16 @@ class HybridConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
+
+    def snapshot_policy(self, page_size: int) -> SnapshotPolicy:
+        """The policy these options describe, for pages of `page_size` tokens."""
+        return SnapshotPolicy(
+            page_size=page_size,
+            branch_min_tokens=self.branch_snapshot_min_tokens,
+            prompt_end_min_tokens=self.prompt_snapshot_min_tokens,
+            chunk_end_min_tokens=self.chunk_snapshot_min_tokens,
+            body_share=self.prompt_body_share,
+        )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> HybridConfig:

@@ -19,7 +19,6 @@ from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.vllm.keys import RequestKeys
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.specs import is_page_spec
@@ -70,13 +69,7 @@ def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCac
         pages=PagePool(config.pages),
         slots=SlotPool(config.slots),
         page_size=page_size,
-        policy=SnapshotPolicy(
-            page_size=page_size,
-            branch_min_tokens=options.branch_snapshot_min_tokens,
-            prompt_end_min_tokens=options.prompt_snapshot_min_tokens,
-            chunk_end_min_tokens=options.chunk_snapshot_min_tokens,
-            body_share=options.prompt_body_share,
-        ),
+        policy=options.snapshot_policy(page_size),
     )
 
 

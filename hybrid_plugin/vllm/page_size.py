@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybrid_plugin.config import ConfigError
+from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
 from hybrid_plugin.vllm.activation import read_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-DEFAULT_PAGE_SIZE = 16
 _LARGEST = 1024
 
 
