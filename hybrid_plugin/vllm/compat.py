@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.hookpoints import HookPoint, resolve
 from hybrid_plugin.vllm import hooks
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def is_applied() -> bool:
     return hasattr(VllmConfig.try_verify_and_update_config, _WRAPPED)
 
 
-def require(*groups: tuple[hooks.HookPoint, ...]) -> None:
+def require(*groups: tuple[HookPoint, ...]) -> None:
     """Check hook points.
 
     Raises:
@@ -226,7 +227,7 @@ def manager_factory(create: Callable[..., Any]) -> Iterator[None]:
 
 def _wrap(target: str, wrapper: Callable[..., Any]) -> None:
     """Replace a function by `wrapper(original, ...)`, once."""
-    owner, name = hooks.HookPoint(target).resolve()
+    owner, name = resolve(target)
     original = getattr(owner, name)
     if not hasattr(original, _WRAPPED):
         setattr(owner, name, _wrapped(original, wrapper))

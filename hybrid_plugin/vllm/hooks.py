@@ -3,53 +3,10 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class HookPoint:
-    """One function, class or attribute of vLLM that the adapter uses."""
-
-    target: str
-    """`module:attribute.path`."""
-    parameters: tuple[str, ...] | None = None
-    """Parameters it must accept by name, None for what is not a function."""
-
-    def resolve(self) -> tuple[Any, str]:
-        """Return the object that holds the attribute, and the attribute's name.
-
-        Raises:
-            ImportError: if the module is gone.
-            AttributeError: if a holder on the path is gone.
-        """
-        module, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module)
-        *holders, name = path.split(".")
-        for holder in holders:
-            owner = getattr(owner, holder)
-        return owner, name
-
-    def problem(self) -> str | None:
-        """What is wrong with it in the installed vLLM, None if nothing is."""
-        try:
-            owner, name = self.resolve()
-            found = getattr(owner, name)
-        except ImportError as error:
-            return f"{self.target} cannot be imported ({error})"
-        except AttributeError:
-            return f"{self.target} is missing"
-        if self.parameters is None:
-            return None
-        have = inspect.signature(found).parameters
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in have.values()):
-            return None
-        missing = [p for p in self.parameters if p not in have]
-        return f"{self.target} takes no {', '.join(missing)}" if missing else None
-
+from hybrid_plugin import hookpoints
+from hybrid_plugin.hookpoints import HookPoint, LiveView
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _SPLIT = (
@@ -106,5 +63,5 @@ WORKER_HOOKS = (
 
 
 def problems(hooks: Iterable[HookPoint]) -> list[str]:
-    """What is wrong with the hook points, one phrase each."""
-    return [problem for hook in hooks if (problem := hook.problem()) is not None]
+    """What is wrong with the hook points in the installed vLLM, one phrase each."""
+    return hookpoints.problems(hooks, LiveView("vllm"))

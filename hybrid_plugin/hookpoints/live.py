@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine as it is in this process: modules are imported."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from hybrid_plugin.hookpoints.point import Definition, NotThereError
+
+
+def resolve(target: str) -> tuple[Any, str]:
+    """Return the object that holds `module:attribute.path`, and the last name.
+
+    Raises:
+        ImportError: if the module is gone.
+        AttributeError: if a holder on the path is gone.
+    """
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *holders, name = path.split(".")
+    for holder in holders:
+        owner = getattr(owner, holder)
+    return owner, name
+
+
+class LiveView:
+    """The installed engine, imported."""
+
+    def __init__(self, package: str) -> None:
+        """Look at the engine whose top-level package this is."""
+        self._package = package
+
+    @property
+    def version(self) -> str:
+        """What the engine says its version is."""
+        return str(importlib.import_module(self._package).__version__)
+
+    def find(self, module: str, path: tuple[str, ...]) -> Definition:
+        """Find `path` in `module`, which is imported for it.
+
+        Raises:
+            NotThereError: if the module cannot be imported or the path is gone.
+        """
+        *holders, name = path
+        try:
+            owner: Any = importlib.import_module(module)
+            for holder in holders:
+                owner = getattr(owner, holder)
+        except ImportError as error:
+            raise NotThereError(f"{module} cannot be imported: {error}") from error
+        except AttributeError as error:
+            raise NotThereError(f"{module} has no {'.'.join(path)}") from error
+        if not hasattr(owner, name):
+            if _is_field(owner, name):
+                return _definition(None)
+            raise NotThereError(f"{module} has no {'.'.join(path)}")
+        return _definition(getattr(owner, name))
+
+
+def _is_field(owner: Any, name: str) -> bool:
+    """Whether instances have it: a field without a default is no class attribute."""
+    if not isinstance(owner, type):
+        return False
+    return any(name in inspect.get_annotations(cls) for cls in owner.__mro__)
+
+
+def _definition(found: Any) -> Definition:
+    names: tuple[str, ...] | None = None
+    takes_any = False
+    if callable(found) and not isinstance(found, type):
+        parameters = inspect.signature(found).parameters.values()
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        names = tuple(p.name for p in parameters if p.kind not in variadic)
+    return Definition(names, takes_any, lambda: frozenset(_mentioned(found)))
+
+
+def _mentioned(found: Any) -> Iterator[str]:
+    if isinstance(found, type):
+        for member in vars(found).values():
+            yield from _mentioned(getattr(member, "__func__", member))
+        return
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    if isinstance(code, CodeType):
+        yield from _in_code(code)
+
+
+def _in_code(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from code.co_varnames
+    yield from code.co_cellvars
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        yield from _in_constant(constant)
+
+
+def _in_constant(constant: object) -> Iterator[str]:
+    if isinstance(constant, CodeType):
+        yield from _in_code(constant)
+    elif isinstance(constant, str):
+        yield constant
+    elif isinstance(constant, tuple | frozenset):
+        for part in constant:
+            yield from _in_constant(part)

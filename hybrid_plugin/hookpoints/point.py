@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HookPoint, and the rules by which one is right or wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class NotThereError(LookupError):
+    """A target that an engine does not have; the message says which part."""
+
+
+class Status(StrEnum):
+    """How a hook point fares in one version of an engine."""
+
+    OK = "ok"
+    CHANGED = "changed"
+    """It is there, but does not take or do what the adapter relies on."""
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """What a target stands for, seen live or in source."""
+
+    parameters: tuple[str, ...] | None
+    """Names of a function's parameters, None for what is not a function."""
+    takes_any: bool
+    """Whether it takes keyword arguments of any name."""
+    mentions: Callable[[], frozenset[str]]
+    """Names and strings that its code mentions."""
+
+
+class View(Protocol):
+    """One version of an engine, to be looked at."""
+
+    @property
+    def version(self) -> str:
+        """The engine's version."""
+
+    def find(self, module: str, path: tuple[str, ...]) -> Definition:
+        """Find `path` in `module`.
+
+        Raises:
+            NotThereError: if the module or a part of the path is gone.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class HookPoint:
+    """One function, class or attribute of an engine that its adapter uses."""
+
+    target: str
+    """`module:attribute.path`."""
+    parameters: tuple[str, ...] | None = None
+    """Parameters it must accept by name, None for what is not a function."""
+    closed: bool = False
+    """Whether it may take no others, because ours that replaces it does not."""
+    mentions: tuple[str, ...] = ()
+    """Names or strings its code must mention: what it is relied on to call or read."""
+    since: str = ""
+    """First version of the engine where the adapter uses it."""
+    before: str = ""
+    """First version of the engine where the adapter uses it no longer."""
+
+    @property
+    def module(self) -> str:
+        """The module part of the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The attribute path within the module."""
+        return tuple(self.target.partition(":")[2].split("."))
+
+    def applies_to(self, version: str) -> bool:
+        """Whether the adapter uses the point with this version of the engine."""
+        number = version_number(version)
+        return (not self.since or number >= version_number(self.since)) and (
+            not self.before or number < version_number(self.before)
+        )
+
+    def check(self, view: View) -> Finding:
+        """Judge the point as `view` shows it."""
+        try:
+            found = view.find(self.module, self.path)
+        except NotThereError as error:
+            return Finding(self, Status.MISSING, f"{self.target} is missing ({error})")
+        wrong = "; ".join(self._differences(found))
+        if wrong:
+            return Finding(self, Status.CHANGED, f"{self.target} {wrong}")
+        return Finding(self, Status.OK)
+
+    def _differences(self, found: Definition) -> Iterator[str]:
+        if self.parameters is not None:
+            yield from self._parameter_differences(found)
+        unmentioned = (
+            [] if not self.mentions else sorted(set(self.mentions) - found.mentions())
+        )
+        if unmentioned:
+            yield f"does not mention {', '.join(unmentioned)}"
+
+    def _parameter_differences(self, found: Definition) -> Iterator[str]:
+        assert self.parameters is not None
+        if found.parameters is None:
+            yield "is not a function"
+            return
+        missing = [p for p in self.parameters if p not in found.parameters]
+        if missing and not found.takes_any:
+            yield f"takes no {', '.join(missing)}"
+        extra = [p for p in found.parameters if p not in self.parameters]
+        if self.closed and extra:
+            yield f"takes {', '.join(extra)} as well"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found out about one hook point."""
+
+    point: HookPoint
+    status: Status
+    problem: str | None = None
+    """What is wrong, a phrase that starts with the target; None if nothing is."""
+
+
+def check(points: Iterable[HookPoint], view: View) -> list[Finding]:
+    """Judge all points that the adapter uses with this version of the engine."""
+    return [p.check(view) for p in points if p.applies_to(view.version)]
+
+
+def problems(points: Iterable[HookPoint], view: View) -> list[str]:
+    """What is wrong with the points, one phrase each."""
+    return [f.problem for f in check(points, view) if f.problem is not None]
+
+
+def version_number(version: str) -> tuple[int, ...]:
+    """The release part of a version, `(0, 33, 0)` for `0.33.0rc1+cpu`.
+
+    Raises:
+        ValueError: if the version does not begin with a number.
+    """
+    release = re.match(r"\d+(\.\d+)*", version)
+    if release is None:
+        raise ValueError(f"{version!r} is no version: it begins with no number.")
+    numbers = [int(part) for part in release.group().split(".")]
+    return tuple(numbers + [0] * (3 - len(numbers)))
