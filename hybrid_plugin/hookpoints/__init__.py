@@ -7,8 +7,10 @@ about to serve, and in the source of an unpacked wheel, which takes neither an
 import nor a GPU.
 """
 
+from hybrid_plugin.hookpoints.interface import Interface
 from hybrid_plugin.hookpoints.live import LiveView, resolve
 from hybrid_plugin.hookpoints.point import (
+    Contract,
     Definition,
     Finding,
     HookPoint,
@@ -21,9 +23,11 @@ from hybrid_plugin.hookpoints.point import (
 from hybrid_plugin.hookpoints.source import SourceView
 
 __all__ = [
+    "Contract",
     "Definition",
     "Finding",
     "HookPoint",
+    "Interface",
     "LiveView",
     "NotThereError",
     "SourceView",

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from hybrid_plugin.hookpoints.module import Module, parse
 from hybrid_plugin.hookpoints.point import Definition, NotThereError
 
 
@@ -60,6 +62,20 @@ class LiveView:
             raise NotThereError(f"{module} has no {'.'.join(path)}")
         return _definition(getattr(owner, name))
 
+    def module(self, name: str) -> Module:
+        """The source of a module, which is imported for it.
+
+        Raises:
+            NotThereError: if it cannot be imported, or comes without source.
+        """
+        try:
+            file = importlib.import_module(name).__file__
+        except ImportError as error:
+            raise NotThereError(f"{name} cannot be imported: {error}") from error
+        if file is None or not file.endswith(".py"):
+            raise NotThereError(f"{name} comes without source")
+        return parse(name, Path(file))
+
 
 def _is_field(owner: Any, name: str) -> bool:
     """Whether instances have it: a field without a default is no class attribute."""
@@ -76,12 +92,28 @@ def _definition(found: Any) -> Definition:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         names = tuple(p.name for p in parameters if p.kind not in variadic)
-    return Definition(names, takes_any, lambda: frozenset(_mentioned(found)))
+    return Definition(
+        parameters=names,
+        takes_any=takes_any,
+        takes_attributes=isinstance(found, type) and bool(found.__dictoffset__),
+        mentions=lambda: frozenset(_mentioned(found)),
+        function=lambda: _function(found),
+    )
+
+
+def _function(found: Any) -> Callable[..., Any]:
+    if not callable(found):
+        raise TypeError("it is not a function")
+    function: Callable[..., Any] = inspect.unwrap(found)
+    return function
 
 
 def _mentioned(found: Any) -> Iterator[str]:
+    if isinstance(found, property):
+        found = found.fget
     if isinstance(found, type):
-        for member in vars(found).values():
+        for name, member in vars(found).items():
+            yield name
             yield from _mentioned(getattr(member, "__func__", member))
         return
     code = getattr(inspect.unwrap(found), "__code__", None)
@@ -90,6 +122,7 @@ def _mentioned(found: Any) -> Iterator[str]:
 
 
 def _in_code(code: CodeType) -> Iterator[str]:
+    yield code.co_name
     yield from code.co_names
     yield from code.co_varnames
     yield from code.co_cellvars

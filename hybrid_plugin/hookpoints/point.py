@@ -7,7 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from hybrid_plugin.hookpoints.module import Module
 
 
 class NotThereError(LookupError):
@@ -31,8 +34,12 @@ class Definition:
     """Names of a function's parameters, None for what is not a function."""
     takes_any: bool
     """Whether it takes keyword arguments of any name."""
+    takes_attributes: bool
+    """Whether instances of the class take attributes that it does not declare."""
     mentions: Callable[[], frozenset[str]]
     """Names and strings that its code mentions."""
+    function: Callable[[], Callable[..., Any]]
+    """The function itself; cut out of its module where that is not imported."""
 
 
 class View(Protocol):
@@ -49,6 +56,27 @@ class View(Protocol):
             NotThereError: if the module or a part of the path is gone.
         """
 
+    def module(self, name: str) -> Module:
+        """The source of a module, parsed.
+
+        Raises:
+            NotThereError: if the module is gone.
+        """
+
+
+class Contract(Protocol):
+    """Something that an adapter relies on in an engine."""
+
+    @property
+    def target(self) -> str:
+        """Its name in messages."""
+
+    def applies_to(self, version: str) -> bool:
+        """Whether the adapter relies on it in this version of the engine."""
+
+    def check(self, view: View) -> Finding:
+        """Judge it as `view` shows it."""
+
 
 @dataclass(frozen=True, slots=True)
 class HookPoint:
@@ -62,6 +90,11 @@ class HookPoint:
     """Whether it may take no others, because ours that replaces it does not."""
     mentions: tuple[str, ...] = ()
     """Names or strings its code must mention: what it is relied on to call or read."""
+    open: bool = False
+    """Whether instances must take attributes of ours."""
+    behaves: Callable[[Callable[..., Any]], str | None] | None = None
+    """Tries the function out; returns what it does wrong, a phrase, or None.  It must
+    run where the rest of its module is absent, so it suits small functions only."""
     since: str = ""
     """First version of the engine where the adapter uses it."""
     before: str = ""
@@ -121,20 +154,20 @@ class HookPoint:
 class Finding:
     """What a check found out about one hook point."""
 
-    point: HookPoint
+    contract: Contract
     status: Status
     problem: str | None = None
     """What is wrong, a phrase that starts with the target; None if nothing is."""
 
 
-def check(points: Iterable[HookPoint], view: View) -> list[Finding]:
-    """Judge all points that the adapter uses with this version of the engine."""
-    return [p.check(view) for p in points if p.applies_to(view.version)]
+def check(contracts: Iterable[Contract], view: View) -> list[Finding]:
+    """Judge all contracts that the adapter relies on in this version of the engine."""
+    return [c.check(view) for c in contracts if c.applies_to(view.version)]
 
 
-def problems(points: Iterable[HookPoint], view: View) -> list[str]:
-    """What is wrong with the points, one phrase each."""
-    return [f.problem for f in check(points, view) if f.problem is not None]
+def problems(contracts: Iterable[Contract], view: View) -> list[str]:
+    """What is wrong, one phrase for each contract that does not hold."""
+    return [f.problem for f in check(contracts, view) if f.problem is not None]
 
 
 def version_number(version: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybrid_plugin.hookpoints.isolate import cut_out
 from hybrid_plugin.hookpoints.module import Binding, Imported, Module, parse
 from hybrid_plugin.hookpoints.point import Definition, NotThereError
 
@@ -130,16 +131,30 @@ def _last_name(base: ast.expr) -> str | None:
 
 
 def _definition(binding: Binding, *, in_class: bool) -> Definition:
-    if not isinstance(binding, _Function):
-        return Definition(None, False, lambda: _mentioned(binding))
-    arguments = binding.args
-    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    if in_class and _is_classmethod(binding):
-        names = names[1:]
-    names += [a.arg for a in arguments.kwonlyargs]
+    names: list[str] | None = None
+    takes_any = False
+    if isinstance(binding, _Function):
+        arguments = binding.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+        if in_class and _is_classmethod(binding):
+            names = names[1:]
+        names += [a.arg for a in arguments.kwonlyargs]
+        takes_any = arguments.kwarg is not None
     return Definition(
-        tuple(names), arguments.kwarg is not None, lambda: _mentioned(binding)
+        parameters=None if names is None else tuple(names),
+        takes_any=takes_any,
+        takes_attributes=isinstance(binding, ast.ClassDef) and not _has_slots(binding),
+        mentions=lambda: _mentioned(binding),
+        function=lambda: cut_out(binding),
     )
+
+
+def _has_slots(cls: ast.ClassDef) -> bool:
+    by_name = any(
+        isinstance(node, ast.Assign) and "__slots__" in ast.unparse(node.targets[0])
+        for node in cls.body
+    )
+    return by_name or any("slots=True" in ast.unparse(d) for d in cls.decorator_list)
 
 
 def _is_classmethod(function: _Function) -> bool:
@@ -163,5 +178,7 @@ def _names_in(tree: ast.AST) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.arg | ast.keyword):
             yield node.arg or ""
+        elif isinstance(node, _Function | ast.ClassDef):
+            yield node.name
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hybrid_plugin.config import ConfigError
-from hybrid_plugin.hookpoints import HookPoint, resolve
+from hybrid_plugin.config import ConfigError, switched_off_by_environment
+from hybrid_plugin.hookpoints import Contract, resolve
 from hybrid_plugin.vllm import hooks
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ _WRAPPED = "_hybrid_plugin_original"
 
 
 def apply() -> None:
-    """Hook the configuration, and the engine core where it is imported already."""
+    """Hook the configuration, and the engine core where it is imported already.
+
+    Where this vLLM lacks something, what needs it is left alone: the configuration
+    is checked before a hybrid model is served, and other models need none of it.
+    """
     patch_config()
-    if _ENGINE_CORE in sys.modules:
+    if _ENGINE_CORE in sys.modules and not hooks.problems(hooks.CORE_HOOKS):
         patch_engine()
     patch_platform()
 
@@ -47,7 +51,7 @@ def is_applied() -> bool:
     return hasattr(VllmConfig.try_verify_and_update_config, _WRAPPED)
 
 
-def require(*groups: tuple[HookPoint, ...]) -> None:
+def require(*groups: tuple[Contract, ...]) -> None:
     """Check hook points.
 
     Raises:
@@ -61,6 +65,12 @@ def require(*groups: tuple[HookPoint, ...]) -> None:
             f"hybrid-plugin does not fit vLLM {__version__}: {'; '.join(found)}. "
             "Install a version it supports, or set HYBRID_PLUGIN=0 to serve without it."
         )
+
+
+def _platform_hooks() -> tuple[Contract, ...]:
+    from vllm.platforms import current_platform
+
+    return hooks.CPU_HOOKS if current_platform.is_cpu() else ()
 
 
 # ------------------------------------------------------------------ the patches
@@ -86,9 +96,11 @@ def patch_config() -> None:
         if model is not None and not getattr(model, "config_updated", False):
             from hybrid_plugin.vllm import activation
 
+            if model.is_hybrid and not switched_off_by_environment():
+                require(hooks.OPTION_HOOKS)
             activation.activate(config)
             if activation.is_active(config):
-                require(hooks.ENGINE_HOOKS, hooks.WORKER_HOOKS)
+                require(hooks.ENGINE_HOOKS, hooks.WORKER_HOOKS, _platform_hooks())
                 patch_engine()
         original(config)
 
