@@ -9,7 +9,9 @@ slows both down; the median over all rounds is the result.
 
     python benchmarks/cold_overhead.py --rounds 30
 
-writes `benchmarks/results/cold-overhead-vllm-cpu.json` and `.md`.
+writes `benchmarks/results/cold-overhead-vllm-cpu.json` and `.md`.  On a GPU, where
+the bundled model takes next to no time, what is measured is the host's work alone:
+CUDA graphs are on, rounds are larger, and `--out` should name the device.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_plugin.demo.client import Client
+import httpx
+import torch
+
 from hybrid_plugin.demo.engines import VllmEngine
 from hybrid_plugin.demo.measure import SETTLE_S
 from hybrid_plugin.demo.report import machine
@@ -53,9 +57,17 @@ class Shape:
     concurrency: int = 8
 
 
-SHAPES = (
-    Shape("long prompts", requests=16, prompt=600, answer=8),
-    Shape("long answers", requests=16, prompt=40, answer=96),
+ON_GPU = torch.cuda.is_available()
+LONG_ANSWERS = Shape("long answers", requests=16, prompt=40, answer=96)
+SHAPES = (Shape("long prompts", requests=16, prompt=600, answer=8), LONG_ANSWERS)
+GPU_SHAPES = (
+    Shape("long prompts", requests=128, prompt=600, answer=8),
+    Shape("long answers", requests=48, prompt=40, answer=96),
+    Shape("long answers", requests=128, prompt=40, answer=96, concurrency=32),
+)
+GPU_FLAGS = (
+    "--gpu-memory-utilization=0.05",  # how much must be free at the start, no more
+    "--gdn-prefill-backend=triton",
 )
 
 
@@ -65,7 +77,7 @@ class Side:
 
     name: str
     server: Server
-    tokens_per_s: dict[str, list[float]] = field(default_factory=dict)
+    tokens_per_s: dict[Shape, list[float]] = field(default_factory=dict)
 
 
 def prompts(rng: random.Random, shape: Shape) -> list[str]:
@@ -79,47 +91,66 @@ def prompts(rng: random.Random, shape: Shape) -> list[str]:
 async def send(side: Side, shape: Shape, texts: Sequence[str]) -> float:
     """Send one round; returns prompt and answer tokens per second.
 
+    Answers come in one piece: to read streams would keep the client busier than
+    the servers are.
+
     Raises:
         DemoError: if a request failed or anything was found in the cache.
     """
-    extra = {"ignore_eos": True}
-    client = Client(side.server.url, "tiny", extra, logprobs=False)
     gate = asyncio.Semaphore(shape.concurrency)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
-    async def one(text: str) -> int:
+    async def one(client: httpx.AsyncClient, text: str) -> int:
+        body = {
+            "model": "tiny",
+            "messages": [message("user", text)],
+            "max_tokens": shape.answer,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         async with gate:
-            answer = await client.ask([message("user", text)], shape.answer)
-        if answer.error is not None or answer.cached_tokens:
-            raise DemoError(
-                f"The {side.name} server answered with {answer.error or 'a hit'}."
-            )
-        return answer.prompt_tokens + answer.generated_tokens
+            response = await client.post("/v1/chat/completions", json=body)
+        if response.is_error:
+            raise DemoError(f"The {side.name} server answered with {response.text}.")
+        usage = response.json()["usage"]
+        if (usage["prompt_tokens_details"] or {}).get("cached_tokens"):
+            raise DemoError(f"The {side.name} server found a prompt in its cache.")
+        return int(usage["total_tokens"])
 
-    begin = time.monotonic()
-    tokens = await asyncio.gather(*(one(text) for text in texts))
-    seconds = time.monotonic() - begin
-    await client.close()
+    url = side.server.url
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        begin = time.monotonic()
+        tokens = await asyncio.gather(*(one(client, text) for text in texts))
+        seconds = time.monotonic() - begin
     return sum(tokens) / seconds
 
 
-def measure(sides: Sequence[Side], rounds: int, warm_up: int) -> None:
+def measure(
+    sides: Sequence[Side], shapes: Sequence[Shape], rounds: int, warm_up: int
+) -> None:
     """Run all rounds, and note each in its side."""
     rng = random.Random(time.time_ns())
     for number in range(-warm_up, rounds):
-        start = number % len(sides)
-        for side in [*sides[start:], *sides[:start]]:
-            time.sleep(SETTLE_S)
-            asyncio.run(send(side, SHAPES[1], prompts(rng, SHAPES[1])[:8]))
-            for shape in SHAPES:
-                speed = asyncio.run(send(side, shape, prompts(rng, shape)))
+        for turn, shape in enumerate(shapes):
+            first = (number + turn) % len(sides)
+            for side in [*sides[first:], *sides[:first]]:
+                speed = one_round(side, shape, rng)
                 if number >= 0:
-                    side.tokens_per_s.setdefault(shape.name, []).append(speed)
+                    side.tokens_per_s.setdefault(shape, []).append(speed)
         load = os.getloadavg()[0]
         name = f"round {number + 1} of {rounds}" if number >= 0 else "warm-up"
         print(f"{name}, load {load:.1f}", flush=True)
 
 
-def summary(sides: Sequence[Side]) -> list[dict[str, Any]]:
+def one_round(side: Side, shape: Shape, rng: random.Random) -> float:
+    """Measure one server once, after some requests to wake it up."""
+    if not ON_GPU:
+        time.sleep(SETTLE_S)
+    asyncio.run(send(side, LONG_ANSWERS, prompts(rng, LONG_ANSWERS)[:8]))
+    return asyncio.run(send(side, shape, prompts(rng, shape)))
+
+
+def summary(sides: Sequence[Side], shapes: Sequence[Shape]) -> list[dict[str, Any]]:
     """Medians, and the plugin's paired ratio to each stock server."""
     by_name = {side.name: side.tokens_per_s for side in sides}
     return [
@@ -127,18 +158,18 @@ def summary(sides: Sequence[Side]) -> list[dict[str, Any]]:
             **asdict(shape),
             "tokens_per_s": {
                 name: {
-                    "median": round(statistics.median(speeds[shape.name]), 1),
-                    "best": round(max(speeds[shape.name]), 1),
-                    "rounds": [round(speed, 1) for speed in speeds[shape.name]],
+                    "median": round(statistics.median(speeds[shape]), 1),
+                    "best": round(max(speeds[shape]), 1),
+                    "rounds": [round(speed, 1) for speed in speeds[shape]],
                 }
                 for name, speeds in by_name.items()
             },
             "plugin_to": {
-                name: ratio(by_name[PLUGIN][shape.name], by_name[name][shape.name])
+                name: ratio(by_name[PLUGIN][shape], by_name[name][shape])
                 for name in (STOCK_ON, STOCK_OFF)
             },
         }
-        for shape in SHAPES
+        for shape in shapes
     ]
 
 
@@ -159,10 +190,13 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Mapping[str, float]
 
 def markdown(data: Mapping[str, Any]) -> str:
     """The same as a table."""
+    device = data["device"]
     lines = [
-        "# Cold overhead, vLLM on a CPU",
+        f"# Cold overhead, vLLM on {device or 'a CPU'}",
         "",
-        f"vLLM {data['engine_version']}, {data['machine']['cores']} cores of "
+        f"vLLM {data['engine_version']}, "
+        + (f"one {device}, " if device else "")
+        + f"{data['machine']['cores']} cores of "
         f"{data['machine']['processor']}, bundled tiny model in bfloat16, "
         f"{data['rounds']} rounds, nothing shared between prompts. Made by "
         "`benchmarks/cold_overhead.py`.",
@@ -205,9 +239,15 @@ def start(cache_mib: int, logs: Path) -> Iterator[Side]:
         (STOCK_OFF, False, ("--no-enable-prefix-caching",)),
     ):
         engine = VllmEngine(cache_mib * 2**20, stock_flags=flags)
+        if ON_GPU:
+            engine = replace(engine, device_flags=GPU_FLAGS)
         port = free_port()
         launch = engine.launch(bundled_model().resolve(), port, plugin=plugin)
-        log = logs / f"cold-{name.replace(', ', '-').replace(' ', '-')}.log"
+        title = f"cold-{name.replace(', ', '-').replace(' ', '-')}"
+        log = logs / f"{title}.log"
+        # Servers that start together must not write to one compile cache.
+        cache = {"VLLM_CACHE_ROOT": str(logs.resolve() / title)}
+        launch = replace(launch, environment={**launch.environment, **cache})
         server = Server(name, launch, port, log)
         server.start()
         yield Side(name, server)
@@ -235,6 +275,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start the servers, measure, and end them."""
+    shapes = GPU_SHAPES if ON_GPU else SHAPES
     with ExitStack() as stack:
         sides = []
         for side in start(args.cache_mib, Path("build")):
@@ -242,16 +283,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             sides.append(side)
         for side in sides:
             side.server.wait_until_ready()
-        measure(sides, args.rounds, args.warm_up)
+        measure(sides, shapes, args.rounds, args.warm_up)
     return {
         "engine": "vllm",
         "engine_version": VllmEngine(0).version(),
+        "device": torch.cuda.get_device_name(0) if ON_GPU else None,
         "machine": machine(),
         "load": [round(load, 1) for load in os.getloadavg()],
         "rounds": args.rounds,
         "cache_bytes": args.cache_mib * 2**20,
         "target": TARGET,
-        "traffic": summary(sides),
+        "traffic": summary(sides, shapes),
     }
 
 

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traffic with shared prefixes, for an engine that takes token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VOCABULARY = 32768
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One workload under one configuration."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms_p50: float
+    ttft_ms_p95: float
+    wall_s: float
+    failed: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer."""
+
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+
+
+Ask = Callable[[Sequence[int], int], Coroutine[Any, Any, Reply]]
+"""Prompt and number of tokens to generate; answers greedily, past any end token."""
+Workload = Callable[[Ask, random.Random], Coroutine[Any, Any, list[Reply]]]
+
+
+def text(rng: random.Random, count: int) -> list[int]:
+    """Random tokens: nothing is shared by accident."""
+    return [rng.randrange(10, VOCABULARY) for _ in range(count)]
+
+
+async def at_most(count: int, tasks: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run so many at a time, in order."""
+    gate = asyncio.Semaphore(count)
+
+    async def one(task: Coroutine[Any, Any, Any]) -> Any:
+        async with gate:
+            return await task
+
+    return await asyncio.gather(*(one(task) for task in tasks))
+
+
+def shared_system(tokens: int) -> Workload:
+    """40 prompts behind one system prompt, four clients."""
+
+    async def run(ask: Ask, rng: random.Random) -> list[Reply]:
+        system = text(rng, tokens)
+        prompts = [system + text(rng, rng.randint(40, 200)) for _ in range(40)]
+        return await at_most(4, [ask(prompt, 32) for prompt in prompts])
+
+    return run
+
+
+async def chats(ask: Ask, rng: random.Random) -> list[Reply]:
+    """Ten chats of six turns, all at once; every turn contains the last answer."""
+
+    async def chat(seed: int) -> list[Reply]:
+        own = random.Random(seed)
+        history, replies = text(own, 150), []
+        for _ in range(6):
+            history += text(own, own.randint(60, 300))
+            reply = await ask(history, 120)
+            history = history + list(reply.tokens)
+            replies.append(reply)
+        return replies
+
+    seeds = [rng.randrange(1 << 30) for _ in range(10)]
+    return [
+        r for replies in await at_most(10, [chat(s) for s in seeds]) for r in replies
+    ]
+
+
+async def branches(ask: Ask, rng: random.Random) -> list[Reply]:
+    """A trunk, four limbs, six leaves each, shuffled; four clients."""
+    trunk = text(rng, 1000)
+    limbs = [trunk + text(rng, 700) for _ in range(4)]
+    prompts = [
+        limb + text(rng, rng.randint(50, 300)) for limb in limbs for _ in range(6)
+    ]
+    rng.shuffle(prompts)
+    return await at_most(4, [ask(prompt, 32) for prompt in prompts])
+
+
+async def crowd(ask: Ask, rng: random.Random) -> list[Reply]:
+    """256 requests at once over 8 prefixes, far more than the cache holds."""
+    prefixes = [text(rng, 2000) for _ in range(8)]
+    prompts = [rng.choice(prefixes) + text(rng, 400) for _ in range(256)]
+    return await asyncio.gather(*(ask(prompt, 64) for prompt in prompts))
+
+
+WORKLOADS: dict[str, Workload] = {
+    "system prompt of 200": shared_system(200),
+    "system prompt of 2000": shared_system(2000),
+    "chats": chats,
+    "branches": branches,
+    "crowd": crowd,
+}
+
+
+async def warm_up(ask: Ask) -> None:
+    """Compile what the first request of a kind compiles."""
+    rng = random.Random(-1)
+    for length in (8, 100, 1000, 5000):
+        await asyncio.gather(*(ask(text(rng, length), 8) for _ in range(8)))
+    prompt = text(rng, 3000)
+    for _ in range(3):
+        await ask(prompt, 8)
+
+
+async def run_once(name: str, ask: Ask, seed: int) -> Outcome:
+    """Run a workload once; other seeds share no prefix with it."""
+    await ask(text(random.Random(f"{name} {seed}"), 64), 8)  # wakes a rested engine
+    begin = time.monotonic()
+    replies = await WORKLOADS[name](ask, random.Random(seed))
+    wall = time.monotonic() - begin
+    ttft = sorted(1000 * r.ttft_s for r in replies)
+    return Outcome(
+        prompt_tokens=sum(r.prompt_tokens for r in replies),
+        cached_tokens=sum(r.cached_tokens for r in replies),
+        ttft_ms_p50=round(statistics.median(ttft), 2),
+        ttft_ms_p95=round(ttft[int(0.95 * (len(ttft) - 1))], 2),
+        wall_s=round(wall, 3),
+        failed=sum(not r.tokens for r in replies),
+    )
