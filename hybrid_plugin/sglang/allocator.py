@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's view of the two pools: sizes and room, while the core hands out ids.
+
+SGLang asks its allocators what is free and frees what a request held.  Here the
+core owns every id: room is read from it, and ids come and go with sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from hybrid_plugin.core.cache import HybridCache
+
+_NOT_HERE = "hybrid-plugin hands out pages with each sequence, not by SGLang's {name}"
+
+
+class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
+    """Token positions of the KV pool; page 0 takes the writes of padded tokens."""
+
+    def __init__(self, cache: HybridCache, stock: Any) -> None:
+        """Stand in for the allocator that SGLang built.
+
+        Args:
+            cache: the core cache that owns the pages.
+            stock: SGLang's allocator for the same KV pool.
+        """
+        super().__init__(
+            size=cache.pages.usable * cache.page_size,
+            page_size=cache.page_size,
+            dtype=stock.dtype,
+            device=stock.device,
+            kvcache=stock.get_kvcache(),
+            need_sort=False,
+        )
+        self.cache = cache
+        self.admitted_pages = 0
+        """Fresh pages that went to sequences since the last prefill budget."""
+
+    def create_prefill_budget(self, *args: Any, **kwargs: Any) -> HybridPrefillBudget:
+        """The budget of one prefill pass."""
+        self.admitted_pages = 0
+        return HybridPrefillBudget(self, *args, **kwargs)
+
+    def available_size(self) -> int:
+        """Tokens that fit into free pages."""
+        return self.cache.pages.free * self.page_size
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
+        """The core makes room as it hands out pages."""
+
+    def check_decode_capacity(self, *, num_tokens: int, **_: Any) -> bool:
+        """Whether pages for `num_tokens` more tokens are free or can be freed."""
+        pages = self.cache.pages
+        return num_tokens // self.page_size <= pages.free + pages.reclaimable
+
+    def get_all_free_pages(self) -> None:
+        """There is no free list on the device."""
+        return None
+
+    def clear(self) -> None:
+        """The core is emptied by the prefix cache's `reset`."""
+        self.free_group = None
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Pages go back with their sequence."""
+
+    def free_group_begin(self) -> None:
+        """Nothing is freed one by one."""
+
+    def free_group_end(self) -> None:
+        """Nothing is freed one by one."""
+
+    def alloc(self, need_size: int) -> torch.Tensor:
+        """Not served: pages belong to sequences."""
+        raise NotImplementedError(_NOT_HERE.format(name="alloc"))
+
+
+class HybridPrefillBudget(PrefillBudget):
+    """Room of one prefill pass, in tokens.
+
+    SGLang notes what it admits and allocates later; the core allocates at once.
+    What went out since the pass began is added back, or it would count twice.
+    """
+
+    allocator: HybridTokenAllocator
+
+    def _available_and_evictable(self) -> int:
+        pages = self.allocator.cache.pages
+        free = pages.free + pages.reclaimable + self.allocator.admitted_pages
+        return free * self.page_size
+
+
+class HybridSlotAllocator(MambaSlotAllocator):
+    """State slots; slot 0 takes the writes of padded rows."""
+
+    def __init__(self, cache: HybridCache, device: str) -> None:
+        """Read room from `cache`."""
+        self.cache = cache
+        super().__init__(cache.slots.usable, device)
+        self.ids = torch.arange(self.size + 1, dtype=torch.int64, device=device)
+        """All ids on the device: taking one copies nothing to it."""
+
+    def available_size(self) -> int:
+        """Free slots."""
+        return self.cache.slots.free
+
+    def alloc_group_begin(self, num_reqs: int) -> None:
+        """Nothing is allocated ahead."""
+
+    def alloc_group_end(self) -> None:
+        """Nothing is allocated ahead."""
+
+    def alloc(self, need_size: int) -> torch.Tensor:
+        """Not served: a slot belongs to a sequence."""
+        raise NotImplementedError(_NOT_HERE.format(name="slot allocator"))
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Slots go back with their sequence."""
+
+    def clear(self) -> None:
+        """The core is emptied by the prefix cache's `reset`."""

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's arguments under the plugin: what is refused, what is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang.srt.arg_groups import overrides
+
+from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
+from hybrid_plugin.sglang.activation import FLAG, read_options
+from hybrid_plugin.sglang.compat import logger
+
+BACKEND = "hybrid"
+"""Name of our prefix cache among SGLang's radix cache backends."""
+
+
+def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Settle the cache's arguments before SGLang derives them from the model.
+
+    A resolution hook of SGLang's `handle_model_specific_adjustments`.
+
+    Raises:
+        SystemExit: for arguments that the plugin cannot serve.
+    """
+    if not is_hybrid(server_args):
+        logger().info(
+            "hybrid-plugin is inactive: the model has no state layers beside its "
+            "attention layers, or SGLang caches nothing of it."
+        )
+    else:
+        try:
+            settle(server_args, read_options())
+        except ConfigError as error:
+            raise SystemExit(f"hybrid-plugin: {error}") from error
+    previous(server_args)
+
+
+def is_hybrid(server_args: Any) -> bool:
+    """Whether SGLang would give the model state slots and cache them."""
+    view = overrides.resolved_view(server_args)
+    if view.disable_radix_cache:
+        return False
+    return bool(overrides._mamba_radix_cache_resolution(view))
+
+
+def settle(server_args: Any, options: HybridConfig) -> None:
+    """Check for conflicts, and set what our cache needs.
+
+    Raises:
+        ConfigError: naming the first argument that the plugin cannot serve.
+    """
+    view = overrides.resolved_view(server_args)
+    conflict = next(_conflicts(view), None)
+    if conflict is not None:
+        raise ConfigError(f"it cannot serve this: {conflict}")
+    page_size = _page_size(view, options)
+    overrides.declare_resolution(
+        server_args,
+        "hybrid_plugin",
+        radix_cache_backend=BACKEND,
+        # One slot per running sequence and no tracking slots beside it.
+        mamba_radix_cache_strategy="no_buffer",
+        page_size=page_size,
+    )
+    logger().info(
+        "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
+        page_size,
+    )
+
+
+def _page_size(view: Any, options: HybridConfig) -> int:
+    if options.page_size is None:
+        return int(view.page_size or DEFAULT_PAGE_SIZE)
+    if view.page_size not in (None, options.page_size):
+        raise ConfigError(
+            f"--page-size {view.page_size} and the option page_size "
+            f"{options.page_size} contradict each other: give one of them."
+        )
+    return options.page_size
+
+
+def _conflicts(view: Any) -> Iterator[str]:
+    """Sentences about what the plugin does not support, with the way out."""
+    if view.enable_unified_memory:
+        yield f"--enable-unified-memory is another pool; drop it, or drop {FLAG}."
+    if view.enable_hierarchical_cache:
+        yield "--enable-hierarchical-cache is not supported yet; drop it."
+    if view.enable_linear_replayssm or view.enable_linear_replayssm_spec:
+        yield "ReplaySSM keeps no exact states; drop --enable-linear-replayssm."
+    if view.disaggregation_mode != "null":
+        yield "prefill/decode disaggregation is not supported yet; drop its flags."
+    if view.speculative_algorithm is not None:
+        yield (
+            "speculative decoding is not supported yet; drop --speculative-algorithm."
+        )
+    if view.radix_cache_backend not in (None, BACKEND):
+        yield f"it brings its own radix cache; drop --radix-cache-backend, or {FLAG}."
+    if view.mamba_radix_cache_strategy not in ("auto", "no_buffer"):
+        yield (
+            "--mamba-radix-cache-strategy is a choice for SGLang's own cache; drop it."
+        )
+    if view.enable_int8_mamba_checkpoint:
+        yield "snapshots are exact; drop --enable-int8-mamba-checkpoint."
+    for flag in ("lmcache", "flexkv", "hisparse", "unified_cache_external_linker"):
+        if getattr(view, f"enable_{flag}"):
+            option = flag.replace("_", "-")
+            yield f"--enable-{option} is another cache; drop it, or drop {FLAG}."
+    if view.enable_streaming_session or view.enable_session_radix_cache:
+        yield (
+            "sessions are not supported yet; drop --enable-streaming-session and "
+            "--enable-session-radix-cache."
+        )
+    if view.pp_size > 1:
+        yield "pipeline parallelism is not supported yet; use tensor parallelism."
+    if view.dcp_size > 1:
+        yield "decode context parallelism is not supported yet; drop --dcp-size."
+    if view.dllm_algorithm is not None:
+        yield "diffusion language models are not supported; drop --dllm-algorithm."
+    if view.enable_two_batch_overlap or view.enable_pdmux:
+        yield (
+            "split batches are not supported yet; drop --enable-two-batch-overlap and "
+            "--enable-pdmux."
+        )
+    if view.strip_thinking_cache:
+        yield "a state cannot be stripped of its end; drop --strip-thinking-cache."
+    if view.kv_events_config is not None:
+        yield "KV cache events are not supported yet; drop --kv-events-config."
+    if view.chunked_prefill_size is not None and view.chunked_prefill_size <= 0:
+        yield "it needs chunked prefill; give --chunked-prefill-size a positive size."

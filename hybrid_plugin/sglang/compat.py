@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All hooks the plugin sets in SGLang, in one place.
+
+Each says what breaks without it (symptom), why (cause), what it does (fix) and
+when it can be deleted.  SGLang's hook registry only logs what it could not
+hook: every target is checked before, and every hook after, it is set.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.hookpoints import LiveView, problems
+from hybrid_plugin.sglang import activation
+from hybrid_plugin.sglang.hooks import COMMAND_LINE_HOOKS, HOOKS
+
+_SRT = "sglang.srt"
+_ENGINE_HOOKED = False
+
+
+def logger() -> logging.Logger:
+    """A name below "sglang" makes SGLang's log configuration show the lines."""
+    return logging.getLogger("sglang.hybrid_plugin")
+
+
+def hook_command_line() -> None:
+    """Symptom: `--enable-hybrid-plugin` is an unknown argument.
+
+    Cause: SGLang's arguments are a closed record.
+    Fix: add our flags to the parser, and take their values before the record is
+    built; both happen after plugins are loaded.
+    Delete when: plugins can declare arguments.
+    """
+    _require(COMMAND_LINE_HOOKS)
+    server_args = f"{_SRT}.server_args.ServerArgs"
+    _hook(f"{server_args}.add_cli_args", "AFTER", activation.add_arguments)
+    _hook(f"{server_args}.from_cli_args", "BEFORE", activation.take_arguments)
+    _apply()
+
+
+def hook_engine() -> None:
+    """Set every other hook, once in each process that was asked for the plugin.
+
+    Raises:
+        ConfigError: naming each hook point that this SGLang moved.
+    """
+    global _ENGINE_HOOKED
+    if _ENGINE_HOOKED:
+        return
+    activation.read_options()
+    _require(HOOKS)
+    _settle_arguments()
+    _allow_paged_overlap()
+    _divide_memory()
+    _build_cache()
+    _admit_by_demand()
+    _place_tokens()
+    _run_commands()
+    _apply()
+    _ENGINE_HOOKED = True
+
+
+# ------------------------------------------------------------------- the hooks
+
+
+def _settle_arguments() -> None:
+    """Symptom: SGLang configures its own cache for the model.
+
+    Cause: it derives strategy and page size from the model's architecture.
+    Fix: check for conflicts and declare ours just before it derives.
+    Delete when: never; it is SGLang's own seam for plugins.
+    """
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    from hybrid_plugin.sglang import arguments
+
+    register_resolution_hook("handle_model_specific_adjustments")(arguments.adjust)
+
+
+def _allow_paged_overlap() -> None:
+    """Symptom: "no_buffer only supports page_size=1", and no overlap schedule.
+
+    Cause: SGLang's own tree needs tracking slots for both; the core does not.
+    Fix: skip that check, where our cache was declared.
+    Delete when: the check asks the chosen radix cache backend.
+    """
+
+    def validate(original: Callable[..., None], view: Any, *args: Any) -> None:
+        from hybrid_plugin.sglang.arguments import BACKEND
+
+        if view.radix_cache_backend != BACKEND:
+            original(view, *args)
+
+    _hook(f"{_SRT}.arg_groups.mamba_hook.validate_mamba_no_buffer", "AROUND", validate)
+
+
+def _divide_memory() -> None:
+    """Symptom: a third of the state slots can run, and memory is split blindly.
+
+    Cause: SGLang reserves tracking and snapshot slots for every request, and
+    divides memory by a fixed ratio.
+    Fix: one slot per running sequence (snapshots are always evictable), slots
+    and pages by the plugin's options; then let the core own their ids.
+    Delete when: the configurator asks the radix cache backend for its needs.
+    """
+    configurator = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+    def slots(original: Callable[..., float], self: Any, memory_gib: float) -> float:
+        from hybrid_plugin.sglang import planning
+
+        if not _is_ours():
+            return original(self, memory_gib)
+        options = activation.read_options()
+        return planning.reserve_slots(self, memory_gib, options)
+
+    def slots_per_request(original: Callable[..., int], self: Any) -> int:
+        return 1 if _is_ours() else original(self)
+
+    def tokens(result: int, self: Any, token_capacity: int) -> int:
+        from hybrid_plugin.sglang import planning
+
+        if not _is_ours():
+            return result
+        return planning.limit_tokens(result, activation.read_options())
+
+    def pools(result: Any, self: Any, **_: Any) -> Any:
+        from hybrid_plugin.sglang import planning
+
+        if not _is_ours() or self.is_draft_worker:
+            return result
+        return planning.take_over(result, activation.read_options())
+
+    _hook(f"{configurator}._handle_max_mamba_cache", "AROUND", slots)
+    _hook(f"{configurator}._calculate_mamba_ratio", "AROUND", slots_per_request)
+    _hook(f"{configurator}._apply_token_constraints", "AFTER", tokens)
+    _hook(f"{configurator}._init_pools", "AFTER", pools)
+
+
+def _build_cache() -> None:
+    """Register our prefix cache with SGLang's registry of radix cache backends."""
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    from hybrid_plugin.sglang.arguments import BACKEND
+
+    def build(context: Any) -> Any:
+        from hybrid_plugin.sglang.memory import SglangExecutor
+        from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
+
+        params = context.params
+        executor = SglangExecutor(
+            params.token_to_kv_pool_allocator.get_kvcache(),
+            params.req_to_token_pool.mamba_pool,
+            params.page_size,
+        )
+        return HybridPrefixCache(params, executor)
+
+    register_radix_cache_backend(BACKEND, build)
+
+
+def _admit_by_demand() -> None:
+    """Symptom: prefills run past the positions where a snapshot is wanted.
+
+    Cause: SGLang admits by counting tokens, and takes states where its kernels
+    happen to have them.
+    Fix: admit to the core, and end chunks where it says.
+    Delete when: never; the class of the adder is SGLang's own seam.
+    """
+
+    def adder(result: type, scheduler: Any) -> type:
+        from hybrid_plugin.sglang.scheduling import HybridPrefillAdder
+
+        return HybridPrefillAdder if _served_by(scheduler.tree_cache) else result
+
+    _hook(
+        f"{_SRT}.managers.scheduler.Scheduler.get_prefill_adder_class", "AFTER", adder
+    )
+
+
+def _place_tokens() -> None:
+    """Symptom: SGLang takes pages from its allocator, one batch at a time.
+
+    Cause: its allocators do not know which request a page is for.
+    Fix: place tokens on the pages of each request's sequence.
+    Delete when: allocation asks the prefix cache.
+    """
+
+    def extend(original: Callable[..., Any], batch: Any) -> Any:
+        from hybrid_plugin.sglang import allocation
+
+        if _served_by(batch.tree_cache):
+            return allocation.extend(batch.tree_cache, batch)
+        return original(batch)
+
+    def decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+        from hybrid_plugin.sglang import allocation
+
+        if _served_by(batch.tree_cache):
+            return allocation.decode(batch.tree_cache, batch)
+        return original(batch, token_per_req=token_per_req)
+
+    _hook(f"{_SRT}.mem_cache.allocation.alloc_for_extend", "AROUND", extend)
+    _hook(f"{_SRT}.mem_cache.allocation.alloc_for_decode", "AROUND", decode)
+
+
+def _run_commands() -> None:
+    """Symptom: a sequence starts on a state that nobody copied or cleared.
+
+    Cause: SGLang copies and clears one state per request by its own records.
+    Fix: run the cache's commands before each forward pass, on its stream, and
+    tell the cache once it is launched.
+    Delete when: the worker runs device work of the radix cache backend.
+    """
+
+    def forward(
+        original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if batch is None or not _served_by(batch.tree_cache):
+            return original(self, batch, *args, **kwargs)
+        batch.tree_cache.run_commands()
+        result = original(self, batch, *args, **kwargs)
+        batch.tree_cache.step_launched(batch)
+        return result
+
+    def idle(result: Any, scheduler: Any) -> None:
+        if _served_by(scheduler.tree_cache):
+            scheduler.tree_cache.idle()
+
+    worker = f"{_SRT}.managers.tp_worker.TpModelWorker"
+    _hook(f"{worker}.forward_batch_generation", "AROUND", forward)
+    _hook(f"{_SRT}.managers.scheduler.Scheduler.on_idle", "AFTER", idle)
+
+
+# -------------------------------------------------------------------- internal
+
+
+def _is_ours() -> bool:
+    """Whether the engine being built uses our cache."""
+    from sglang.srt.runtime_context import get_memory
+
+    from hybrid_plugin.sglang.arguments import BACKEND
+
+    return bool(get_memory().radix_cache_backend == BACKEND)
+
+
+def _served_by(tree_cache: Any) -> bool:
+    from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
+
+    return isinstance(tree_cache, HybridPrefixCache)
+
+
+def _require(points: Any) -> None:
+    found = problems(points, LiveView("sglang"))
+    if found:
+        from sglang import __version__
+
+        raise ConfigError(
+            f"it does not fit SGLang {__version__}: {'; '.join(found)}. Install a "
+            f"version it supports, or serve without {activation.FLAG}."
+        )
+
+
+_WANTED: list[str] = []
+
+
+def _hook(target: str, kind: str, function: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType[kind])
+    _WANTED.append(target)
+
+
+def _apply() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+    missed = [target for target in _WANTED if target not in HookRegistry._patched]
+    if missed:
+        raise ConfigError(
+            f"SGLang's hook registry refused {', '.join(missed)}; its log says why. "
+            f"Serve without {activation.FLAG}."
+        )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How SGLang's cache memory is divided, and what is built on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+from sglang.srt.runtime_context import get_context, get_schedule
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
+
+_GIB = 1 << 30
+
+
+def reserve_slots(configurator: Any, memory_gib: float, options: HybridConfig) -> float:
+    """Decide how many state slots there are.
+
+    Args:
+        configurator: SGLang's `KVCacheConfigurator`.
+        memory_gib: what there is for slots and pages together.
+        options: of the plugin.
+
+    Returns:
+        What is left for pages, in GiB.
+
+    Raises:
+        ConfigError: if one sequence of the greatest length does not fit.
+    """
+    layout = _layout(configurator)
+    budget = int(memory_gib * _GIB)
+    # SGLang counts without the slot that takes the writes of padded rows.
+    named: int | None = get_schedule().max_mamba_cache_size
+    if options.state_slots is not None:
+        slots = options.state_slots
+    elif named is not None:
+        slots = named + 1
+    else:
+        try:
+            slots = layout.split(
+                budget,
+                max_model_len=configurator.model_config.context_len,
+                state_memory_ratio=options.state_memory_ratio,
+            ).slots
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots - 1)
+    return (budget - slots * layout.slot_bytes) / _GIB
+
+
+def _layout(configurator: Any) -> CacheLayout:
+    params = configurator.mambaish_config.mamba2_cache_params
+    page_size = get_schedule().page_size
+    token_bytes = create_memory_pool_configurator(configurator)._cell_size
+    return CacheLayout(
+        page_size=page_size,
+        attention=(AttentionGroup(("all attention layers",), token_bytes * page_size),),
+        states=(StateGroup(("all state layers",), params.mamba_cache_per_req),),
+        slot_alignment=1,
+    )
+
+
+def limit_tokens(tokens: int, options: HybridConfig) -> int:
+    """Tokens the KV pool is to hold, of the `tokens` that fit.
+
+    Raises:
+        ConfigError: if the option asks for more pages than fit.
+    """
+    if options.kv_pages is None:
+        return tokens
+    wanted: int = (options.kv_pages - 1) * get_schedule().page_size
+    if wanted > tokens:
+        raise ConfigError(
+            f"kv_pages {options.kv_pages} needs room for {wanted} tokens, and "
+            f"{tokens} fit beside the state slots; lower it or give the cache more "
+            "memory (--mem-fraction-static)."
+        )
+    return wanted
+
+
+def take_over(pools: Any, options: HybridConfig) -> Any:
+    """Put the core in charge of pools that SGLang has just built.
+
+    Args:
+        pools: SGLang's `_InitializedPools`.
+        options: of the plugin.
+
+    Returns:
+        The same pools, with allocators that read from one `HybridCache`.
+    """
+    stock = pools.token_to_kv_pool_allocator
+    states = pools.req_to_token_pool
+    cache = HybridCache(
+        pages=PagePool(stock.size // stock.page_size + 1),
+        slots=SlotPool(states.mamba_pool.size + 1),
+        page_size=stock.page_size,
+        policy=options.snapshot_policy(stock.page_size),
+    )
+    states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
+    allocator = HybridTokenAllocator(cache, stock)
+    return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang's scheduler takes for its prefix cache.
+
+No decision is made here: each method translates to `HybridCache`.  SGLang
+locks nodes, inserts after each chunk and frees what was not inserted; the core
+does all of that by sequence, so these methods have nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+
+from hybrid_plugin.core.cache import HybridCache, LookUp
+from hybrid_plugin.core.radix import Node
+from hybrid_plugin.sglang.metrics import StepMetrics
+from hybrid_plugin.sglang.requests import cacheable, known_tokens, namespace_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
+    from hybrid_plugin.sglang.memory import SglangExecutor
+
+_OUTSIDE = Node(parent=None, tokens=(), pages=[], end=0)
+"""Stands for no node at all where SGLang wants a handle."""
+
+
+class HybridPrefixCache(BasePrefixCache):
+    """Speaks SGLang's prefix cache interface for a `HybridCache`."""
+
+    token_to_kv_pool_allocator: HybridTokenAllocator
+
+    def __init__(self, params: CacheInitParams, executor: SglangExecutor) -> None:
+        """Wrap the core cache that the allocator carries.
+
+        Args:
+            params: of SGLang, with our allocator in it.
+            executor: runs the cache's commands on this rank's pools.
+        """
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.cache: HybridCache = self.token_to_kv_pool_allocator.cache
+        self.page_size = params.page_size
+        self.disable = False
+        self.sliding_window_size = None
+        self.root_node = _OUTSIDE
+        self.device = self.token_to_kv_pool_allocator.device
+        self._executor = executor
+        self._found: dict[str, LookUp] = {}
+        self._live: dict[str, Req] = {}
+        self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
+
+    @property
+    def slot_ids(self) -> torch.Tensor:
+        """All slot ids, on the device."""
+        allocator: HybridSlotAllocator = self.req_to_token_pool.mamba_allocator
+        return allocator.ids
+
+    # --------------------------------------------------------------- admission
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Look a request up; nothing is held for it yet."""
+        req, key = params.req, params.key
+        found = self._look_up(
+            req, key.token_ids, len(key), (key.extra_key, key.cache_salt)
+        )
+        if req is not None:
+            self._found[req.rid] = found
+        node = found.match.node or _OUTSIDE
+        length = found.match.length
+        return MatchResult(
+            device_prefix_len=length,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+            # SGLang counts what the tree owns of a request in whole pages.
+            cache_protected_len=length // self.page_size * self.page_size,
+            full_kv_hit_length=found.match.kv_length,
+        )
+
+    def _look_up(
+        self, req: Req | None, tokens: Sequence[int], limit: int, namespace: Any
+    ) -> LookUp:
+        if req is not None and not cacheable(req):
+            return self.cache.bypass(tuple(req.full_untruncated_fill_ids), namespace)
+        return self.cache.look_up(tuple(tokens), namespace, limit)
+
+    def stops(self, req: Req) -> tuple[int, ...]:
+        """Where the request's prefill should pause for a snapshot."""
+        if self.cache.is_live(req.rid):
+            return self.cache.stops_of(req.rid)
+        found = self._found.get(req.rid)
+        return found.stops if found is not None else ()
+
+    def admit(self, req: Req) -> bool:
+        """Give a waiting request pages for its prompt, and a slot; False if none.
+
+        Pages for all of the prompt, though SGLang may run it in chunks: a
+        request that has begun must never wait for pages that another holds.
+        """
+        found = self._found.get(req.rid)
+        if found is None or not self.cache.is_current(found):
+            found = self._look_up_again(req)
+        if found.match.length != req.prefix_len:
+            return False  # the scheduler asks again in the next step
+        cover = len(req.full_untruncated_fill_ids)
+        admission = self.cache.admit(
+            req.rid,
+            found,
+            cover=cover,
+            cacheable=cacheable(req),
+            resumed=req.retracted_stain,
+        )
+        if admission is None:
+            return False
+        self._found.pop(req.rid, None)
+        self._live[req.rid] = req
+        shared = len(found.match.pages)
+        self.token_to_kv_pool_allocator.admitted_pages += len(admission.pages) - shared
+        return True
+
+    def _look_up_again(self, req: Req) -> LookUp:
+        return self._look_up(
+            req, req.full_untruncated_fill_ids, req.prefix_len, namespace_of(req)
+        )
+
+    def withdraw(self, req: Req) -> None:
+        """Take back an admission that the scheduler did not use."""
+        if self._live.pop(req.rid, None) is not None:
+            self.cache.finish(req.rid, (), 0)
+
+    # ---------------------------------------------------------------- progress
+
+    def run_commands(self) -> None:
+        """Run what must precede the next forward pass, on the current stream."""
+        commands = self.cache.drain_commands()
+        if commands:
+            self._executor.run(commands)
+
+    def step_launched(self, batch: ScheduleBatch) -> None:
+        """Note how far the forward pass that was just launched takes each request."""
+        if batch.forward_mode.is_extend():
+            for req in batch.reqs:
+                if self.cache.is_live(req.rid) and self.cache.is_prefilling(req.rid):
+                    self.cache.advance(
+                        req.rid, req.full_untruncated_fill_ids, req.extend_end
+                    )
+        if self._metrics is not None:
+            self._metrics.publish_now_and_then()
+
+    def idle(self) -> None:
+        """Publish the last counts before a pause."""
+        if self._metrics is not None:
+            self._metrics.publish_now_and_then()
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        """The core inserts as steps are launched, and when a sequence ends."""
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """End the request's sequence: finished, aborted or retracted."""
+        self._found.pop(req.rid, None)
+        if self._live.pop(req.rid, None) is not None:
+            if not req.finished():
+                self.cache.stats.preemptions += 1
+            self.cache.finish(req.rid, known_tokens(req), req.kv.kv_committed_len)
+        req.kv.mamba_pool_idx = None
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Pages go back with their sequence, in `on_release`."""
+
+    def reset(self) -> None:
+        """Forget everything cached; SGLang calls it while nothing runs."""
+        if self.cache.flush():
+            self._found.clear()
+
+    # ------------------------------------------------------------------- locks
+
+    def inc_lock_ref(self, node: Any) -> IncLockRefResult:
+        """Sequences hold their own locks in the core."""
+        return IncLockRefResult()
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> DecLockRefResult:
+        """Sequences hold their own locks in the core."""
+        return DecLockRefResult()
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """The core makes room as it hands out pages and slots."""
+        return EvictResult()
+
+    # -------------------------------------------------------------- inspection
+
+    def supports_mamba(self) -> bool:
+        """States are cached along with KV."""
+        return True
+
+    def is_root(self, node: Any) -> bool:
+        """Whether a handle stands for no hit."""
+        return node is _OUTSIDE
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        """Token positions of the request's hit, int64 `[prefix_len]`."""
+        pages = torch.tensor(self.cache.sequence(req.rid).pages, dtype=torch.int64)
+        offsets = torch.arange(self.page_size)
+        positions = (pages[:, None] * self.page_size + offsets).reshape(-1)
+        return positions[: req.prefix_len].to(self.device)
+
+    def dfs_weight_order(self, node_handles: Sequence[Any]) -> list[int]:
+        """Requests that resume at one node side by side, the largest groups first."""
+        groups: dict[int, list[int]] = {}
+        for index, node in enumerate(node_handles):
+            groups.setdefault(id(node), []).append(index)
+        ordered = sorted(groups.values(), key=len, reverse=True)
+        return [index for group in ordered for index in group]
+
+    def full_evictable_size(self) -> int:
+        """Tokens in pages that only the tree holds."""
+        return self.cache.pages.reclaimable * self.page_size
+
+    def evictable_size(self) -> int:
+        """The same: SGLang asks by both names."""
+        return self.full_evictable_size()
+
+    def full_protected_size(self) -> int:
+        """Tokens in pages that live sequences hold, their private ones not counted."""
+        held: set[int] = set()
+        private = 0
+        for rid, req in self._live.items():
+            held.update(self.cache.sequence(rid).pages)
+            private += -(-req.kv.kv_allocated_len // self.page_size) * self.page_size
+            private -= req.kv.cache_protected_len
+        return len(held) * self.page_size - private
+
+    def protected_size(self) -> int:
+        """The same: SGLang asks by both names."""
+        return self.full_protected_size()
+
+    def mamba_evictable_size(self) -> int:
+        """Snapshots, each evictable to admit a request."""
+        return self.cache.slots.snapshots
+
+    def mamba_protected_size(self) -> int:
+        """Slots of live sequences."""
+        return len(self._live)
+
+    def total_size(self) -> int:
+        """Tokens in pages that are not free."""
+        pages = self.cache.pages
+        return (pages.usable - pages.free) * self.page_size
+
+    def available_and_evictable_str(self) -> str:
+        """How full the pools are, for SGLang's messages."""
+        return ", ".join(f"{k}={v}" for k, v in self.cache.levels().items()) + "\n"
+
+    def pretty_print(self) -> None:
+        """Print how full the pools are."""
+        print(self.available_and_evictable_str())
+
+    def sanity_check(self) -> None:
+        """The core's own tests check its invariants; nothing to walk here."""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lists on SGLang's pools: which commands may run as one."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.sglang.memory import SglangExecutor, batches, kv_tensors
+
+KV, STATE = Pool.KV, Pool.STATE
+
+
+def split(*commands: Command) -> list[list[Command]]:
+    return list(batches(commands))
+
+
+def test_equal_commands_on_different_rows_run_as_one() -> None:
+    commands = [Copy(STATE, 1, 2), Copy(STATE, 1, 3), Copy(STATE, 4, 5)]
+    assert split(*commands) == [commands]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Copy(STATE, 1, 2), Copy(STATE, 2, 3)),  # reads what the first writes
+        (Copy(STATE, 1, 2), Copy(STATE, 3, 1)),  # writes what the first reads
+        (Copy(STATE, 1, 2), Copy(STATE, 3, 2)),  # writes what the first writes
+        (Zero(STATE, 1), Zero(STATE, 1)),
+        (Zero(STATE, 1), Copy(STATE, 2, 3)),  # another kind
+        (Copy(KV, 1, 2), Copy(STATE, 3, 4)),  # another pool
+    ],
+)
+def test_order_is_kept_where_it_matters(first: Command, second: Command) -> None:
+    assert split(first, second) == [[first], [second]]
+
+
+def test_nothing_is_lost_or_reordered() -> None:
+    rng = random.Random(5)
+    commands: list[Command] = [
+        Copy(rng.choice([KV, STATE]), rng.randrange(6), rng.randrange(6))
+        for _ in range(200)
+    ]
+    assert [c for batch in split(*commands) for c in batch] == commands
+
+
+class StatePool:
+    """As much of SGLang's `MambaPool` as commands need, one state of one number."""
+
+    def __init__(self, slots: int) -> None:
+        self.mamba_cache = SimpleNamespace(temporal=torch.arange(1.0, slots + 1))
+
+    def clear_slots(self, indices: torch.Tensor) -> None:
+        self.mamba_cache.temporal[indices] = 0
+
+    def copy_from(self, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
+        states = self.mamba_cache.temporal
+        states[dst_indices] = states[src_indices]
+
+
+class MHATokenToKVPool:
+    """As much of SGLang's as commands need."""
+
+    def __init__(self, tokens: int) -> None:
+        self.k_buffer = [torch.randn(tokens, 2, 3) for _ in range(2)]
+        self.v_buffer = [torch.randn(tokens, 2, 3) for _ in range(2)]
+
+
+def test_random_lists_do_what_one_command_at_a_time_does() -> None:
+    rng = random.Random(11)
+    page_size, pages, slots = 4, 7, 6
+    pool, states = MHATokenToKVPool(pages * page_size), StatePool(slots)
+    executor = SglangExecutor(SimpleNamespace(full_kv_pool=pool), states, page_size)
+    kv = [t.clone() for t in kv_tensors(pool)]
+    expected_states = states.mamba_cache.temporal.clone()
+    for _ in range(50):
+        commands: list[Command] = []
+        for _ in range(rng.randrange(12)):
+            kind = rng.randrange(3)
+            if kind == 0:
+                commands.append(Zero(STATE, rng.randrange(slots)))
+            else:
+                which, count = ((KV, pages), (STATE, slots))[kind - 1]
+                commands.append(Copy(which, *rng.sample(range(count), 2)))
+        executor.run(commands)
+        for command in commands:
+            match command:
+                case Zero(_, index):
+                    expected_states[index] = 0
+                case Copy(Pool.STATE, source, destination):
+                    expected_states[destination] = expected_states[source]
+                case Copy(_, source, destination):
+                    for tensor in kv:
+                        rows = tensor.view(pages, page_size, 2, 3)
+                        rows[destination] = rows[source]
+    assert torch.equal(states.mamba_cache.temporal, expected_states)
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(kv_tensors(pool), kv, strict=True)
+    )
+
+
+def test_an_unknown_kv_pool_is_refused() -> None:
+    with pytest.raises(ConfigError, match="of the kind object is not supported"):
+        kv_tensors(object())
