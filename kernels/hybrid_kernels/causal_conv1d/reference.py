@@ -55,6 +55,11 @@ def step(
     out: torch.Tensor,
 ) -> None:
     """One or more tokens per sequence, each behind its parent's state."""
+    if parents is None and x.shape[1] == 1:
+        _step_at_once(
+            x[:, 0], weight, bias, pool, slots, draft_slots[:, 0], activation, out[:, 0]
+        )
+        return
     for row in range(x.shape[0]):
         main = read_state(pool, slots, None, row)
         states: list[torch.Tensor] = []
@@ -62,10 +67,42 @@ def step(
             parent = parent_of(parents, row, draft)
             past = main if parent < 0 else states[parent]
             line = torch.cat([past, x[row, draft].float()[:, None]], dim=1)
-            out[row, draft] = _convolve(line, weight, bias, activation)[:, 0]
+            out[row, draft] = _weigh(line, weight, bias, activation)
             states.append(line[:, 1:].to(pool.dtype).float())
         for draft, state in enumerate(states):
             write_state(pool, int(draft_slots[row, draft]), state)
+
+
+def _step_at_once(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    targets: torch.Tensor,
+    activation: str | None,
+    out: torch.Tensor,
+) -> None:
+    """One token for each row, vectorised over rows."""
+    past = pool[slots.long().clamp(min=0)].float()
+    past[slots < 0] = 0
+    lines = torch.cat([past, x.float()[..., None]], dim=2)
+    out.copy_(_weigh(lines, weight, bias, activation))
+    keep = targets >= 0
+    pool[targets[keep].long()] = lines[keep, :, 1:].to(pool.dtype)
+
+
+def _weigh(
+    lines: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    """``[..., D, W]`` to ``[..., D]``: the output for one token behind its past."""
+    result = (lines * weight.float()).sum(-1)
+    if bias is not None:
+        result = result + bias.float()
+    return functional.silu(result) if activation == "silu" else result
 
 
 def _convolve(
