@@ -38,12 +38,9 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
             need_sort=False,
         )
         self.cache = cache
-        self.admitted_pages = 0
-        """Fresh pages that went to sequences since the last prefill budget."""
 
     def create_prefill_budget(self, *args: Any, **kwargs: Any) -> HybridPrefillBudget:
         """The budget of one prefill pass."""
-        self.admitted_pages = 0
         return HybridPrefillBudget(self, *args, **kwargs)
 
     def available_size(self) -> int:
@@ -83,16 +80,25 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
 class HybridPrefillBudget(PrefillBudget):
     """Room of one prefill pass, in tokens.
 
-    SGLang notes what it admits and allocates later; the core allocates at once.
-    What went out since the pass began is added back, or it would count twice.
+    SGLang charges the pass for what it will allocate later; the core hands out
+    pages at admission.  What is charged for those is added back, or it would
+    count twice.
     """
 
     allocator: HybridTokenAllocator
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Begin a pass."""
+        super().__init__(*args, **kwargs)
+        self._refunded = 0
+
+    def refund(self, tokens: int) -> None:
+        """Note that a chunk of so many tokens has its pages."""
+        self._refunded += -(-tokens // self.page_size) * self.page_size
+
     def _available_and_evictable(self) -> int:
         pages = self.allocator.cache.pages
-        free = pages.free + pages.reclaimable + self.allocator.admitted_pages
-        return free * self.page_size
+        return (pages.free + pages.reclaimable) * self.page_size + self._refunded
 
 
 class HybridSlotAllocator(MambaSlotAllocator):

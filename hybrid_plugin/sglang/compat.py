@@ -163,10 +163,11 @@ def _build_cache() -> None:
 def _admit_by_demand() -> None:
     """Symptom: prefills run past the positions where a snapshot is wanted.
 
-    Cause: SGLang admits by counting tokens, and takes states where its kernels
-    happen to have them.
-    Fix: admit to the core, and end chunks where it says.
-    Delete when: never; the class of the adder is SGLang's own seam.
+    Cause: SGLang admits by counting tokens, takes states where its kernels happen
+    to have them, and goes on with one unfinished prefill at a time.
+    Fix: admit to the core, end chunks where it says, and park paused requests.
+    Delete when: a prefix cache may end chunks; the class of the adder is SGLang's
+    own seam.
     """
 
     def adder(result: type, scheduler: Any) -> type:
@@ -174,9 +175,39 @@ def _admit_by_demand() -> None:
 
         return HybridPrefillAdder if _served_by(scheduler.tree_cache) else result
 
-    _hook(
-        f"{_SRT}.managers.scheduler.Scheduler.get_prefill_adder_class", "AFTER", adder
-    )
+    def park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+        from hybrid_plugin.sglang.scheduling import park_paused
+
+        if _served_by(scheduler.tree_cache):
+            park_paused(scheduler, running_batch, last_batch)
+
+    def rows(
+        result: int, scheduler: Any, *_: Any, num_held_rows: int = 0, **__: Any
+    ) -> int:
+        from hybrid_plugin.sglang.scheduling import more_rows
+
+        if not _served_by(scheduler.tree_cache):
+            return result
+        return more_rows(result, scheduler, num_held_rows)
+
+    def stream(
+        original: Callable[..., None], self: Any, reqs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from hybrid_plugin.sglang.scheduling import with_output
+
+        original(self, with_output(reqs), *args, **kwargs)
+
+    def retracted(result: bool, *, tree_cache: Any, **_: Any) -> None:
+        if _served_by(tree_cache):
+            tree_cache.retracted()
+
+    scheduler = f"{_SRT}.managers.scheduler.Scheduler"
+    _hook(f"{scheduler}.get_prefill_adder_class", "AFTER", adder)
+    _hook(f"{scheduler}.get_next_batch_to_run", "BEFORE", park)
+    _hook(f"{scheduler}.get_num_allocatable_reqs", "AFTER", rows)
+    streamer = f"{_SRT}.managers.scheduler_components.output_streamer"
+    _hook(f"{streamer}.SchedulerOutputStreamer.stream_output", "AROUND", stream)
+    _hook(f"{_SRT}.managers.schedule_batch.release_req", "AFTER", retracted)
 
 
 def _place_tokens() -> None:

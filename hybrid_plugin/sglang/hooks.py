@@ -116,13 +116,29 @@ CACHE_HOOKS = (
 
 SCHEDULER_HOOKS = (
     HookPoint(f"{_SCHEDULER}.get_prefill_adder_class", ("self",)),
+    HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", ("running_batch", "last_batch")),
     HookPoint(f"{_SCHEDULER}.on_idle", ("self",)),
+    HookPoint(
+        f"{_SRT}.managers.scheduler_components.output_streamer"
+        ":SchedulerOutputStreamer.stream_output",
+        ("reqs", "return_logprob", "skip_req"),
+    ),
+    HookPoint(f"{_BATCH}:release_req", ("req", "tree_cache")),
+    HookPoint(f"{_BATCH}:ScheduleBatch.filter_batch", ("reqs_to_exclude",)),
+    HookPoint(
+        f"{_SRT}.managers.scheduler_components.batch_result_processor"
+        ":SchedulerBatchResultProcessor.process_batch_result_prefill",
+        ("batch", "result"),
+        mentions=("inflight_middle_chunks",),
+    ),
     HookPoint(f"{_ADDER}.add_one_req", ("req", "has_chunked_req")),
-    HookPoint(f"{_ADDER}.add_chunked_req", ("req",), mentions=("chunked_req_limit",)),
-    HookPoint(f"{_ADDER}._select_prefill_admission", ("req", "has_chunked_req")),
+    HookPoint(f"{_ADDER}._select_prefill_admission", ("req", "total_tokens")),
+    HookPoint(f"{_ADDER}._check_prefill_budget", ("req", "chunk_limit")),
+    HookPoint(
+        f"{_SCHEDULER}.get_num_allocatable_reqs", ("running_bs", "num_held_rows")
+    ),
     HookPoint(
         f"{_SRT}.managers.schedule_policy:_PrefillAdmission",
-        mentions=(),
     ),
     HookPoint(f"{_SRT}.mem_cache.allocation:alloc_for_extend", ("batch",)),
     HookPoint(

@@ -61,6 +61,7 @@ class HybridPrefixCache(BasePrefixCache):
         self._executor = executor
         self._found: dict[str, LookUp] = {}
         self._live: dict[str, Req] = {}
+        self._paused: list[Req] = []
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
 
     @property
@@ -74,6 +75,8 @@ class HybridPrefixCache(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Look a request up; nothing is held for it yet."""
         req, key = params.req, params.key
+        if req is not None and self.is_live(req):
+            return self._match_of_paused(req)
         found = self._look_up(
             req, key.token_ids, len(key), (key.extra_key, key.cache_salt)
         )
@@ -91,6 +94,15 @@ class HybridPrefixCache(BasePrefixCache):
             full_kv_hit_length=found.match.kv_length,
         )
 
+    def _match_of_paused(self, req: Req) -> MatchResult:
+        return MatchResult(
+            device_prefix_len=req.prefix_len,
+            last_device_node=req.last_node,
+            last_host_node=req.last_node,
+            best_match_node=req.last_node,
+            cache_protected_len=req.kv.cache_protected_len,
+        )
+
     def _look_up(
         self, req: Req | None, tokens: Sequence[int], limit: int, namespace: Any
     ) -> LookUp:
@@ -99,18 +111,22 @@ class HybridPrefixCache(BasePrefixCache):
         return self.cache.look_up(tuple(tokens), namespace, limit)
 
     def stops(self, req: Req) -> tuple[int, ...]:
-        """Where the request's prefill should pause for a snapshot."""
-        if self.cache.is_live(req.rid):
-            return self.cache.stops_of(req.rid)
-        found = self._found.get(req.rid)
-        return found.stops if found is not None else ()
+        """Where the admitted request's prefill should pause for a snapshot."""
+        return self.cache.stops_of(req.rid)
+
+    def is_live(self, req: Req) -> bool:
+        """Whether the request was admitted and has not been released."""
+        return req.rid in self._live
 
     def admit(self, req: Req) -> bool:
         """Give a waiting request pages for its prompt, and a slot; False if none.
 
-        Pages for all of the prompt, though SGLang may run it in chunks: a
-        request that has begun must never wait for pages that another holds.
+        One that was paused has them.  Pages for all of the prompt, though SGLang
+        may run it in chunks: a request that has begun must never wait for pages
+        that another holds.
         """
+        if self.is_live(req):
+            return True
         found = self._found.get(req.rid)
         if found is None or not self.cache.is_current(found):
             found = self._look_up_again(req)
@@ -128,8 +144,6 @@ class HybridPrefixCache(BasePrefixCache):
             return False
         self._found.pop(req.rid, None)
         self._live[req.rid] = req
-        shared = len(found.match.pages)
-        self.token_to_kv_pool_allocator.admitted_pages += len(admission.pages) - shared
         return True
 
     def _look_up_again(self, req: Req) -> LookUp:
@@ -143,6 +157,19 @@ class HybridPrefixCache(BasePrefixCache):
             self.cache.finish(req.rid, (), 0)
 
     # ---------------------------------------------------------------- progress
+
+    def pause(self, req: Req) -> None:
+        """Note that the request's prefill was ended before its prompt's end.
+
+        SGLang then keeps what the step samples for it from being an answer.
+        """
+        req.inflight_middle_chunks += 1
+        self._paused.append(req)
+
+    def take_paused(self) -> list[Req]:
+        """The requests paused since the last call."""
+        paused, self._paused = self._paused, []
+        return paused
 
     def run_commands(self) -> None:
         """Run what must precede the next forward pass, on the current stream."""
@@ -173,10 +200,12 @@ class HybridPrefixCache(BasePrefixCache):
         """End the request's sequence: finished, aborted or retracted."""
         self._found.pop(req.rid, None)
         if self._live.pop(req.rid, None) is not None:
-            if not req.finished():
-                self.cache.stats.preemptions += 1
             self.cache.finish(req.rid, known_tokens(req), req.kv.kv_committed_len)
         req.kv.mamba_pool_idx = None
+
+    def retracted(self) -> None:
+        """Count a running request that was put back into the queue."""
+        self.cache.stats.preemptions += 1
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Pages go back with their sequence, in `on_release`."""
