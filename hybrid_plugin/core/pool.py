@@ -7,10 +7,11 @@ with it, so its memory must always be there and must never be anybody's.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
-RESERVED_ID = 0
+from hybrid_plugin.core.granules import RESERVED_ID, IdSpace
+
+__all__ = ["RESERVED_ID", "PagePool", "SlotPool"]
 
 
 class PagePool:
@@ -22,39 +23,47 @@ class PagePool:
     the upper end of the pool empty as long as possible.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, per_granule: int | None = None) -> None:
         """Manage ids 1 to `capacity - 1`.
+
+        Args:
+            capacity: pages, the reserved one included.
+            per_granule: pages whose memory comes and goes together; by default
+                all memory is there for ever.  See `IdSpace`.
 
         Raises:
             ValueError: if there is no page besides the reserved one.
         """
         if capacity < 2:
             raise ValueError(f"a page pool needs at least 2 pages, got {capacity}")
+        self.ids = IdSpace(capacity, per_granule)
         self.capacity = capacity
-        self._free = list(range(1, capacity))  # sorted, so already a heap
         self._sequence_refs = [0] * capacity
         self._tree_refs = [0] * capacity
-        self._cached_only = 0
 
     @property
     def usable(self) -> int:
-        """Pages that can be handed out at all."""
-        return self.capacity - 1
+        """Pages that can be handed out at all, with the memory there is now."""
+        return self.ids.mapped * self.ids.per_granule - 1
 
     @property
     def free(self) -> int:
         """Pages that nobody refers to."""
-        return len(self._free)
+        return self.ids.free
 
     @property
     def reclaimable(self) -> int:
         """Pages that only the tree refers to: free once the tree lets go."""
-        return self._cached_only
+        return self.ids.cached
 
     @property
     def in_use(self) -> int:
         """Pages that at least one live sequence refers to."""
-        return self.usable - self.free - self._cached_only
+        return self.ids.live
+
+    def free_ids(self) -> list[int]:
+        """Every page that nobody refers to, ascending."""
+        return self.ids.free_ids()
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` pages, each with one sequence reference.
@@ -62,32 +71,35 @@ class PagePool:
         Raises:
             ValueError: if fewer are free; callers check `free` first.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} pages asked for, {len(self._free)} free")
-        pages = [heapq.heappop(self._free) for _ in range(count)]
+        if count > self.ids.free:
+            raise ValueError(f"{count} pages asked for, {self.ids.free} free")
+        pages = self.ids.take(count)
         for page in pages:
             self._sequence_refs[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
         """Add a sequence reference to pages that are not free."""
+        revived = []
         for page in pages:
             self._require_owned(page)
             if self._sequence_refs[page] == 0:
-                self._cached_only -= 1
+                revived.append(page)
             self._sequence_refs[page] += 1
+        self.ids.revive(revived)
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a sequence reference from each page."""
+        rested: list[int] = []
+        freed: list[int] = []
         for page in pages:
             if self._sequence_refs[page] < 1:
                 raise ValueError(f"page {page} has no sequence reference to drop")
             self._sequence_refs[page] -= 1
             if self._sequence_refs[page] == 0:
-                if self._tree_refs[page]:
-                    self._cached_only += 1
-                else:
-                    heapq.heappush(self._free, page)
+                (rested if self._tree_refs[page] else freed).append(page)
+        self.ids.rest(rested)
+        self.ids.free_live(freed)
 
     def adopt(self, pages: Iterable[int]) -> None:
         """Add a tree reference to pages that are not free."""
@@ -97,13 +109,33 @@ class PagePool:
 
     def drop(self, pages: Iterable[int]) -> None:
         """Drop a tree reference from each page."""
+        freed = []
         for page in pages:
             if self._tree_refs[page] < 1:
                 raise ValueError(f"page {page} has no tree reference to drop")
             self._tree_refs[page] -= 1
             if self._tree_refs[page] == 0 and self._sequence_refs[page] == 0:
-                self._cached_only -= 1
-                heapq.heappush(self._free, page)
+                freed.append(page)
+        self.ids.free_cached(freed)
+
+    def move(self, granule: int) -> dict[int, int]:
+        """Give every cached page of a granule without live ones another id.
+
+        Returns:
+            New id by old id; the old ones are free.
+
+        Raises:
+            ValueError: if there are not so many free pages in other granules.
+        """
+        first = granule * self.ids.per_granule
+        pages = range(first, first + self.ids.per_granule)
+        old = [page for page in pages if self._tree_refs[page]]
+        new = self.ids.take_outside(granule, len(old))
+        for source, target in zip(old, new, strict=True):
+            self._tree_refs[target] = self._tree_refs[source]
+            self._tree_refs[source] = 0
+        self.ids.free_cached(old)
+        return dict(zip(old, new, strict=True))
 
     def references(self, page: int) -> tuple[int, int]:
         """Return (references of sequences, references of the tree)."""
@@ -117,28 +149,33 @@ class PagePool:
 class SlotPool:
     """Ids of state slots: each is free, a live sequence's, or a snapshot."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, per_granule: int | None = None) -> None:
         """Manage ids 1 to `capacity - 1`.
+
+        Args:
+            capacity: slots, the reserved one included.
+            per_granule: slots whose memory comes and goes together; by default
+                all memory is there for ever.  See `IdSpace`.
 
         Raises:
             ValueError: if there is no slot besides the reserved one.
         """
         if capacity < 2:
             raise ValueError(f"a slot pool needs at least 2 slots, got {capacity}")
+        self.ids = IdSpace(capacity, per_granule)
         self.capacity = capacity
-        self._free = list(range(1, capacity))
         self._running: set[int] = set()
         self._snapshots: set[int] = set()
 
     @property
     def usable(self) -> int:
-        """Slots that can be handed out at all."""
-        return self.capacity - 1
+        """Slots that can be handed out at all, with the memory there is now."""
+        return self.ids.mapped * self.ids.per_granule - 1
 
     @property
     def free(self) -> int:
         """Slots that nobody owns."""
-        return len(self._free)
+        return self.ids.free
 
     @property
     def running(self) -> int:
@@ -150,6 +187,10 @@ class SlotPool:
         """Slots that the tree owns."""
         return len(self._snapshots)
 
+    def free_ids(self) -> list[int]:
+        """Every slot that nobody owns, ascending."""
+        return self.ids.free_ids()
+
     def allocate_running(self) -> int:
         """Hand the lowest free slot to a sequence."""
         slot = self._pop()
@@ -159,30 +200,51 @@ class SlotPool:
     def allocate_snapshot(self) -> int:
         """Hand the lowest free slot to the tree."""
         slot = self._pop()
+        self.ids.rest([slot])
         self._snapshots.add(slot)
         return slot
 
     def donate(self, slot: int) -> None:
         """Turn a sequence's slot into a snapshot."""
         self._running.remove(slot)
+        self.ids.rest([slot])
         self._snapshots.add(slot)
 
     def take_over(self, slot: int) -> None:
         """Turn a snapshot into a sequence's slot."""
         self._snapshots.remove(slot)
+        self.ids.revive([slot])
         self._running.add(slot)
 
     def free_running(self, slot: int) -> None:
         """Give back a sequence's slot."""
         self._running.remove(slot)
-        heapq.heappush(self._free, slot)
+        self.ids.free_live([slot])
 
     def free_snapshot(self, slot: int) -> None:
         """Give back a snapshot's slot."""
         self._snapshots.remove(slot)
-        heapq.heappush(self._free, slot)
+        self.ids.free_cached([slot])
+
+    def move(self, granule: int) -> dict[int, int]:
+        """Give every snapshot in a granule without live slots another id.
+
+        Returns:
+            New id by old id; the old ones are free.
+
+        Raises:
+            ValueError: if there are not so many free slots in other granules.
+        """
+        first = granule * self.ids.per_granule
+        slots = range(first, first + self.ids.per_granule)
+        old = [slot for slot in slots if slot in self._snapshots]
+        new = self.ids.take_outside(granule, len(old))
+        self._snapshots.difference_update(old)
+        self._snapshots.update(new)
+        self.ids.free_cached(old)
+        return dict(zip(old, new, strict=True))
 
     def _pop(self) -> int:
-        if not self._free:
+        if not self.ids.free:
             raise ValueError("no state slot is free; callers check `free` first")
-        return heapq.heappop(self._free)
+        return self.ids.take(1)[0]

@@ -17,11 +17,11 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     totals = cache.stats.as_dict()
     del totals["refusals"]
     return {
-        "free pages": list(cache.pages._free),
+        "free pages": cache.pages.free_ids(),
         "page references": [
             cache.pages.references(page) for page in range(cache.pages.capacity)
         ],
-        "free slots": list(cache.slots._free),
+        "free slots": cache.slots.free_ids(),
         "running slots": sorted(cache.slots._running),
         "snapshot slots": sorted(cache.slots._snapshots),
         "nodes": {id(node): _node_state(node) for node in tree.nodes()},
@@ -76,7 +76,7 @@ def audit_pages(cache: HybridCache) -> None:
         assert in_sequences[page] <= 1 or in_tree[page], f"page {page} is shared"
     owned = set(in_tree) | set(in_sequences)
     assert 0 not in owned, "page 0 is nobody's"
-    assert sorted(pool._free) == sorted(set(range(1, pool.capacity)) - owned)
+    assert pool.free_ids() == sorted(set(range(1, pool.capacity)) - owned)
     assert pool.in_use == len(in_sequences)
     assert pool.reclaimable == len(set(in_tree) - set(in_sequences))
     assert pool.free + pool.in_use + pool.reclaimable == pool.usable
@@ -89,7 +89,7 @@ def audit_slots(cache: HybridCache) -> None:
     snapshots = [n.snapshot for n in cache.tree.nodes() if n.snapshot is not None]
     assert sorted(pool._running) == sorted(running)
     assert sorted(pool._snapshots) == sorted(snapshots)
-    everything = sorted([*running, *snapshots, *pool._free])
+    everything = sorted([*running, *snapshots, *pool.free_ids()])
     assert everything == list(range(1, pool.capacity))
     assert (pool.running, pool.snapshots) == (len(running), len(snapshots))
 
