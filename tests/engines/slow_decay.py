@@ -8,29 +8,45 @@ hundreds of tokens back still moves the logits.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-qwen3-next"
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
 
 
 def write_nemotron_h(folder: Path, seed: int = 0) -> Path:
     """Write a Nemotron-H (Mamba-2, attention, MLP) of about a million weights."""
-    from transformers import AutoModelForCausalLM, NemotronHConfig
+    from transformers import NemotronHConfig
 
-    torch.manual_seed(seed)
+    pattern = "M-M*-M-M*-"
+    layers: dict[str, Any] = {
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+    }
     config = NemotronHConfig(
-        vocab_size=264,
-        hidden_size=128,
-        intermediate_size=256,
-        hybrid_override_pattern="M-M*-M-M*-",
-        num_hidden_layers=10,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
+        **SMALL,
+        **layers,
         ssm_state_size=64,
         mamba_num_heads=4,
         mamba_head_dim=64,
@@ -38,17 +54,51 @@ def write_nemotron_h(folder: Path, seed: int = 0) -> Path:
         conv_kernel=4,
         expand=2,
         chunk_size=64,
-        dtype="float32",
-        bos_token_id=None,
-        eos_token_id=258,
-        pad_token_id=256,
     )
-    model = AutoModelForCausalLM.from_config(config).float()
+    names = {"M": "mamba", "*": "attention", "-": "mlp"}
+    # SGLang's own configuration class knows the names of published checkpoints,
+    # which transformers reads and does not write.
+    return _write(
+        config,
+        folder,
+        seed,
+        layers_block_type=[names[kind] for kind in pattern],
+        hybrid_override_pattern=pattern,
+        mamba_n_groups=config.n_groups,
+    )
+
+
+def write_falcon_h1(folder: Path, seed: int = 0) -> Path:
+    """Write a Falcon-H1 (Mamba-2 beside attention, in each layer) of that size."""
+    from transformers import FalconH1Config
+
+    config = FalconH1Config(
+        **SMALL,
+        num_hidden_layers=4,
+        mamba_d_ssm=256,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=64,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
+    return _write(config, folder, seed)
+
+
+def _write(config: PretrainedConfig, folder: Path, seed: int, **changes: Any) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]
     for name, weight in model.named_parameters():
         _initialise(name, weight.data)
     model.save_pretrained(folder)
     for file in TOKENIZER.glob("*token*"):
         shutil.copy(file, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2))
     return folder
 
 

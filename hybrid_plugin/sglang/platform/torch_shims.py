@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang asks of PyTorch that a machine without a GPU cannot answer.
+
+Each function changes PyTorch for the whole process, and only where it must.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_APPLIED = "_hybrid_plugin_original"
+
+
+def apply() -> None:
+    """Apply all; a second call changes nothing."""
+    answer_with_the_cpu_module()
+    leave_memory_unpinned()
+
+
+def answer_with_the_cpu_module() -> None:
+    """Symptom: Qwen3-Next fails to load, "Found no NVIDIA driver".
+
+    Cause: it asks `torch.get_device_module()`, without an argument, for the
+    current device; a CUDA build of PyTorch answers with `torch.cuda` whether
+    there is a device or not.
+    Fix: answer `torch.cpu`.
+    Delete when: SGLang asks its platform, or PyTorch looks for a device first.
+    """
+    original = torch.get_device_module
+    if original() is torch.cpu or hasattr(original, _APPLIED):
+        return
+
+    @functools.wraps(original)
+    def get_device_module(device: torch.device | str | None = None) -> ModuleType:
+        return torch.cpu if device is None else original(device)
+
+    setattr(get_device_module, _APPLIED, original)
+    torch.get_device_module = get_device_module  # type: ignore[assignment]
+
+
+def leave_memory_unpinned() -> None:
+    """Symptom: the first decode step with `extra_buffer` fails, "Cannot access
+    accelerator device when none is available".
+
+    Cause: `ScheduleBatch.prepare_for_decode` pins a tensor whatever its platform
+    says about pinned memory.
+    Fix: a tensor that is to be pinned stays as it is; nothing is copied to a
+    device that pinning would help.
+    Delete when: SGLang asks `is_pin_memory_available` there as elsewhere.
+    """
+    original = torch.Tensor.pin_memory
+    if hasattr(original, _APPLIED):
+        return
+
+    @functools.wraps(original)
+    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    setattr(pin_memory, _APPLIED, original)
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign,assignment]
