@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,13 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.sglang import platform
 from hybrid_plugin.sglang.platform import kernels, torch_shims
-from hybrid_plugin.sglang.platform.hooks import MISSING_NAMES, REPLACEMENTS
+from hybrid_plugin.sglang.platform.hooks import (
+    MISSING_NAMES,
+    REPLACEMENTS,
+    Replacement,
+)
+
+CONV = "SGLANG_MAMBA_CONV_DTYPE"
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +78,9 @@ def test_shims_apply_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS, ids=lambda r: r.ours)
-def test_ours_take_what_sglang_s_take(replacement: object) -> None:
-    function = kernels.load(replacement.ours)  # type: ignore[attr-defined]
-    names = tuple(inspect.signature(function).parameters)
-    assert names == replacement.point.parameters  # type: ignore[attr-defined]
+def test_ours_take_what_sglang_s_take(replacement: Replacement) -> None:
+    function = kernels.load(replacement.ours)
+    assert tuple(inspect.signature(function).parameters) == replacement.point.parameters
 
 
 def test_installing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +101,19 @@ def test_installing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mamba.mamba_chunk_scan_combined is kernels.load("mamba2:prefill")
     for missing in MISSING_NAMES:
         assert getattr(mamba, missing.name) is kernels.load(missing.ours)
+
+
+def test_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 models keep their inputs; an idle server sleeps."""
+    pytest.importorskip("sglang")
+    from hybrid_plugin.sglang.platform.cpu import HybridCpu
+
+    monkeypatch.delenv(CONV, raising=False)
+    half, whole = SimpleNamespace(dtype="bfloat16"), SimpleNamespace(dtype="float32")
+    HybridCpu().apply_server_args_defaults(half)
+    assert half.sleep_on_idle and CONV not in os.environ
+    HybridCpu().apply_server_args_defaults(whole)
+    assert os.environ[CONV] == "float32"
+    monkeypatch.setenv(CONV, "float16")
+    HybridCpu().apply_server_args_defaults(whole)
+    assert os.environ[CONV] == "float16"

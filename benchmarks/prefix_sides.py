@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines side by side: each in a process of its own, measured in turns.
+
+Every workload of every round goes to one engine after the other, in an order that
+rotates, so that what slows the machine down for a while slows all of them down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.prefix_workloads import WORKLOADS, Ask, Outcome, run_once
+
+MARK = "RESULT "
+"""Begins the lines that are meant for us: engines log to the same stream."""
+
+
+async def answer_until_closed(ask: Ask, facts: Mapping[str, Any]) -> None:
+    """Be an engine's process: a line of JSON in, a line with the outcome out."""
+    _say(facts)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        _say(asdict(await run_once(ask=ask, **json.loads(line))))
+
+
+def _say(result: Mapping[str, Any]) -> None:
+    print(MARK + json.dumps(result), flush=True)
+
+
+class Side:
+    """A configuration, its engine process, and what was measured."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str]
+    ) -> None:
+        """Start the process, with some environment variables set."""
+        self.name = name
+        self.outcomes: dict[str, list[dict[str, Any]]] = {}
+        self.facts: dict[str, Any] | None = None
+        """What the engine says about itself; None unless it runs."""
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the engine is warm, or has failed to start."""
+        self.facts = self._listen()
+
+    def run(self, workload: str, seed: int) -> None:
+        """Send one round of a workload, unless the engine failed."""
+        if self.facts is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"name": workload, "seed": seed}) + "\n")
+        self._process.stdin.flush()
+        outcome = self._listen()
+        if outcome is None:
+            self.facts = None
+            return
+        self.outcomes.setdefault(workload, []).append(outcome)
+        print(self.name, workload, outcome, file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def result(self) -> dict[str, Any]:
+        """What goes to the results file."""
+        if self.facts is None:
+            return {"failed": True}
+        return {**self.facts, "workloads": self.outcomes}
+
+    def _listen(self) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return dict(json.loads(line.removeprefix(MARK)))
+        return None
+
+
+def take_turns(
+    sides: Sequence[Side], rounds: int, workloads: Sequence[str] = tuple(WORKLOADS)
+) -> Iterator[int]:
+    """Measure engines that run, round after round; yields after each."""
+    for seed in range(rounds):
+        for number, workload in enumerate(workloads):
+            first = (seed + number) % len(sides)
+            for side in [*sides[first:], *sides[:first]]:
+                side.run(workload, seed)
+        yield seed
+
+
+def table(results: Mapping[str, Any], base: str) -> str:
+    """One Markdown row per workload and configuration.
+
+    Args:
+        results: by configuration, as `Side.result` gives them.
+        base: the configuration that wall times are compared with.
+    """
+    lines = [
+        "| workload | configuration | cached | TTFT p50 ms | TTFT p95 ms | wall s | "
+        f"wall / {base} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ran = [r["workloads"] for r in results.values() if "workloads" in r]
+    names = [w for w in WORKLOADS if any(w in workloads for workloads in ran)]
+    lines += [_row(w, name, results, base) for w in names for name in results]
+    return "\n".join(lines)
+
+
+def _row(workload: str, name: str, results: Mapping[str, Any], base: str) -> str:
+    rounds = results[name].get("workloads", {}).get(workload)
+    if not rounds:
+        return f"| {workload} | {name} | did not run | | | | |"
+    fields = Outcome.__dataclass_fields__
+    value = {field: statistics.median(r[field] for r in rounds) for field in fields}
+    share = 100 * value["cached_tokens"] / value["prompt_tokens"]
+    compared = results.get(base, {}).get("workloads", {}).get(workload, [])
+    ratios = [a["wall_s"] / b["wall_s"] for a, b in zip(rounds, compared, strict=False)]
+    ratio = f"{statistics.median(ratios):.2f}x" if ratios else ""
+    return (
+        f"| {workload} | {name} | {share:.1f} % | {value['ttft_ms_p50']:.1f} | "
+        f"{value['ttft_ms_p95']:.1f} | {value['wall_s']:.2f} | {ratio} |"
+    )
+
+
+def machine() -> dict[str, str]:
+    """What this ran on."""
+    import torch
+
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    return {"device": name, "torch": torch.__version__}
