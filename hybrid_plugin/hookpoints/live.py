@@ -55,12 +55,13 @@ class LiveView:
         except ImportError as error:
             raise NotThereError(f"{module} cannot be imported: {error}") from error
         except AttributeError as error:
-            raise NotThereError(f"{module} has no {'.'.join(path)}") from error
-        if not hasattr(owner, name):
+            raise NotThereError from error
+        if not hasattr(owner, name) or _is_objects(owner, name):
             if _is_field(owner, name):
-                return _definition(None)
-            raise NotThereError(f"{module} has no {'.'.join(path)}")
-        return _definition(getattr(owner, name))
+                return _definition(None, inherited=False)
+            raise NotThereError
+        inherited = isinstance(owner, type) and name not in vars(owner)
+        return _definition(getattr(owner, name), inherited=inherited)
 
     def module(self, name: str) -> Module:
         """The source of a module, which is imported for it.
@@ -77,6 +78,13 @@ class LiveView:
         return parse(name, Path(file))
 
 
+def _is_objects(owner: Any, name: str) -> bool:
+    """Whether it is what every class has, `__init__` without a definition."""
+    if not isinstance(owner, type):
+        return False
+    return next((c for c in owner.__mro__ if name in vars(c)), None) is object
+
+
 def _is_field(owner: Any, name: str) -> bool:
     """Whether instances have it: a field without a default is no class attribute."""
     if not isinstance(owner, type):
@@ -84,7 +92,7 @@ def _is_field(owner: Any, name: str) -> bool:
     return any(name in inspect.get_annotations(cls) for cls in owner.__mro__)
 
 
-def _definition(found: Any) -> Definition:
+def _definition(found: Any, *, inherited: bool) -> Definition:
     names: tuple[str, ...] | None = None
     takes_any = False
     if callable(found) and not isinstance(found, type):
@@ -95,6 +103,7 @@ def _definition(found: Any) -> Definition:
     return Definition(
         parameters=names,
         takes_any=takes_any,
+        inherited=inherited,
         takes_attributes=isinstance(found, type) and bool(found.__dictoffset__),
         mentions=lambda: frozenset(_mentioned(found)),
         function=lambda: _function(found),

@@ -29,7 +29,7 @@ Binding = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | Imported | Val
 
 @dataclass(slots=True)
 class Module:
-    """The names of one module, of two definitions the later one."""
+    """The names of one module: of two definitions of one name the later one."""
 
     name: str
     tree: ast.Module
@@ -38,6 +38,7 @@ class Module:
     stars: list[str] = field(default_factory=list)
     """Modules that it imports everything from."""
     _members: dict[ast.ClassDef, dict[str, Binding]] = field(default_factory=dict)
+    _uses: list[ast.Attribute | ast.Call] = field(default_factory=list)
 
     def members(self, cls: ast.ClassDef) -> dict[str, Binding]:
         """The names of a class of this module, without its bases'."""
@@ -45,9 +46,19 @@ class Module:
             self._members[cls] = dict(self._bindings(cls.body))
         return self._members[cls]
 
+    def uses(self) -> list[ast.Attribute | ast.Call]:
+        """Every attribute that is named and every call in the module."""
+        if not self._uses:
+            kinds = ast.Attribute | ast.Call
+            self._uses = [n for n in ast.walk(self.tree) if isinstance(n, kinds)]
+        return self._uses
+
     def read(self) -> None:
         """Fill in the names."""
-        self.names.update(self._bindings(self.tree.body))
+        for name, binding in self._bindings(self.tree.body):
+            # `Name = wrap(Name)` says less about the name than its definition.
+            if not (isinstance(binding, Value) and name in self.names):
+                self.names[name] = binding
 
     def _bindings(self, body: Iterable[ast.stmt]) -> Iterator[tuple[str, Binding]]:
         for node in body:

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 class NotThereError(LookupError):
-    """A target that an engine does not have; the message says which part."""
+    """A target that an engine does not have; the message adds what is known."""
+
+    def phrase(self, target: str) -> str:
+        """What is wrong with `target`."""
+        return f"{target} is missing" + (f" ({self})" if self.args else "")
 
 
 class Status(StrEnum):
@@ -34,6 +38,8 @@ class Definition:
     """Names of a function's parameters, None for what is not a function."""
     takes_any: bool
     """Whether it takes keyword arguments of any name."""
+    inherited: bool
+    """Whether it comes from a base of the class that was asked for it."""
     takes_attributes: bool
     """Whether instances of the class take attributes that it does not declare."""
     mentions: Callable[[], frozenset[str]]
@@ -95,6 +101,8 @@ class HookPoint:
     behaves: Callable[[Callable[..., Any]], str | None] | None = None
     """Tries the function out; returns what it does wrong, a phrase, or None.  It must
     run where the rest of its module is absent, so it suits small functions only."""
+    own: bool = False
+    """Whether its class itself must have it: what a base has would not do."""
     since: str = ""
     """First version of the engine where the adapter uses it."""
     before: str = ""
@@ -122,7 +130,10 @@ class HookPoint:
         try:
             found = view.find(self.module, self.path)
         except NotThereError as error:
-            return Finding(self, Status.MISSING, f"{self.target} is missing ({error})")
+            return Finding(self, Status.MISSING, error.phrase(self.target))
+        if self.own and found.inherited:
+            problem = f"{self.target} is missing (only a base of the class has it)"
+            return Finding(self, Status.MISSING, problem)
         wrong = "; ".join(self._differences(found))
         if wrong:
             return Finding(self, Status.CHANGED, f"{self.target} {wrong}")
@@ -131,11 +142,25 @@ class HookPoint:
     def _differences(self, found: Definition) -> Iterator[str]:
         if self.parameters is not None:
             yield from self._parameter_differences(found)
-        unmentioned = (
-            [] if not self.mentions else sorted(set(self.mentions) - found.mentions())
-        )
-        if unmentioned:
-            yield f"does not mention {', '.join(unmentioned)}"
+        if self.open and not found.takes_attributes:
+            yield "takes no attributes but its own"
+        if self.mentions:
+            absent = sorted(set(self.mentions) - found.mentions())
+            if absent:
+                yield f"does not mention {', '.join(absent)}"
+        if self.behaves is not None:
+            wrong = self._try_out(self.behaves, found)
+            if wrong is not None:
+                yield wrong
+
+    @staticmethod
+    def _try_out(
+        behaves: Callable[[Callable[..., Any]], str | None], found: Definition
+    ) -> str | None:
+        try:
+            return behaves(found.function())
+        except Exception as error:
+            return f"failed when it was tried out ({error!r})"
 
     def _parameter_differences(self, found: Definition) -> Iterator[str]:
         assert self.parameters is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from hybrid_plugin.hookpoints.isolate import cut_out
@@ -39,15 +40,29 @@ class SourceView:
         Raises:
             NotThereError: if there is no such file, or nothing of that name in it.
         """
+        _, binding = self.locate(module, path)
+        inherited = False
+        if len(path) > 1:
+            home, cls = self.locate(module, path[:-1])
+            assert isinstance(cls, ast.ClassDef)
+            inherited = path[-1] not in home.members(cls)
+        return _definition(binding, in_class=len(path) > 1, inherited=inherited)
+
+    def locate(self, module: str, path: tuple[str, ...]) -> tuple[Module, Binding]:
+        """The module that defines `path` of `module`, and the definition there.
+
+        Raises:
+            NotThereError: as `find` does.
+        """
         home, binding = self._global(module, path[0], frozenset())
         for depth, name in enumerate(path[1:], 1):
             if not isinstance(binding, ast.ClassDef):
                 raise NotThereError(f"{module}:{'.'.join(path[:depth])} is no class")
             member = self._member(home, binding, name, frozenset())
             if member is None:
-                raise NotThereError(f"{module} has no {'.'.join(path)}")
+                raise NotThereError
             home, binding = member
-        return _definition(binding, in_class=len(path) > 1)
+        return home, binding
 
     def module(self, name: str) -> Module:
         """The parsed module.
@@ -74,7 +89,7 @@ class SourceView:
                         return self._global(other, name, seen | {(module, name)})
                     except NotThereError:
                         continue
-            raise NotThereError(f"{module} has no {name}")
+            raise NotThereError
         if isinstance(binding, Imported) and self._is_ours(binding):
             step = (binding.module, binding.name)
             if step not in seen:
@@ -130,7 +145,7 @@ def _last_name(base: ast.expr) -> str | None:
     return base.id if isinstance(base, ast.Name) else None
 
 
-def _definition(binding: Binding, *, in_class: bool) -> Definition:
+def _definition(binding: Binding, *, in_class: bool, inherited: bool) -> Definition:
     names: list[str] | None = None
     takes_any = False
     if isinstance(binding, _Function):
@@ -143,6 +158,7 @@ def _definition(binding: Binding, *, in_class: bool) -> Definition:
     return Definition(
         parameters=None if names is None else tuple(names),
         takes_any=takes_any,
+        inherited=inherited,
         takes_attributes=isinstance(binding, ast.ClassDef) and not _has_slots(binding),
         mentions=lambda: _mentioned(binding),
         function=lambda: cut_out(binding),
@@ -164,6 +180,7 @@ def _is_classmethod(function: _Function) -> bool:
     )
 
 
+@lru_cache(maxsize=4096)
 def _mentioned(binding: Binding) -> frozenset[str]:
     if not isinstance(binding, ast.AST):
         return frozenset()

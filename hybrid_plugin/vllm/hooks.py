@@ -42,6 +42,7 @@ _MODEL = "vllm.config.model:ModelConfig"
 _CACHE = "vllm.config.cache:CacheConfig"
 _SCHEDULING = "vllm.config.scheduler:SchedulerConfig"
 _PARALLEL = "vllm.config.parallel:ParallelConfig"
+_PLATFORM = "vllm.platforms.interface:Platform"
 
 OPTION_HOOKS: tuple[Contract, ...] = (
     *_fields(
@@ -81,10 +82,13 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     *_fields(_PARALLEL, "worker_cls", "pipeline_parallel_size"),
     *_fields(_PARALLEL, "decode_context_parallel_size"),
     HookPoint("vllm.config.kv_events:KVEventsConfig.enable_kv_cache_events"),
+    HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
+    HookPoint(f"{_PLATFORM}.is_cuda", ("self",)),
+    HookPoint(f"{_PLATFORM}.device_type"),
     HookPoint("vllm.config:get_current_vllm_config_or_none", ()),
     HookPoint("vllm.config.vllm:set_current_vllm_config", ("vllm_config",)),
 )
-"""Options that activation reads or sets."""
+"""What activation reads or sets."""
 
 _CORE = "vllm.v1.engine.core"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -148,7 +152,7 @@ PLANNING_HOOKS: tuple[Contract, ...] = (
         ("manager_class", "uniform_type_base_spec"),
     ),
     HookPoint(
-        "vllm.platforms.interface:Platform.get_kv_cache_config_builder_cls",
+        f"{_PLATFORM}.get_kv_cache_config_builder_cls",
         ("vllm_config",),
         closed=True,
         since="0.33",
@@ -182,7 +186,7 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
         f"{_SCHEDULER}:Scheduler.schedule",
         mentions=("need_mamba_block_aligned_split", "_mamba_block_aligned_split"),
     ),
-    HookPoint(f"{_SCHEDULER}:Scheduler.make_stats", ("self",)),
+    HookPoint(f"{_SCHEDULER}:Scheduler.make_stats", ("self",), own=True),
     HookPoint(
         f"{_SCHEDULER}:Scheduler._preempt_request", ("self", "request", "timestamp")
     ),
@@ -246,7 +250,6 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
 )
 """What the scheduler and its manager build on."""
 
-_PLATFORM = "vllm.platforms.interface:Platform"
 _ALLOCATE = ("kv_cache_config", "device", "layout", "kernel_block_sizes")
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 
@@ -262,9 +265,6 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         mentions=("_align_hybrid_block_size",),
     ),
     HookPoint(f"{_PLATFORM}._find_non_ssm_backends", ("vllm_config",)),
-    HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
-    HookPoint(f"{_PLATFORM}.is_cuda", ("self",)),
-    HookPoint(f"{_PLATFORM}.device_type"),
     HookPoint(
         "vllm.v1.attention.backend:AttentionBackend.supports_block_size",
         ("block_size",),
@@ -298,7 +298,12 @@ WORKER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_WORKER}.initialize_from_config", ("self", "kv_cache_config"), closed=True
     ),
-    HookPoint(f"{_WORKER}.execute_model", ("self", "scheduler_output"), closed=True),
+    HookPoint(
+        f"{_WORKER}.execute_model",
+        ("self", "scheduler_output"),
+        closed=True,
+        own=True,
+    ),
 )
 """What every worker builds on."""
 
@@ -307,6 +312,7 @@ CPU_HOOKS: tuple[Contract, ...] = (
         "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
         ("vllm_config",),
         mentions=("_align_hybrid_block_size",),
+        own=True,
     ),
     HookPoint("vllm.v1.worker.cpu_worker:CPUWorker"),
 )

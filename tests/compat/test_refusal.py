@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever we rely on is renamed in the installed vLLM: the plugin must not serve."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm.v1.engine.core as core
+from vllm import __version__
+from vllm.config import VllmConfig
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.hookpoints import Contract, HookPoint, Interface, LiveView, resolve
+from hybrid_plugin.vllm import activation, compat, hooks
+from tests.compat.rename import renamed_use
+
+
+def _used(*groups: tuple[Contract, ...]) -> list[Any]:
+    here = [c for group in groups for c in group if c.applies_to(__version__)]
+    return [pytest.param(c, id=c.target) for c in here]
+
+
+def _take_away(contract: Contract, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Rename what the contract is about, in this process."""
+    if isinstance(contract, Interface):
+        _rename_use(contract, patch, folder)
+        return
+    assert isinstance(contract, HookPoint)
+    owner, name = resolve(contract.target)
+    if not isinstance(owner, type):
+        patch.delattr(owner, name)
+        return
+    for cls in owner.__mro__[:-1]:
+        if name in vars(cls):
+            patch.delattr(cls, name)
+        if name in inspect.get_annotations(cls):
+            patch.delitem(cls.__annotations__, name)
+
+
+def _rename_use(contract: Interface, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    module = importlib.import_module(contract.user)
+    assert module.__file__ is not None
+    uses = contract.uses(LiveView("vllm"))
+    name = next(n for n in uses if n not in contract.unreached)
+    renamed = folder / "renamed.py"
+    renamed.write_text(renamed_use(Path(module.__file__).read_text(), contract, name))
+    patch.setattr(module, "__file__", str(renamed))
+
+
+@pytest.fixture
+def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A configuration of a hybrid model, as far as it is looked at before checks.
+
+    The plugin is applied, and would serve it.
+    """
+    compat.patch_config()
+    monkeypatch.setattr(activation, "activate", lambda config: None)
+    monkeypatch.setattr(activation, "is_active", lambda config: True)
+    yield SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True))
+
+
+@pytest.mark.parametrize(
+    "contract",
+    _used(hooks.OPTION_HOOKS, hooks.ENGINE_HOOKS, hooks.WORKER_HOOKS, hooks.CPU_HOOKS),
+)
+def test_hybrid_model_is_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    _take_away(contract, monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(hooks.CONFIG_HOOKS))
+def test_plugin_stays_idle_and_says_why(
+    contract: Contract,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _take_away(contract, monkeypatch, tmp_path)
+    compat.patch_config()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"hybrid-plugin is inactive: {contract.target} is missing" in caplog.text
+
+
+@pytest.mark.parametrize("contract", _used(hooks.CORE_HOOKS, hooks.WORKER_HOOKS))
+def test_other_models_need_none_of_it(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM loads plugins in every process, whatever it serves."""
+    monkeypatch.setitem(sys.modules, core.__name__, core)
+    _take_away(contract, monkeypatch, tmp_path)
+    compat.apply()
+    assert compat.is_applied()
+    VllmConfig.try_verify_and_update_config(SimpleNamespace(model_config=None))
+
+
+def test_nothing_is_refused_as_installed() -> None:
+    assert hooks.problems(hooks.HOOKS) == []
