@@ -7,6 +7,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid_plugin.demo.engines import Engine
 
 MIB = 2**20
 
@@ -30,15 +34,19 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "serve a small model with and without the plugin, and compare"
     demo = commands.add_parser("demo", help=text, description=text)
-    demo.add_argument("--engine", choices=("vllm",), default="vllm")
+    demo.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     demo.add_argument(
         "--model", type=Path, help="a model folder; by default the bundled one"
     )
     demo.add_argument(
-        "--cache-mib", type=int, default=16, help="cache of each server (%(default)s)"
+        "--cache-mib",
+        type=int,
+        default=16,
+        help="cache of each vLLM server (%(default)s); SGLang's is counted in tokens "
+        "and states, and about as large",
     )
     demo.add_argument(
-        "--out", type=Path, default=Path("build", "demo.json"), help="(%(default)s)"
+        "--out", type=Path, help="by default build/demo.json, or demo-sglang.json"
     )
     demo.add_argument(
         "--stock-flag",
@@ -52,7 +60,6 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _demo(args: argparse.Namespace) -> int:
     try:
-        from hybrid_plugin.demo.engines import VllmEngine
         from hybrid_plugin.demo.run import Demo, bundled_model
         from hybrid_plugin.demo.server import DemoError
     except ModuleNotFoundError as missing:
@@ -62,22 +69,24 @@ def _demo(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    name = "demo.json" if args.engine == "vllm" else f"demo-{args.engine}.json"
+    out = args.out or Path("build", name)
     try:
-        engine = VllmEngine(cache_bytes=args.cache_mib * MIB)
-        if args.stock_flag is not None:
-            engine = VllmEngine(engine.cache_bytes, stock_flags=args.stock_flag)
-        settings = {
-            "cache_bytes": engine.cache_bytes,
-            "max_model_len": engine.max_model_len,
-            "max_num_seqs": engine.max_num_seqs,
-            "stock_flags": list(engine.stock_flags),
-        }
         model = args.model or bundled_model()
-        demo = Demo(engine, model.resolve(), args.out, settings=settings)
-        return 0 if demo.run() else 1
+        return 0 if Demo(_engine(args), model.resolve(), out).run() else 1
     except (DemoError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted; both servers were ended.", file=sys.stderr)
         return 130
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    from hybrid_plugin.demo.engines import VllmEngine
+    from hybrid_plugin.demo.sglang import SglangEngine
+
+    stock = {} if args.stock_flag is None else {"stock_flags": args.stock_flag}
+    if args.engine == "sglang":
+        return SglangEngine(**stock)
+    return VllmEngine(cache_bytes=args.cache_mib * MIB, **stock)

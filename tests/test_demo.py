@@ -25,6 +25,7 @@ from hybrid_plugin.demo.measure import Peaks, Result, percentile, summarise
 from hybrid_plugin.demo.metrics import Metrics
 from hybrid_plugin.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.demo.server import DemoError, Server
+from hybrid_plugin.demo.sglang import SglangEngine
 from hybrid_plugin.demo.workloads import (
     Conversation,
     Question,
@@ -241,7 +242,7 @@ def test_table_fits_a_narrow_terminal() -> None:
     console = Console(width=80)
     outcomes = [outcome(Tally(equal=38, near_ties=2))] * 4
     with console.capture() as capture:
-        console.print(to_table("title", outcomes))
+        console.print(to_table("title", outcomes, "a page is a page"))
     text = capture.get()
     assert "…" not in text
     assert "50.0%" in text and "80.0%" in text
@@ -273,6 +274,28 @@ def test_both_servers_get_equal_flags_but_for_stock_s_own() -> None:
     assert [*plugin.command, "--best"] == list(stock.command)
     different = stock.environment.items() ^ plugin.environment.items()
     assert {name for name, _ in different} == {"HYBRID_PLUGIN"}
+
+
+def test_sglang_servers_differ_in_the_cache_only() -> None:
+    engine = SglangEngine(stock_flags=("--best",))
+    stock = list(engine.launch(Path("m"), 1, plugin=False).command)
+    plugin = list(engine.launch(Path("m"), 1, plugin=True).command)
+    assert stock.pop() == "--best"
+    assert plugin.pop() == "--enable-hybrid-plugin"
+    assert stock == plugin
+
+
+def test_levels_of_sglang() -> None:
+    text = """
+hybrid_cache_pages{engine="0",kind="used"} 3.0
+hybrid_cache_slots{engine="0",kind="used"} 2.0
+sglang:kv_used_tokens{model_name="m"} 48.0
+sglang:mamba_used_tokens{model_name="m"} 6.0
+sglang:num_running_reqs{model_name="m"} 2.0
+"""
+    metrics, engine = Metrics(text), SglangEngine()
+    assert engine.levels(metrics, plugin=True) == Levels(3, 2, 2, None)
+    assert engine.levels(metrics, plugin=False) == Levels(3, 6, 2, None)
 
 
 def test_cli_says_what_is_missing(

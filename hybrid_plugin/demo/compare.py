@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 NEAR_TIE = 0.75
-"""Nats; see `tests/engines/test_equality.py` for how far stock vLLM is from itself."""
+"""Nats; `tests/engines/control.py` prints how far a stock engine is from itself."""
 
 
 class Generated(Protocol):

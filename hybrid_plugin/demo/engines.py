@@ -50,12 +50,21 @@ class Engine(Protocol):
         """Where a POST makes the server forget what it has cached."""
         ...
 
+    @property
+    def page_note(self) -> str:
+        """What a page is, to readers of the table; half a sentence."""
+        ...
+
     def version(self) -> str:
         """The version installed.
 
         Raises:
             RuntimeError: if the engine is not installed.
         """
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """What both servers were started with, for the record."""
         ...
 
     def launch(self, model: Path, port: int, *, plugin: bool) -> Launch:
@@ -88,6 +97,7 @@ class VllmEngine:
         default_factory=lambda: {"return_tokens_as_token_ids": True}
     )
     reset_path: str = "/reset_prefix_cache"
+    page_note: str = "a page of stock is one of vLLM's blocks, which also hold states"
 
     def version(self) -> str:
         """The version installed, of whichever build."""
@@ -101,6 +111,15 @@ class VllmEngine:
             "installs it, or run the demo with the Python of an environment that has "
             "it."
         )
+
+    def settings(self) -> dict[str, Any]:
+        """What both servers were started with."""
+        return {
+            "cache_bytes": self.cache_bytes,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "stock_flags": list(self.stock_flags),
+        }
 
     def launch(self, model: Path, port: int, *, plugin: bool) -> Launch:
         """Equal but for the plugin, and for flags of stock vLLM's own cache."""
@@ -138,14 +157,14 @@ class VllmEngine:
         """Ours are counted; stock vLLM reports a share of its one pool."""
         return Levels(
             pages=self._pages(metrics, plugin),
-            slots=_whole(metrics.total("hybrid_cache_slots", kind="used")),
-            running=_whole(metrics.total("vllm:num_requests_running")),
-            preemptions=_whole(metrics.total("vllm:num_preemptions_total")),
+            slots=whole(metrics.total("hybrid_cache_slots", kind="used")),
+            running=whole(metrics.total("vllm:num_requests_running")),
+            preemptions=whole(metrics.total("vllm:num_preemptions_total")),
         )
 
     def _pages(self, metrics: Metrics, plugin: bool) -> int | None:
         if plugin:
-            return _whole(metrics.total("hybrid_cache_pages", kind="used"))
+            return whole(metrics.total("hybrid_cache_pages", kind="used"))
         share = metrics.total("vllm:kv_cache_usage_perc")
         blocks = metrics.label("vllm:cache_config_info", "num_gpu_blocks")
         if share is None or blocks is None or not blocks.isdigit():
@@ -153,5 +172,6 @@ class VllmEngine:
         return round(share * (int(blocks) - 1))  # one block is never handed out
 
 
-def _whole(value: float | None) -> int | None:
+def whole(value: float | None) -> int | None:
+    """A count that metrics give as a float."""
     return None if value is None else round(value)

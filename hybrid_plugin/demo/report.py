@@ -51,9 +51,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def to_table(title: str, outcomes: Sequence[Outcome]) -> Table:
-    """One table: a row for each number, two columns for each workload."""
-    table = Table(title=title, box=SIMPLE_HEAD, caption=_CAPTION)
+def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
+    """One table: a row for each number, two columns for each workload.
+
+    Args:
+        title: above it.
+        outcomes: one for each workload.
+        page_note: what a page is; half a sentence.
+    """
+    caption = _CAPTION.format(page_note=page_note, near_tie=NEAR_TIE)
+    table = Table(title=title, box=SIMPLE_HEAD, caption=caption)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     table.title_justify = table.caption_justify = "left"
     table.add_column("", no_wrap=True)
@@ -119,11 +126,10 @@ _ROWS: Sequence[tuple[str, Callable[[Result], str]]] = (
 
 _CAPTION = (
     "cached: prompt tokens restored, not computed. TTFT: time to first token. Peaks "
-    "are of live sequences, looked at ten times a second; a page of stock is one of "
-    "vLLM's blocks, which also hold states. right answers: those that begin with the "
-    "code that was asked for. equal answers: greedy answers equal in both; ~ counts "
-    f"near ties (up to {NEAR_TIE} nats at the first difference, as rounding in "
-    "bfloat16 gives)."
+    "are of live sequences, looked at ten times a second; {page_note}. right answers: "
+    "those that begin with the code that was asked for. equal answers: greedy answers "
+    "equal in both; ~ counts near ties (up to {near_tie} nats at the first difference, "
+    "as rounding in bfloat16 gives)."
 )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -33,7 +32,6 @@ class Demo:
     model: Path
     out: Path
     workloads: Sequence[Workload] = field(default_factory=all_workloads)
-    settings: dict[str, Any] = field(default_factory=dict)
     console: Console = field(default_factory=Console)
 
     def run(self) -> bool:
@@ -45,11 +43,11 @@ class Demo:
         version = self.engine.version()
         with self._servers() as targets:
             outcomes = self._compare(targets)
-        data = to_json(self.engine.name, version, outcomes, self.settings)
+        data = to_json(self.engine.name, version, outcomes, self.engine.settings())
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(data, indent=2) + "\n")
         title = f"{self.engine.name} {version}, stock and with hybrid-plugin"
-        self.console.print(to_table(title, outcomes))
+        self.console.print(to_table(title, outcomes, self.engine.page_note))
         self.console.print(f"The same as JSON: {self.out}")
         return not self._complain(outcomes)
 

@@ -26,18 +26,9 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Keep convolution states of float32 models in float32.
-
-        Symptom: with `--dtype float32` and `extra_buffer`, the first prefill fails,
-        "Index put requires the source and destination dtypes match".
-        Cause: the states' type comes from the environment and is bfloat16 without
-        it, and tracking assigns inputs to states without a conversion.
-        Fix: say float32 in the environment, which scheduler processes inherit,
-        unless the user said something.
-        Delete when: SGLang derives the type from the model's, or converts.
-        """
-        if server_args.dtype in ("float", "float32"):
-            os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+        """Set what suits a CPU; SGLang records it as the platform's default."""
+        leave_the_cores_when_idle(server_args)
+        keep_inputs_in_float32(server_args)
 
     def get_device(self, device_id: int = 0) -> str:
         """Name the device, where a caller gave none.
@@ -73,6 +64,31 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         """
         kernels.install()
         leave_a_core()
+
+
+def leave_the_cores_when_idle(server_args: Any) -> None:
+    """Symptom: a server without requests keeps a core busy.
+
+    Cause: its scheduler looks for requests without a pause, which costs little
+    where a GPU does the work.
+    Fix: `--sleep-on-idle`.
+    Delete when: that is SGLang's default.
+    """
+    server_args.sleep_on_idle = True
+
+
+def keep_inputs_in_float32(server_args: Any) -> None:
+    """Symptom: with `--dtype float32` and `extra_buffer`, the first prefill fails,
+    "Index put requires the source and destination dtypes match".
+
+    Cause: the convolution states' type comes from the environment and is bfloat16
+    without it, and tracking assigns inputs to states without a conversion.
+    Fix: say float32 in the environment, which scheduler processes inherit, unless
+    the user said something.
+    Delete when: SGLang derives the type from the model's, or converts.
+    """
+    if server_args.dtype in ("float", "float32"):
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
 
 
 def leave_a_core() -> None:
