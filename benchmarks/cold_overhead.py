@@ -58,11 +58,15 @@ class Shape:
 
 
 ON_GPU = torch.cuda.is_available()
-LONG_ANSWERS = Shape("long answers", requests=16, prompt=40, answer=96)
-SHAPES = (Shape("long prompts", requests=16, prompt=600, answer=8), LONG_ANSWERS)
+WAKE_UP = Shape("wake-up", requests=8, prompt=40, answer=32)
+"""Sent before every measurement: a server is slow after a rest."""
+SHAPES = (
+    Shape("long prompts", requests=16, prompt=600, answer=8),
+    Shape("long answers", requests=16, prompt=40, answer=96),
+)
 GPU_SHAPES = (
-    Shape("long prompts", requests=128, prompt=600, answer=8),
-    Shape("long answers", requests=48, prompt=40, answer=96),
+    Shape("long prompts", requests=192, prompt=600, answer=8),
+    Shape("long answers", requests=40, prompt=40, answer=96),
     Shape("long answers", requests=128, prompt=40, answer=96, concurrency=32),
 )
 GPU_FLAGS = (
@@ -143,10 +147,10 @@ def measure(
 
 
 def one_round(side: Side, shape: Shape, rng: random.Random) -> float:
-    """Measure one server once, after some requests to wake it up."""
+    """Measure one server once, when the one before it is at rest."""
     if not ON_GPU:
         time.sleep(SETTLE_S)
-    asyncio.run(send(side, LONG_ANSWERS, prompts(rng, LONG_ANSWERS)[:8]))
+    asyncio.run(send(side, WAKE_UP, prompts(rng, WAKE_UP)))
     return asyncio.run(send(side, shape, prompts(rng, shape)))
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed requests, a stock engine's answers to them, and how near others must come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.engines import slow_decay
+from tests.engines.compare import Comparison, compare
+from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
+from tests.engines.drivers.driver import MODEL
+from tests.engines.messages import Answer, Ask
+from tests.engines.server import Server
+from tests.engines.traffic import Mix, mixed, next_turns
+
+FIRST_TURNS = 200
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Requests, and the stock engine's answers to them without any cache."""
+
+    model: Path
+    dtype: str
+    bound: float
+    asks: Sequence[Ask]
+    answers: Sequence[Answer]
+
+
+def make_reference(
+    start_server: StartServer, driver: Driver, name: str, folder: Path
+) -> Reference:
+    """First turns and second turns, 300 requests together, four at a time.
+
+    Args:
+        start_server: the fixture.
+        driver: of the engine.
+        name: of one of the driver's models.
+        folder: where to write the model if it is not the bundled one.
+    """
+    entry = driver.models[name]
+    model = MODEL
+    if entry.kind != "bundled":
+        model = getattr(slow_decay, f"write_{entry.kind}")(folder)
+    first = mixed(Mix(driver.page_size, requests=FIRST_TURNS))
+    whole = _with_logprobs(first)
+    with start_server(
+        "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model
+    ) as stock:
+        answers = stock.ask_all(whole, concurrency=4)
+        second = next_turns(whole[:100], answers[:100], seed=1)
+        answers += stock.ask_all(_with_logprobs(second), concurrency=4)
+    return Reference(model, entry.dtype, entry.bound, [*first, *second], answers)
+
+
+def replay(server: Server, reference: Reference) -> tuple[Comparison, list[Answer]]:
+    """Send the reference's requests, first turns first, 16 at a time."""
+    first, second = reference.asks[:FIRST_TURNS], reference.asks[FIRST_TURNS:]
+    answers = server.ask_all(first, concurrency=16)
+    answers += server.ask_all(second, concurrency=16)
+    return compare(reference.answers, answers, reference.bound), answers
+
+
+def _with_logprobs(asks: Sequence[Ask]) -> list[Ask]:
+    """The same without aborts, so that every answer can be compared to its end."""
+    return [replace(ask, abort_after=None, logprobs=5) for ask in asks]
