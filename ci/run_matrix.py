@@ -123,7 +123,10 @@ def _publish(
 ) -> list[str]:
     if len(checked) != len(rows) or len(rows) != len(matrix.load()):
         return [f"{PAGE.name} takes the sources of all rows; not all were checked."]
-    page = document.page(checked, shims.load())
+    try:
+        page = document.page(checked, shims.load())
+    except shims.ShimError as error:
+        return [str(error)]
     if write:
         PAGE.write_text(page)
         return []

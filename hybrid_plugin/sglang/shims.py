@@ -33,7 +33,7 @@ NEEDED = {
     "compat._run_commands": _while_there(
         f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation"
     ),
-    "platform.cpu.HybridCpu.apply_server_args_defaults": _while_there(
+    "platform.cpu.keep_inputs_in_float32": _while_there(
         f"{_SRT}.configs.mamba_utils:mamba2_state_dtype", "SGLANG_MAMBA_CONV_DTYPE"
     ),
     "platform.cpu.HybridCpu.get_device": _while_there(
@@ -42,6 +42,7 @@ NEEDED = {
     "platform.cpu.leave_a_core": _while_there(
         f"{_SRT}.distributed.bootstrap:_init_cpu_threads_env", "sgl_kernel"
     ),
+    "platform.cpu.leave_the_cores_when_idle": _while_there(_SCHEDULER, "sleep_on_idle"),
     "platform.torch_shims.answer_with_the_cpu_module": _while_there(
         f"{_SRT}.models.qwen3_next:Qwen3GatedDeltaNet", "get_device_module"
     ),
