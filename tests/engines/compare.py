@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid_plugin.demo.compare import first_difference
-from tests.engines.server import Answer
+from tests.engines.messages import Answer
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tests.engines.compare import compare
-from tests.engines.server import Answer
+from tests.engines.messages import Answer
 
 TOPS = ({1: -0.1, 2: -0.5}, {3: -0.2, 4: -3.0})
 REFERENCE = Answer((1, 3), logprobs=TOPS)

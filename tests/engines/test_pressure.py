@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from tests.engines.conftest import MAX_MODEL_LEN, PAGE_SIZE, StartServer
-from tests.engines.server import Ask, Server
+from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
+from tests.engines.drivers.driver import MAX_MODEL_LEN
+from tests.engines.messages import Ask
+from tests.engines.server import Server
 from tests.engines.traffic import encode, system_prompt
 
 pytestmark = pytest.mark.engine
-
-TWO_SEQUENCES = {"kv_pages": 2 * MAX_MODEL_LEN // PAGE_SIZE + 1, "state_slots": 3}
 
 
 def burst(seed: int) -> list[Ask]:
@@ -39,10 +40,12 @@ def wait_until_idle(server: Server) -> dict[str, float]:
     return server.metrics()
 
 
-def test_64_requests_into_a_pool_for_two(start_server: StartServer) -> None:
-    with start_server(
-        "pressure", options=TWO_SEQUENCES, flags=("--max-num-seqs=64",)
-    ) as server:
+def test_64_requests_into_a_pool_for_two(
+    start_server: StartServer, driver: Driver
+) -> None:
+    pages = 2 * MAX_MODEL_LEN // driver.page_size
+    options = {"kv_pages": pages + 1, "state_slots": 3}
+    with start_server("pressure", options=options, max_running=64) as server:
         for seed in range(3):
             answers = server.ask_all(burst(seed), concurrency=64)
             assert [a.error for a in answers if a.error] == []
@@ -50,9 +53,6 @@ def test_64_requests_into_a_pool_for_two(start_server: StartServer) -> None:
         levels = wait_until_idle(server)
     assert levels["pages{used}"] == 0
     assert levels["slots{used}"] == 0
-    assert (
-        levels["pages{cached}"] + levels["pages{free}"]
-        == 2 * MAX_MODEL_LEN // PAGE_SIZE
-    )
+    assert levels["pages{cached}"] + levels["pages{free}"] == pages
     assert levels["slots{cached}"] + levels["slots{free}"] == 2
     assert levels["refusals"] > 0

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engines.conftest import PAGE_SIZE, StartServer
+from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
 from tests.engines.server import Server
 from tests.engines.traffic import encode, system_prompt
 
@@ -22,7 +23,7 @@ def server(start_server: StartServer) -> Iterator[Server]:
         yield running
 
 
-def test_next_turn_reuses_prompt_and_answer(server: Server) -> None:
+def test_next_turn_reuses_prompt_and_answer(server: Server, driver: Driver) -> None:
     """Six turns; each reuses all that was computed before it."""
     history = encode(system_prompt(random.Random(1), 75))
     for turn in range(6):
@@ -31,36 +32,39 @@ def test_next_turn_reuses_prompt_and_answer(server: Server) -> None:
         assert answer.error is None
         if turn:
             # The last token of an answer is sampled, not yet computed.
-            assert len(history) - answer.cached_tokens <= PAGE_SIZE
+            assert len(history) - answer.cached_tokens <= driver.page_size
             assert answer.cached_tokens >= len(history) - 1
         history = prompt + answer.tokens
 
 
-def test_third_request_with_a_short_system_prompt_hits(server: Server) -> None:
+def test_third_request_with_a_short_system_prompt_hits(
+    server: Server, driver: Driver
+) -> None:
     """The second reveals the branch; 40 tokens are one page and a bit."""
     system = encode("Speak like a pirate. " + system_prompt(random.Random(2), 19))
     endings = [encode(f"{letter}: tell me about it.") for letter in "ABCDEFGH"]
     cached = [server.ask(system + end, 8).cached_tokens for end in endings]
     assert cached[:2] == [0, 0]
-    assert all(tokens >= PAGE_SIZE for tokens in cached[2:])
+    assert all(tokens >= driver.page_size for tokens in cached[2:])
 
 
-def test_branches_in_the_middle_are_found(server: Server) -> None:
+def test_branches_in_the_middle_are_found(server: Server, driver: Driver) -> None:
     """A tree of prompts: trunk, two limbs, leaves."""
     trunk = encode(system_prompt(random.Random(3), 100))
     limbs = [trunk + encode(f"<{limb}>" * 30) for limb in "xy"]
     for limb in limbs:
         for leaf in range(3):
             answer = server.ask(limb + encode(f"{leaf} leaf {leaf}"), 4)
-    assert answer.cached_tokens >= len(limbs[1]) // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
+    page = driver.page_size
+    assert answer.cached_tokens >= len(limbs[1]) // page * page - page
 
 
-def test_salt_separates(server: Server) -> None:
+def test_salt_separates(server: Server, driver: Driver) -> None:
     prompt = encode(system_prompt(random.Random(4), 200))
     endings = [encode(ending) for ending in ("one", "two", "three")]
-    alice = [server.ask(prompt + end, 4, cache_salt="alice") for end in endings]
-    bob = server.ask(prompt + endings[-1], 4, cache_salt="bob")
-    assert alice[-1].cached_tokens >= 200 - PAGE_SIZE
+    alice = [server.ask(prompt + end, 4, salt="alice") for end in endings]
+    bob = server.ask(prompt + endings[-1], 4, salt="bob")
+    assert alice[-1].cached_tokens >= 200 - driver.page_size
     assert bob.cached_tokens == 0
 
 
@@ -69,8 +73,7 @@ def test_prompt_logprobs_bypass_the_cache(server: Server) -> None:
     prompt = encode(system_prompt(random.Random(5), 100))
     server.ask(prompt, 4)
     assert server.ask(prompt + encode("?"), 4).cached_tokens > 0
-    usage = server.ask_whole(prompt + encode("?"), 4, prompt_logprobs=1)
-    assert usage["cached_tokens"] == 0
+    assert server.cached_with_prompt_logprobs(prompt + encode("?")) == 0
 
 
 def test_counters_agree_with_the_answers(server: Server) -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.engines.server import Answer, Ask
+from tests.engines.messages import Answer, Ask
 
 Generate = Callable[[Sequence[Ask]], Sequence[Answer]]
 

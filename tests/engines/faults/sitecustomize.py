@@ -11,28 +11,26 @@ import sys
 
 
 def _zero_snapshots() -> None:
+    from hybrid_plugin.core.cache import HybridCache
     from hybrid_plugin.core.commands import Copy, Pool, Zero
-    from hybrid_plugin.core.executor import Executor
 
-    run = Executor.run
+    drain = HybridCache.drain_commands
 
-    def forgetful(self, commands):  # type: ignore[no-untyped-def]
-        run(
-            self,
-            [
-                Zero(Pool.STATE, c.destination)
-                if isinstance(c, Copy) and c.pool is Pool.STATE
-                else c
-                for c in commands
-            ],
-        )
+    def forgetful(self):  # type: ignore[no-untyped-def]
+        return [
+            Zero(Pool.STATE, c.destination)
+            if isinstance(c, Copy) and c.pool is Pool.STATE
+            else c
+            for c in drain(self)
+        ]
 
-    Executor.run = forgetful  # type: ignore[method-assign]
+    HybridCache.drain_commands = forgetful  # type: ignore[method-assign]
 
 
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
+        os.environ["SGLANG_PLUGINS"] = "none"
 
 
 {"zero_snapshots": _zero_snapshots, "exclude_workers": _exclude_workers}.get(

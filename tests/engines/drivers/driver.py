@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface between the tests of behaviour and an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from tests.engines.messages import Answer, Ask, Launch
+
+MODEL = Path(__file__).parents[2] / "assets" / "tiny-qwen3-next"
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What tests ask of a server; the rest is the driver's."""
+
+    model: Path = MODEL
+    dtype: str = "bfloat16"
+    plugin: bool = True
+    prefix_cache: bool = True
+    """Whether anything is cached across requests."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the plugin."""
+    max_running: int = 16
+    flags: Sequence[str] = ()
+    """In the engine's own words: from its driver only."""
+    fault: str | None = None
+    """See `faults`."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint of a kind, and how near to the reference answers must come."""
+
+    kind: str
+    """"bundled", or a function of `slow_decay` without its `write_`."""
+    dtype: str
+    bound: float
+    """Nats that the reference may lose at a first difference; 0 for equal."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the plugin."""
+
+    options: Mapping[str, int]
+    least_reuse: float
+    """Share of prompt tokens that must come from the cache."""
+    flags: tuple[str, ...] = ()
+    preempts: bool = False
+    """Whether the pools are so small that sequences must be preempted."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A server that must not start, and what it says."""
+
+    sentence: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an engine makes of its configuration, before it loads a model."""
+
+    active: bool = False
+    refusal: str | None = None
+    """Why it would not start."""
+    lines: tuple[str, ...] = ()
+    """What the plugin logged."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """The engine's own, as far as they concern caching and scheduling."""
+
+
+class Driver(Protocol):
+    """An engine's server, as the tests see it."""
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page: the least that the engine takes here by default."""
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """What equality is tested with."""
+
+    @property
+    def variants(self) -> Mapping[str, Variant]:
+        """Ways to run the plugin that equality is tested with."""
+
+    @property
+    def refusals(self) -> Mapping[str, Refusal]:
+        """Servers that must not start."""
+
+    @property
+    def conflicts(self) -> Mapping[str, tuple[tuple[str, ...], str]]:
+        """Flags that the plugin cannot serve, and the sentence about each."""
+
+    def decide(self, setup: Setup, *, demanded: bool = False) -> Decision:
+        """Configure an engine in this process.
+
+        Args:
+            setup: of the server it would be; `fault` does not count.
+            demanded: whether the plugin must serve it or refuse.
+        """
+
+    def launch(self, setup: Setup, port: int) -> Launch:
+        """The command line of a server."""
+
+    async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
+        """Send one request, streamed, to the client's base URL."""
+
+    def cached_with_prompt_logprobs(self, url: str, prompt: Sequence[int]) -> int:
+        """Tokens restored for a request that wants logprobs of its prompt."""
+
+    def forget(self, url: str) -> None:
+        """Have the server forget everything cached."""
+
+    def metrics(self, url: str) -> str:
+        """The text of /metrics, no older than the last answer."""

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang.launch_server`, over its own API, which speaks in token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import torch
+
+from hybrid_plugin.demo.compare import NEAR_TIE
+from tests.engines.drivers.driver import (
+    MAX_MODEL_LEN,
+    Decision,
+    Model,
+    Refusal,
+    Setup,
+    Variant,
+)
+from tests.engines.drivers.process import environment, overheard
+from tests.engines.faults import fault_environment
+from tests.engines.messages import Answer, Ask, Launch
+
+ON_GPU = torch.cuda.is_available()
+PAGE_SIZE = 16
+CACHE_TOKENS = 8192
+STATE_SLOTS = 64
+PUBLISH_S = 1.5
+"""A scheduler that falls asleep publishes its last numbers a second later."""
+
+FLAGS = (
+    "--host=127.0.0.1",
+    f"--context-length={MAX_MODEL_LEN}",
+    "--chunked-prefill-size=96",
+    f"--max-total-tokens={CACHE_TOKENS}",
+    f"--max-mamba-cache-size={STATE_SLOTS}",
+    "--enable-metrics",
+    "--skip-server-warmup",
+    *(
+        ("--mem-fraction-static=0.2", "--cuda-graph-bs", "1", "4", "16")
+        if ON_GPU
+        else ()
+    ),
+)
+
+MODELS = {
+    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE),
+    "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
+    "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0),
+}
+
+VARIANTS = {
+    "overlap, preemption": Variant(
+        # Pages for few of the eleven sequences it has slots for.
+        {"kv_pages": 1280 // PAGE_SIZE, "state_slots": 12},
+        0.05,
+        preempts=True,
+    ),
+    "page of 1, no overlap": Variant(
+        {"page_size": 1}, 0.4, ("--disable-overlap-schedule",)
+    ),
+}
+
+REFUSALS = {
+    "unknown option": Refusal(
+        "Unknown hybrid_plugin option 'pagesize'", {"pagesize": 16}
+    ),
+    "two page sizes": Refusal(
+        "--page-size 32 and the option page_size 16 contradict each other",
+        {"page_size": 16},
+        ("--page-size=32",),
+    ),
+    "pool larger than the memory": Refusal(
+        "kv_pages 4096 needs room for 65520 tokens",
+        {"kv_pages": 4096, "state_slots": 12},
+    ),
+    "another cache": Refusal(
+        "--enable-hierarchical-cache is not supported yet; drop it",
+        flags=("--enable-hierarchical-cache",),
+    ),
+    "plugin excluded from the scheduler": Refusal("hybrid", fault="exclude_workers"),
+}
+
+
+CONFLICTS = {
+    "pipeline parallel": (
+        ("--pp-size=2",),
+        "pipeline parallelism is not supported yet; use tensor parallelism.",
+    ),
+    "speculative": (
+        ("--speculative-algorithm=NGRAM",),
+        "speculative decoding is not supported yet; drop --speculative-algorithm.",
+    ),
+    "another cache": (
+        ("--enable-hierarchical-cache",),
+        "--enable-hierarchical-cache is not supported yet; drop it.",
+    ),
+    "no chunked prefill": (
+        ("--chunked-prefill-size=-1",),
+        "it needs chunked prefill; give --chunked-prefill-size a positive size.",
+    ),
+}
+
+SETTINGS = (
+    "chunked_prefill_size",
+    "disable_overlap_schedule",
+    "disable_radix_cache",
+    "mamba_radix_cache_strategy",
+    "max_running_requests",
+    "page_size",
+    "radix_cache_backend",
+    "schedule_policy",
+)
+
+
+class SglangDriver:
+    """A `Driver`."""
+
+    name = "sglang"
+    page_size = PAGE_SIZE
+    models = MODELS
+    variants = VARIANTS
+    refusals = REFUSALS
+
+    conflicts = CONFLICTS
+
+    def decide(self, setup: Setup, *, demanded: bool = False) -> Decision:
+        """As far as SGLang's arguments go; its flag is a demand always."""
+        flags = [
+            f"--model-path={setup.model}",
+            "--skip-tokenizer-init",
+            f"--dtype={setup.dtype}",
+            *_flags(setup),
+        ]
+        with (
+            overheard("sglang.hybrid_plugin") as lines,
+            environment(setup.plugin, SGLANG_PLATFORM="" if ON_GPU else "hybrid_cpu"),
+        ):
+            from sglang.srt.arg_groups import overrides
+            from sglang.srt.plugins import load_plugins
+            from sglang.srt.server_args import prepare_server_args
+
+            load_plugins()
+            try:
+                arguments = prepare_server_args(flags)
+                arguments.resolve_once()
+            except (AssertionError, ValueError, SystemExit) as refusal:
+                return Decision(refusal=str(refusal), lines=tuple(lines))
+            view = overrides.resolved_view(arguments)
+            settings = {name: getattr(view, name) for name in SETTINGS}
+        active = settings["radix_cache_backend"] == "hybrid"
+        return Decision(active, None, tuple(lines), settings)
+
+    def launch(self, setup: Setup, port: int) -> Launch:
+        """The command line of `sglang.launch_server`."""
+        command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            f"--model-path={setup.model}",
+            f"--port={port}",
+            f"--dtype={setup.dtype}",
+            f"--max-running-requests={setup.max_running}",
+            *FLAGS,
+            *_flags(setup),
+        ]
+        variables = {
+            # A probe that generates would take part in what is measured.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if setup.dtype == "float32":
+            variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
+        if not setup.plugin and not ON_GPU:
+            variables["SGLANG_PLATFORM"] = "hybrid_cpu"
+        return Launch(command, variables | fault_environment(setup.fault))
+
+    async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
+        """Over /generate, whose every event repeats what came before it."""
+        last: dict[str, Any] = {"output_ids": [], "meta_info": {}}
+        begin, first = time.monotonic(), 0.0
+        body = _body(ask) | {"stream": True}
+        async with client.stream("POST", "/generate", json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode()
+                return Answer((), error=f"{response.status_code}: {text}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return Answer(tuple(last["output_ids"]), error=str(event["error"]))
+                last = event
+                tokens = tuple(last["output_ids"])
+                if tokens and not first:
+                    first = time.monotonic() - begin
+                if ask.abort_after is not None and len(tokens) >= ask.abort_after:
+                    return Answer(tokens, ttft_s=first, aborted=True)
+        return _answer(last, first)
+
+    def cached_with_prompt_logprobs(self, url: str, prompt: Sequence[int]) -> int:
+        """Logprobs from the prompt's first token on."""
+        body = _body(Ask(tuple(prompt), 4, logprobs=1)) | {"logprob_start_len": 0}
+        response = httpx.post(f"{url}/generate", json=body, timeout=300)
+        response.raise_for_status()
+        cached: int = response.json()["meta_info"]["cached_tokens"]
+        return cached
+
+    def forget(self, url: str) -> None:
+        """Once nothing runs."""
+        httpx.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+
+    def metrics(self, url: str) -> str:
+        """After a moment."""
+        time.sleep(PUBLISH_S)
+        return httpx.get(f"{url}/metrics", timeout=10, follow_redirects=True).text
+
+
+def _flags(setup: Setup) -> list[str]:
+    """About caching."""
+    flags = [
+        *(("--enable-hybrid-plugin",) if setup.plugin else ()),
+        *(() if setup.prefix_cache else ("--disable-radix-cache",)),
+        *setup.flags,
+    ]
+    if setup.options:
+        flags += ["--hybrid-config", json.dumps(dict(setup.options))]
+    return flags
+
+
+def _body(ask: Ask) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "input_ids": list(ask.prompt),
+        "sampling_params": {"max_new_tokens": ask.max_tokens, "temperature": 0},
+    }
+    if ask.logprobs:
+        body |= {"return_logprob": True, "top_logprobs_num": ask.logprobs}
+    if ask.salt is not None:
+        body["cache_salt"] = ask.salt
+    return body
+
+
+def _answer(event: Mapping[str, Any], first: float) -> Answer:
+    about = event["meta_info"]
+    if (about.get("finish_reason") or {}).get("type") == "abort":
+        return Answer((), error=str(about["finish_reason"]))
+    return Answer(
+        tokens=tuple(event["output_ids"]),
+        prompt_tokens=about.get("prompt_tokens", 0),
+        cached_tokens=about.get("cached_tokens", 0),
+        ttft_s=first,
+        logprobs=tuple(
+            {token: logprob for logprob, token, _ in top}
+            for top in about.get("output_top_logprobs") or ()
+        ),
+    )

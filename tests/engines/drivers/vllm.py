@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`, over its OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from hybrid_plugin.demo.compare import NEAR_TIE
+from tests.engines.drivers.driver import (
+    MAX_MODEL_LEN,
+    Decision,
+    Model,
+    Refusal,
+    Setup,
+    Variant,
+)
+from tests.engines.drivers.process import environment, overheard
+from tests.engines.faults import fault_environment
+from tests.engines.messages import Answer, Ask, Launch
+
+ON_GPU = torch.cuda.is_available()
+PAGE_SIZE = 16 if ON_GPU else 32
+"""The least that the platform's attention backend takes."""
+
+FLAGS = (
+    f"--max-model-len={MAX_MODEL_LEN}",
+    "--max-num-batched-tokens=96",
+    "--kv-cache-memory-bytes=64M",
+    "--host=127.0.0.1",
+    "--enable-prompt-tokens-details",
+    *(
+        (
+            "--gdn-prefill-backend=triton",
+            "--gpu-memory-utilization=0.2",
+            "--cudagraph-capture-sizes",
+            "1",
+            "4",
+            "16",
+        )
+        if ON_GPU
+        else ("--enforce-eager",)
+    ),
+)
+
+MODELS = {
+    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE),
+    "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
+}
+"""vLLM's gated delta net kernels take bfloat16 only, whose logits are 0.0625 to
+0.125 apart; `control.py` prints how far stock vLLM is from itself there."""
+
+VARIANTS = {
+    "smallest page, preemption": Variant(
+        # Pages for few of the eleven sequences it has slots for.
+        {"kv_pages": 1280 // PAGE_SIZE, "state_slots": 12},
+        0.05,
+        preempts=True,
+    ),
+    "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
+}
+if ON_GPU:  # the CPU platform forces synchronous scheduling
+    VARIANTS["synchronous"] = Variant({}, 0.4, ("--no-async-scheduling",))
+    VARIANTS["page of 64"] = Variant({"page_size": 64}, 0.4)
+
+REFUSALS = {
+    "unknown option": Refusal(
+        "Unknown hybrid_plugin option 'pagesize'", {"pagesize": 16}
+    ),
+    "page size the backend refuses": Refusal(
+        "Page size 16 does not suit the attention backend (CPU_ATTN), which takes "
+        "32, 64, 96, 128, ...",
+        {"page_size": 16},
+    ),
+    "pool too small for one sequence": Refusal(
+        "cannot hold one sequence of 1024 tokens",
+        flags=("--kv-cache-memory-bytes=1M",),
+    ),
+    "plugin excluded from the workers": Refusal(
+        "hybrid-plugin is loaded in the server but not in", fault="exclude_workers"
+    ),
+}
+
+
+CONFLICTS = {
+    "pipeline parallel": (
+        ("--pipeline-parallel-size=2",),
+        "pipeline parallelism is not supported yet; use tensor parallelism.",
+    ),
+    "speculative": (
+        (
+            "--speculative-config",
+            '{"method": "ngram", "num_speculative_tokens": 2}',
+        ),
+        "speculative decoding is not supported yet; drop --speculative-config.",
+    ),
+    "scheduler class": (
+        ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
+        "it brings its own scheduler; drop --scheduler-cls.",
+    ),
+    "connector": (
+        (
+            "--kv-transfer-config",
+            '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}',
+        ),
+        "KV connectors are not supported yet; drop --kv-transfer-config.",
+    ),
+}
+
+FRESH = ("additional_config", "instance_id")
+"""Fields that are ours, or new in every configuration."""
+
+
+class VllmDriver:
+    """A `Driver`."""
+
+    name = "vllm"
+    page_size = PAGE_SIZE
+    models = MODELS
+    variants = VARIANTS
+    refusals: Mapping[str, Refusal] = {} if ON_GPU else REFUSALS
+    """The sentences name the CPU's backend."""
+
+    conflicts = CONFLICTS
+
+    def decide(self, setup: Setup, *, demanded: bool = False) -> Decision:
+        """As far as vLLM's configuration goes."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        from hybrid_plugin.vllm.activation import is_active
+
+        options = dict(setup.options) | ({"enabled": True} if demanded else {})
+        flags = [
+            f"--model={setup.model}",
+            "--skip-tokenizer-init",
+            f"--dtype={setup.dtype}",
+            f"--max-model-len={MAX_MODEL_LEN}",
+            *(() if setup.prefix_cache else ("--no-enable-prefix-caching",)),
+            *setup.flags,
+            "--additional-config",
+            json.dumps({"hybrid_plugin": options} if options else {}),
+        ]
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        with overheard("vllm.hybrid_plugin") as lines, environment(setup.plugin):
+            try:
+                arguments = EngineArgs.from_cli_args(parser.parse_args(flags))
+                config = arguments.create_engine_config()
+            except (ValueError, SystemExit) as refusal:
+                return Decision(refusal=str(refusal), lines=tuple(lines))
+        settings = {
+            f"{section}.{name}": value
+            for section in ("scheduler_config", "cache_config", "parallel_config")
+            for name, value in vars(getattr(config, section)).items()
+            if name not in FRESH and not name.startswith("_data_parallel")
+        }
+        return Decision(is_active(config), None, tuple(lines), settings)
+
+    def launch(self, setup: Setup, port: int) -> Launch:
+        """The command line of `vllm serve`."""
+        command = [
+            str(Path(sys.executable).with_name("vllm")),
+            "serve",
+            str(setup.model),
+            f"--port={port}",
+            f"--dtype={setup.dtype}",
+            f"--max-num-seqs={setup.max_running}",
+            *FLAGS,
+            *(() if setup.prefix_cache else ("--no-enable-prefix-caching",)),
+            *setup.flags,
+        ]
+        if setup.options:
+            options = {"hybrid_plugin": dict(setup.options)}
+            command += ["--additional-config", json.dumps(options)]
+        variables = {
+            "HYBRID_PLUGIN": "1" if setup.plugin else "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            "HF_HUB_OFFLINE": "1",
+        }
+        if setup.dtype == "float32":
+            # Without it, Triton rounds float32 operands to 10 bits of mantissa.
+            variables["TRITON_F32_DEFAULT"] = "ieee"
+        return Launch(command, variables | fault_environment(setup.fault))
+
+    async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
+        """Over /v1/completions."""
+        body = _body(ask) | {"stream": True, "stream_options": {"include_usage": True}}
+        tokens: list[int] = []
+        logprobs: list[Mapping[int, float]] = []
+        usage: dict[str, Any] = {}
+        begin, first = time.monotonic(), 0.0
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode()
+                return Answer((), error=f"{response.status_code}: {text}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return Answer(tuple(tokens), error=str(event["error"]))
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or []
+                    logprobs += _read_logprobs(choice)
+                if tokens and not first:
+                    first = time.monotonic() - begin
+                if ask.abort_after is not None and len(tokens) >= ask.abort_after:
+                    return Answer(tuple(tokens), ttft_s=first, aborted=True)
+        return Answer(
+            tokens=tuple(tokens),
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            cached_tokens=_cached(usage),
+            ttft_s=first,
+            logprobs=tuple(logprobs),
+        )
+
+    def cached_with_prompt_logprobs(self, url: str, prompt: Sequence[int]) -> int:
+        """Such a request cannot be streamed."""
+        body = _body(Ask(tuple(prompt), 4)) | {"prompt_logprobs": 1}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+        response.raise_for_status()
+        return _cached(response.json()["usage"])
+
+    def forget(self, url: str) -> None:
+        """By vLLM's development mode."""
+        httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+    def metrics(self, url: str) -> str:
+        """Current with every step."""
+        return httpx.get(f"{url}/metrics", timeout=10).text
+
+
+def _body(ask: Ask) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "prompt": list(ask.prompt),
+        "max_tokens": ask.max_tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if ask.logprobs:
+        body["logprobs"] = ask.logprobs
+    if ask.salt is not None:
+        body["cache_salt"] = ask.salt
+    return body
+
+
+def _cached(usage: Mapping[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0
+
+
+def _read_logprobs(choice: Mapping[str, Any]) -> list[Mapping[int, float]]:
+    tops = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    return [
+        {int(name.removeprefix("token_id:")): value for name, value in top.items()}
+        for top in tops
+        if top
+    ]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is vLLM's own about activation; the rest is in tests/engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import EngineArgs
+
+from hybrid_plugin.vllm.activation import SCHEDULER
+from tests.engines.drivers.driver import MODEL, Setup
+from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
+
+DRIVER = VllmDriver()
+
+
+def config_of(**arguments: Any) -> Any:
+    """The engine configuration `vllm serve` would come to."""
+    return EngineArgs(
+        model=str(MODEL),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        **arguments,
+    ).create_engine_config()
+
+
+def test_marks_of_an_active_plugin() -> None:
+    config = config_of()
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+    assert config.cache_config.mamba_cache_mode == "none"
+    assert config.cache_config.mamba_block_size == 1024
+    assert ".Hybrid" in config.parallel_config.worker_cls
+
+
+def test_option_and_environment_switch_it_off_alike() -> None:
+    by_option = DRIVER.decide(Setup(options={"enabled": False}))
+    by_environment = DRIVER.decide(Setup(plugin=False))
+    assert not by_option.active
+    assert by_option.settings["cache_config.mamba_cache_mode"] == "align"
+    assert by_option.settings == by_environment.settings
+    assert by_option.lines == (
+        "hybrid-plugin is inactive: it is switched off in --additional-config.",
+    )
+    assert by_environment.lines == (
+        "hybrid-plugin is inactive: HYBRID_PLUGIN=0 is set.",
+    )
+
+
+@pytest.mark.parametrize(("flags", "sentence"), CONFLICTS.values(), ids=CONFLICTS)
+def test_conflict_steps_aside_with_a_warning(
+    flags: tuple[str, ...], sentence: str
+) -> None:
+    decision = DRIVER.decide(Setup(flags=flags))
+    assert not decision.active
+    assert decision.settings["scheduler_config.scheduler_cls"] != SCHEDULER
+    assert decision.lines == (f"hybrid-plugin is inactive: {sentence}",)
+
+
+def test_options_are_an_object() -> None:
+    with pytest.raises(Exception, match="takes a JSON object of options"):
+        config_of(additional_config={"hybrid_plugin": []})
+
+
+def test_a_moved_hook_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.delattr(Scheduler, "_mamba_block_aligned_split")
+    refusal = DRIVER.decide(Setup()).refusal
+    assert refusal is not None
+    assert "does not fit vLLM" in refusal
+    assert "Scheduler._mamba_block_aligned_split is missing" in refusal
