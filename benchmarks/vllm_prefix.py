@@ -196,7 +196,7 @@ def asker(engine: Any) -> Ask:
 
 
 MARK = "RESULT "
-"""Begins the lines that are meant for us: engines log to the same stream."""
+"""Begins the lines that are meant for us: libraries print what they like."""
 
 
 def say(result: dict[str, Any]) -> None:
@@ -222,6 +222,7 @@ class Side:
             "HYBRID_PLUGIN": "1" if name == PLUGIN else "0",
             # Engines that start together must not write to one compile cache.
             "VLLM_CACHE_ROOT": str(SCRATCH / "cache" / args.model / name),
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         }
         self._process = subprocess.Popen(
             command,
