@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+
+from hybrid_plugin.core.virtual import AddressRange, Refusal, Span, VirtualArena
 
 
 class Arena:
@@ -45,3 +47,81 @@ class Arena:
         """Copy one id over another, in order on the current stream."""
         for part in self.parts:
             part[destination].copy_(part[source])
+
+
+class ElasticArena(Arena):
+    """A pool whose memory comes and goes, a granule of ids at a time.
+
+    A granule is a whole number of blocks in every part, so that it shares no
+    block with its neighbours.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        place: AddressRange,
+        memory: VirtualArena,
+        ids_per_granule: int,
+    ) -> None:
+        """Take over a range that is all holes.
+
+        Args:
+            parts: as for `Arena`, views of `place`.
+            place: the addresses of the pool.
+            memory: what the range was reserved from.
+            ids_per_granule: ids in a granule.
+
+        Raises:
+            ValueError: if a granule is no whole number of blocks.
+        """
+        super().__init__(parts)
+        self._place = place
+        self._memory = memory
+        self._ids = ids_per_granule
+        for part in parts:
+            size = ids_per_granule * part.stride(0)
+            if (part.data_ptr() - place.address) % memory.block_bytes or (
+                size % memory.block_bytes
+            ):
+                raise ValueError(
+                    f"granules of {size} bytes are no whole number of blocks of "
+                    f"{memory.block_bytes}"
+                )
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes of a granule over all parts."""
+        return sum(self._ids * part.stride(0) for part in self.parts)
+
+    def map(self, granules: Iterable[int]) -> Refusal | None:
+        """Put memory, all zeros, behind granules, or change nothing."""
+        granules = sorted(granules)
+        refusal = self._memory.map(self._spans(granules))
+        if refusal is None and not self._memory.clears:
+            for first, count in _runs(granules):
+                rows = slice(first * self._ids, (first + count) * self._ids)
+                for part in self.parts:
+                    part[rows].zero_()
+        return refusal
+
+    def unmap(self, granules: Iterable[int]) -> None:
+        """Take the memory from granules, once the work issued so far is done."""
+        self._memory.unmap(self._spans(granules))
+
+    def _spans(self, granules: Iterable[int]) -> Iterator[Span]:
+        granules = list(granules)
+        for part in self.parts:
+            start = part.data_ptr() - self._place.address
+            size = self._ids * part.stride(0)
+            for granule in granules:
+                first = start + granule * size
+                yield Span(self._place, first, first + size)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as (first, count) of those that follow each other."""
+    first = 0
+    for i in range(1, len(numbers) + 1):
+        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
+            yield numbers[first], i - first
+            first = i

@@ -36,4 +36,20 @@ class Copy:
     destination: int
 
 
-Command = Zero | Copy
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Put memory, all zeros, behind granules of a pool that have none."""
+
+    pool: Pool
+    granules: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """Take the memory from granules of which nobody owns a page or slot."""
+
+    pool: Pool
+    granules: tuple[int, ...]
+
+
+Command = Zero | Copy | Map | Unmap

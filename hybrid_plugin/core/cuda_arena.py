@@ -36,6 +36,8 @@ class CudaError(RuntimeError):
 class CudaArena(VirtualArena):
     """Blocks of one GPU's memory."""
 
+    clears = False
+
     def __init__(
         self, budget: int, device: torch.device, block_bytes: int | None = None
     ) -> None:

@@ -3,10 +3,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from hybrid_plugin.core.arena import Arena
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.arena import Arena, ElasticArena
+from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
+from hybrid_plugin.core.virtual import Refusal
+
+
+@dataclass(slots=True)
+class MoveStats:
+    """What mapping and unmapping cost this rank so far."""
+
+    calls: int = 0
+    granules: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    """Time the device's queue stood empty for it at most: the waiting for work
+    issued before is part of it, and so are the driver's calls."""
 
 
 class Executor:
@@ -14,12 +29,15 @@ class Executor:
 
     def __init__(self, arenas: Mapping[Pool, Arena]) -> None:
         self._arenas = dict(arenas)
+        self.moves = MoveStats()
 
     def run(self, commands: Iterable[Command]) -> None:
         """Issue the commands; returns before a GPU has executed them.
 
         Raises:
             TypeError: for something that is no command.
+            MemoryError: if the system refuses memory for a granule, which can
+                only be where it was not held from the start.
         """
         for command in commands:
             match command:
@@ -27,5 +45,28 @@ class Executor:
                     self._arenas[pool].zero(index)
                 case Copy(pool, source, destination):
                     self._arenas[pool].copy(source, destination)
+                case Map() | Unmap():
+                    refusal = self._move(command, self._elastic(command.pool))
+                    if refusal is not None:
+                        raise MemoryError(str(refusal))
                 case _:
                     raise TypeError(f"{command!r} is not a command")
+
+    def _move(self, command: Map | Unmap, arena: ElasticArena) -> Refusal | None:
+        begin = time.perf_counter()
+        refusal = None
+        if isinstance(command, Map):
+            refusal = arena.map(command.granules)
+        else:
+            arena.unmap(command.granules)
+        self.moves.calls += 1
+        self.moves.granules += len(command.granules)
+        self.moves.bytes += len(command.granules) * arena.granule_bytes
+        self.moves.seconds += time.perf_counter() - begin
+        return refusal
+
+    def _elastic(self, pool: Pool) -> ElasticArena:
+        arena = self._arenas[pool]
+        if not isinstance(arena, ElasticArena):
+            raise TypeError(f"the memory of pool {pool.value!r} is fixed")
+        return arena

@@ -5,15 +5,24 @@ An id is *free* (nobody's), *live* (a live sequence's, shared or not) or *cached
 (the tree's alone).  Only ids of mapped granules are handed out, the lowest
 first: that keeps the upper granules empty, and an empty granule's memory can go
 to another pool.
+
+Every call is linear in the ids it names, with a small constant: long lists go
+through numpy, short ones through a loop.
 """
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 RESERVED_ID = 0
+
+_FEW = 48
+"""Up to so many ids a loop is faster than numpy."""
 
 
 class IdSpace:
@@ -49,16 +58,16 @@ class IdSpace:
         self.cached = 0
         self.pinned_granules = 1
         """Granules with live ids, and that of the reserved one."""
-        self._free: list[list[int]] = [[] for _ in range(self.granules)]
+        self._is_free = bytearray(capacity)
+        self._free_view = np.frombuffer(self._is_free, np.uint8)
+        self._lowest = 1
+        """No id below is free."""
+        self._is_mapped = bytearray(self.granules)
         self._live = [0] * self.granules
         self._cached = [0] * self.granules
-        self._is_mapped = bytearray(self.granules)
         self._idle: set[int] = set()
-        self._open: list[int] = []
-        """Heap of granules that may have free ids; see `_lowest_open`."""
-        self._is_open = bytearray(self.granules)
-        self._live[RESERVED_ID // per_granule] = 1  # never empty
-        self.map(RESERVED_ID // per_granule)
+        self._live[0] = 1  # the reserved one
+        self.map(0)
 
     # ---------------------------------------------------------------- granules
 
@@ -78,15 +87,15 @@ class IdSpace:
         """
         if self._is_mapped[granule]:
             raise ValueError(f"granule {granule} is mapped already")
-        per = self.per_granule
-        ids = range(granule * per, (granule + 1) * per)
-        self._free[granule] = [i for i in ids if i != RESERVED_ID]
         self._is_mapped[granule] = 1
         self.mapped += 1
-        self.free += len(self._free[granule])
-        self._opened(granule)
-        if len(self._free[granule]) == per:
+        self._set_free(granule, 1)
+        if granule == 0:
+            self._is_free[RESERVED_ID] = 0
+            self.free -= 1
+        else:
             self._idle.add(granule)
+        self._lowest = min(self._lowest, max(granule * self.per_granule, 1))
 
     def unmap(self, granule: int) -> None:
         """Note that an idle granule lost its memory.
@@ -97,10 +106,9 @@ class IdSpace:
         if granule not in self._idle:
             raise ValueError(f"granule {granule} is in use or has no memory")
         self._idle.remove(granule)
-        self.free -= self.per_granule
-        self._free[granule] = []
         self._is_mapped[granule] = 0
         self.mapped -= 1
+        self._set_free(granule, 0)
 
     def lowest_hole(self) -> int | None:
         """The first granule without memory."""
@@ -119,9 +127,9 @@ class IdSpace:
     def emptiest(self) -> int | None:
         """The granule with the fewest cached ids, some of them, and no live one."""
         candidates = (
-            g
-            for g, cached in enumerate(self._cached)
-            if cached and self._is_mapped[g] and not self._live[g]
+            granule
+            for granule, cached in enumerate(self._cached)
+            if cached and not self._live[granule]
         )
         return min(candidates, key=lambda g: (self._cached[g], -g), default=None)
 
@@ -132,82 +140,132 @@ class IdSpace:
 
     def free_in(self, granule: int) -> int:
         """Free ids of one granule."""
-        return len(self._free[granule])
+        first = granule * self.per_granule
+        return self._is_free.count(1, first, first + self.per_granule)
 
     # --------------------------------------------------------------------- ids
 
     def free_ids(self) -> list[int]:
         """Every free id, ascending."""
-        return sorted(i for ids in self._free for i in ids)
+        found: list[int] = np.flatnonzero(self._free_view).tolist()
+        return found
 
-    def take(self, count: int) -> list[int]:
-        """Hand out the `count` lowest free ids, live.
+    def take(self, count: int) -> array[int]:
+        """Hand out the `count` lowest free ids, live, as an array of type `i`.
 
         Raises:
             ValueError: if fewer are free.
         """
         if count > self.free:
             raise ValueError(f"{count} ids asked for, {self.free} free")
-        taken: list[int] = []
-        while len(taken) < count:
-            granule = self._lowest_open()
-            ids = self._free[granule]
-            several = min(count - len(taken), len(ids))
-            taken += [heapq.heappop(ids) for _ in range(several)]
+        ids = self._take_few(count) if count <= _FEW else self._take_many(count)
+        self.free -= count
+        for granule, several in self._by_granule(ids):
             self._idle.discard(granule)
             self._add_live(granule, several)
-        self.free -= count
-        return taken
+        return ids
 
-    def take_outside(self, granule: int, count: int) -> list[int]:
+    def take_outside(self, granule: int, count: int) -> array[int]:
         """Hand out the lowest free ids of other granules, cached.
 
         Raises:
             ValueError: if there are not so many.
         """
-        if count > self.free - len(self._free[granule]):
+        first = granule * self.per_granule
+        inside = slice(first, first + self.per_granule)
+        aside, hidden = self._is_free[inside], self.free_in(granule)
+        if count > self.free - hidden:
             raise ValueError(f"there are no {count} free ids outside {granule}")
-        aside = self._free[granule]
-        self._free[granule] = []
-        self.free -= len(aside)
-        taken = self.take(count)
-        self.rest(taken)
-        self._free[granule] = aside
-        self.free += len(aside)
-        self._opened(granule)
-        return taken
+        lowest = self._lowest
+        self._is_free[inside] = bytes(self.per_granule)
+        self.free -= hidden
+        ids = self.take(count)
+        self.rest(ids)
+        self._is_free[inside] = aside
+        self.free += hidden
+        self._lowest = lowest
+        return ids
 
     def rest(self, ids: Sequence[int]) -> None:
         """Live ids become the tree's alone."""
-        for granule, count in self._by_granule(ids).items():
+        for granule, count in self._by_granule(ids):
             self._add_live(granule, -count)
             self._add_cached(granule, count)
 
     def revive(self, ids: Sequence[int]) -> None:
         """Cached ids become a live sequence's."""
-        for granule, count in self._by_granule(ids).items():
+        for granule, count in self._by_granule(ids):
             self._add_cached(granule, -count)
             self._add_live(granule, count)
 
     def free_live(self, ids: Sequence[int]) -> None:
         """Live ids become free."""
-        for granule, count in self._by_granule(ids).items():
+        for granule, count in self._by_granule(ids):
             self._add_live(granule, -count)
+            self._note_idle(granule)
         self._put_back(ids)
 
     def free_cached(self, ids: Sequence[int]) -> None:
         """Cached ids become free."""
-        for granule, count in self._by_granule(ids).items():
+        for granule, count in self._by_granule(ids):
             self._add_cached(granule, -count)
+            self._note_idle(granule)
         self._put_back(ids)
 
     # ---------------------------------------------------------------- internal
 
-    def _by_granule(self, ids: Sequence[int]) -> dict[int, int]:
-        """How many of the ids lie in each granule."""
-        if self.granules == 1:
-            return {0: len(ids)}
-        return Counter([i // self.per_granule for i in ids])
+    def _set_free(self, granule: int, free: int) -> None:
+        first, per = granule * self.per_granule, self.per_granule
+        self._is_free[first : first + per] = bytes([free]) * per
+        self.free += per if free else -per
+
+    def _take_few(self, count: int) -> array[int]:
+        ids = array("i", bytes(4 * count))
+        i = self._lowest - 1
+        for position in range(count):
+            i = self._is_free.find(1, i + 1)
+            self._is_free[i] = 0
+            ids[position] = i
+        self._lowest = i + 1
+        return ids
+
+    def _take_many(self, count: int) -> array[int]:
+        window, found = count, np.empty(0, np.intp)
+        while len(found) < count:
+            window *= 2
+            part = self._free_view[self._lowest : self._lowest + window]
+            found = np.flatnonzero(part)
+        taken = (found[:count] + self._lowest).astype(np.int32)
+        self._free_view[taken] = 0
+        self._lowest = int(taken[-1]) + 1
+        ids = array("i")
+        ids.frombytes(taken.tobytes())
+        return ids
+
+    def _put_back(self, ids: Sequence[int]) -> None:
+        if not len(ids):
+            return
+        self.free += len(ids)
+        self._lowest = min(self._lowest, int(min(ids)))
+        if len(ids) > _FEW:
+            self._free_view[_numbers(ids)] = 1
+            return
+        for i in ids:
+            self._is_free[i] = 1
+
+    def _by_granule(self, ids: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """How many of the ids lie in each granule that has any."""
+        if self.granules == 1 or not len(ids):
+            return ((0, len(ids)),)
+        if len(ids) <= _FEW:
+            return Counter([i // self.per_granule for i in ids]).items()
+        counts = np.bincount(_numbers(ids) // self.per_granule)
+        touched = np.flatnonzero(counts)
+        return zip(touched.tolist(), counts[touched].tolist(), strict=True)
+
+    def _note_idle(self, granule: int) -> None:
+        if not self._live[granule] and not self._cached[granule]:
+            self._idle.add(granule)
 
     def _add_cached(self, granule: int, count: int) -> None:
         self._cached[granule] += count
@@ -219,25 +277,8 @@ class IdSpace:
         self.live += count
         self.pinned_granules += (before + count > 0) - (before > 0)
 
-    def _put_back(self, ids: Sequence[int]) -> None:
-        lists, per, push = self._free, self.per_granule, heapq.heappush
-        for i in ids:
-            granule = i // per
-            free = lists[granule]
-            push(free, i)
-            if len(free) == 1:
-                self._opened(granule)
-            if len(free) == per:
-                self._idle.add(granule)
-        self.free += len(ids)
 
-    def _opened(self, granule: int) -> None:
-        if not self._is_open[granule]:
-            self._is_open[granule] = 1
-            heapq.heappush(self._open, granule)
-
-    def _lowest_open(self) -> int:
-        """The first granule with free ids; there is one."""
-        while not self._free[self._open[0]]:
-            self._is_open[heapq.heappop(self._open)] = 0
-        return self._open[0]
+def _numbers(ids: Any) -> Any:
+    if isinstance(ids, array):
+        return np.frombuffer(ids, np.int32)
+    return np.asarray(ids)

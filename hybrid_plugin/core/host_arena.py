@@ -38,6 +38,8 @@ def is_available() -> bool:
 class HostArena(VirtualArena):
     """Blocks of anonymous memory."""
 
+    clears = True
+
     def __init__(self, budget: int, block_bytes: int) -> None:
         """Take no memory yet.
 

@@ -73,7 +73,7 @@ class PagePool:
         """
         if count > self.ids.free:
             raise ValueError(f"{count} pages asked for, {self.ids.free} free")
-        pages = self.ids.take(count)
+        pages = self.ids.take(count).tolist()
         for page in pages:
             self._sequence_refs[page] = 1
         return pages

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import ClassVar
 
 import torch
 
@@ -78,6 +79,9 @@ class VirtualArena(ABC):
     One block of the budget is set aside: devices that need memory behind holes
     use that one.
     """
+
+    clears: ClassVar[bool]
+    """Whether what is mapped reads as zeros."""
 
     def __init__(self, budget: int, block_bytes: int) -> None:
         """Take no memory yet.
@@ -164,8 +168,8 @@ class VirtualArena(ABC):
         """Put memory behind spans that are holes; a refusal changes nothing.
 
         Blocks that left other ranges are used first; only what is missing is
-        taken from the system.  What lies in the blocks has no meaning.  Waits
-        for the work issued so far, which may read the holes.
+        taken from the system.  Waits for the work issued so far, which may read
+        the holes.
 
         Raises:
             ValueError: if there is memory behind a part of them already.
