@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import torch
@@ -141,13 +142,17 @@ class SglangDriver:
             environment(setup.plugin, SGLANG_PLATFORM="" if ON_GPU else "hybrid_cpu"),
         ):
             from sglang.srt.arg_groups import overrides
+            from sglang.srt.arg_groups import resolution_hooks as hooks
             from sglang.srt.plugins import load_plugins
             from sglang.srt.server_args import prepare_server_args
 
             load_plugins()
+            # Hooks last as long as their process; a stock server's has none.
+            none = {} if setup.plugin else {step: [] for step in hooks._HOOKS}
             try:
-                arguments = prepare_server_args(flags)
-                arguments.resolve_once()
+                with patch.dict(hooks._HOOKS, none):
+                    arguments = prepare_server_args(flags)
+                    arguments.resolve_once()
             except (AssertionError, ValueError, SystemExit) as refusal:
                 return Decision(refusal=str(refusal), lines=tuple(lines))
             view = overrides.resolved_view(arguments)
@@ -172,11 +177,11 @@ class SglangDriver:
             # A probe that generates would take part in what is measured.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             "HF_HUB_OFFLINE": "1",
+            # Where the plugin is asked for, the platform offers itself.
+            "SGLANG_PLATFORM": "" if setup.plugin or ON_GPU else "hybrid_cpu",
         }
         if setup.dtype == "float32":
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
-        if not setup.plugin and not ON_GPU:
-            variables["SGLANG_PLATFORM"] = "hybrid_cpu"
         return Launch(command, variables | fault_environment(setup.fault))
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:

@@ -85,6 +85,7 @@ def test_ours_take_what_sglang_s_take(replacement: Replacement) -> None:
 
 def test_installing(monkeypatch: pytest.MonkeyPatch) -> None:
     """All or nothing, and where other modules imported a kernel by name too."""
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.NAME)
     pytest.importorskip("sglang")
     from sglang.kernels.ops.attention.linear import fused_gdn_gating as module
     from sglang.srt.layers.attention.mamba import mamba
@@ -105,6 +106,7 @@ def test_installing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 models keep their inputs; an idle server sleeps."""
+    monkeypatch.setenv("SGLANG_PLATFORM", platform.NAME)
     pytest.importorskip("sglang")
     from hybrid_plugin.sglang.platform.cpu import HybridCpu
 

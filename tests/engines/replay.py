@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core alone on a stream of requests that an engine has answered, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.pool import PagePool, SlotPool
+
+
+def replay(
+    stream: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+    options: HybridConfig,
+    chunk: int,
+) -> list[int]:
+    """Hit tokens of each request.
+
+    Args:
+        stream: prompts and their answers, each finished before the next began.
+        options: with page_size, kv_pages and state_slots.
+        chunk: tokens that the engine prefills at most in one step.
+    """
+    assert options.page_size and options.kv_pages and options.state_slots
+    cache = HybridCache(
+        pages=PagePool(options.kv_pages),
+        slots=SlotPool(options.state_slots),
+        page_size=options.page_size,
+        policy=options.snapshot_policy(options.page_size),
+    )
+    return [
+        _serve(cache, str(number), prompt, answer, chunk)
+        for number, (prompt, answer) in enumerate(stream)
+    ]
+
+
+def _serve(
+    cache: HybridCache,
+    name: str,
+    prompt: tuple[int, ...],
+    answer: tuple[int, ...],
+    chunk: int,
+) -> int:
+    admission = cache.admit(name, cache.look_up(prompt), cover=len(prompt))
+    assert admission is not None
+    computed = admission.hit
+    while computed < len(prompt):
+        end = min(computed + chunk, len(prompt))
+        computed = cache.split_at(cache.stops_of(name), computed, end, len(prompt))
+        cache.advance(name, prompt, computed)
+    # The last token of an answer is sampled, not computed.
+    for length in range(len(prompt) + 1, len(prompt) + len(answer)):
+        assert cache.grow(name, length) is not None
+    cache.finish(name, prompt + answer, len(prompt) + len(answer) - 1)
+    return admission.hit

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy for all engines: each reports the hits that the core alone has.
+
+The same trace with the same pools gives the same hits in every engine, because
+each equals the core's.  One request at a time: how requests that run side by side
+are batched is the engine's affair.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hybrid_plugin.config import HybridConfig
+from tests.engines.conftest import StartServer
+from tests.engines.replay import replay
+from tests.engines.traffic import encode, system_prompt
+
+pytestmark = pytest.mark.engine
+
+# A page size that every engine takes here; far fewer pages than the trace fills.
+POOLS = {"page_size": 32, "kv_pages": 61, "state_slots": 7}
+CHUNK = 96
+"""Tokens in a prefill chunk, by the flags of every driver."""
+REQUESTS = 60
+
+
+def prompts_of(rng: random.Random, systems: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """A prompt that begins like others do."""
+    system = rng.choice(systems)
+    start = system[: rng.choice([len(system), len(system), len(system) // 2])]
+    return start + encode(system_prompt(rng, rng.randint(1, 60)))
+
+
+def test_hits_equal_those_of_the_core_alone(start_server: StartServer) -> None:
+    """Shared prompts, branches and chats, with evictions of pages and states."""
+    rng = random.Random(20)
+    systems = [encode(system_prompt(rng, n)) for n in (40, 150, 300)]
+    stream: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    cached: list[int] = []
+    with start_server("hits", options=POOLS) as server:
+        for _ in range(REQUESTS):
+            earlier = rng.choice(stream) if stream and rng.random() < 0.4 else None
+            history = earlier[0] + earlier[1] if earlier else ()
+            prompt = (history + prompts_of(rng, systems))[:700]
+            answer = server.ask(prompt, rng.randint(1, 40))
+            assert answer.error is None
+            stream.append((prompt, answer.tokens))
+            cached.append(answer.cached_tokens)
+        metrics = server.metrics()
+    assert cached == replay(stream, HybridConfig(**POOLS), CHUNK)
+    assert sum(cached) > 0.2 * sum(len(prompt) for prompt, _ in stream)
+    assert metrics["pages_evicted"] > 0
+    assert metrics["snapshots_evicted"] > 0
