@@ -105,12 +105,24 @@ async def crowd(ask: Ask, rng: random.Random) -> list[Reply]:
     return await asyncio.gather(*(ask(prompt, 64) for prompt in prompts))
 
 
+async def generated_shared_prefix(ask: Ask, rng: random.Random) -> list[Reply]:
+    """The pattern of SGLang's `bench_serving`, a quarter of its groups, at once.
+
+    16 groups of 16 prompts behind a system prompt of 2048, questions of 128.
+    """
+    systems = [text(rng, 2048) for _ in range(16)]
+    prompts = [system + text(rng, 128) for system in systems for _ in range(16)]
+    rng.shuffle(prompts)
+    return await asyncio.gather(*(ask(prompt, 64) for prompt in prompts))
+
+
 WORKLOADS: dict[str, Workload] = {
     "system prompt of 200": shared_system(200),
     "system prompt of 2000": shared_system(2000),
     "chats": chats,
     "branches": branches,
     "crowd": crowd,
+    "generated shared prefix": generated_shared_prefix,
 }
 
 
