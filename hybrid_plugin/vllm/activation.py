@@ -58,11 +58,11 @@ def activate(vllm_config: VllmConfig) -> None:
             and cannot serve this configuration.
     """
     options = read_options(vllm_config)
-    idle = _reason_to_stay_idle(vllm_config, options)
+    idle = reason_to_stay_idle(vllm_config, options)
     if idle is not None:
         logger.info("hybrid-plugin is inactive: %s.", idle)
         return
-    conflict = next(_conflicts(vllm_config), None)
+    conflict = next(conflicts(vllm_config), None)
     if conflict is not None:
         if options.enabled:
             raise ConfigError(f"hybrid-plugin cannot serve this: {conflict}")
@@ -72,7 +72,8 @@ def activate(vllm_config: VllmConfig) -> None:
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
 
 
-def _reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str | None:
+def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str | None:
+    """Why this engine is not the plugin's business, a phrase; None if it is."""
     if switched_off_by_environment():
         return "HYBRID_PLUGIN=0 is set"
     if options.enabled is False:
@@ -84,7 +85,7 @@ def _reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str 
     return None
 
 
-def _conflicts(vllm_config: VllmConfig) -> Iterator[str]:
+def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     """Sentences about what the plugin does not support, with the way out."""
     from vllm.platforms import current_platform
 

@@ -167,7 +167,7 @@ def plan(
     """
     groups = make_groups(worker_specs[0])
     layout = make_layout(groups)
-    sizes = _pool_sizes(
+    sizes = pool_sizes(
         layout, vllm_config, read_options(vllm_config), min(available_memory)
     )
     logger.info(
@@ -191,9 +191,14 @@ def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int,
     return (config.pages - 1) * layout.page_size, sequences
 
 
-def _pool_sizes(
+def pool_sizes(
     layout: CacheLayout, vllm_config: VllmConfig, options: HybridConfig, budget: int
 ) -> PoolSizes:
+    """Divide `budget` bytes as the options say.
+
+    Raises:
+        ConfigError: if one sequence of the maximum length does not fit.
+    """
     max_model_len = vllm_config.model_config.max_model_len
     if options.kv_pages is None or options.state_slots is None:
         try:
