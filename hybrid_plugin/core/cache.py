@@ -12,102 +12,96 @@ None and has changed nothing.  Device work is queued as commands, in order;
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
+from hybrid_plugin.core.events import EventLog
+from hybrid_plugin.core.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Match, Node, Tokens
+from hybrid_plugin.core.radix import MambaRadixCache, Match
+from hybrid_plugin.core.room import Grant, MakesRoom
+from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.tokens import Pages, Tokens, as_tokens
+from hybrid_plugin.core.windows import WindowGroup, WindowTable
 
-
-@dataclass(frozen=True, slots=True)
-class LookUp:
-    """What a sequence that is not admitted yet can expect."""
-
-    length: int
-    """Tokens of the sequence."""
-    namespace: Hashable
-    match: Match
-    stops: tuple[int, ...]
-    """Positions at which its prefill should pause for a snapshot."""
-    version: int
-    """Of the tree, when this was looked up."""
+__all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
 
 
 @dataclass(slots=True)
-class LiveSequence:
-    """A live sequence and what it owns."""
+class HybridCache(MakesRoom):
+    """Pages, slots, tree and snapshots of one model replica.
 
-    namespace: Hashable
-    pages: list[int]
-    slot: int
-    hit: int
-    stops: tuple[int, ...]
-    prompt_length: int
-    locked: Node | None
-    cacheable: bool
-    in_tree: int = 0
-    """Tokens of it that were inserted into the tree so far."""
-    origin: Node | None = None
-    """The node it resumed from."""
-    last_snapshot: int = 0
-    """Tokens of it at the last position worth a snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What a sequence got on admission."""
-
-    pages: tuple[int, ...]
-    slot: int
-    hit: int
-
-
-@dataclass(slots=True)
-class HybridCache:
-    """Pages, slots, tree and snapshots of one model replica."""
+    Args:
+        pages: of the layers with full attention; of none, for a model without.
+        slots: of the state layers; `NoSlots()` for a model without.
+        page_size: tokens in a page, of every group.
+        policy: where snapshots are taken.
+        windows: groups of attention layers that look back only so far.
+        eviction: what goes first; by default `UsedFirst`.
+        events: where to note which pages come and go; by default nowhere.
+    """
 
     pages: PagePool
     slots: SlotPool
     page_size: int
     policy: SnapshotPolicy
     stats: CacheStats = field(default_factory=CacheStats)
+    windows: tuple[WindowGroup, ...] = ()
+    eviction: LeastRecentlyUsed | None = None
+    events: EventLog | None = None
     tree: MambaRadixCache = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _commands: list[Command] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree = MambaRadixCache(self.page_size)
+        self.tree = MambaRadixCache(
+            self.page_size,
+            needs_snapshots=self.slots.needed or bool(self.windows),
+            eviction=self.eviction,
+            events=self.events,
+        )
 
     # ----------------------------------------------------------------- look up
 
     def look_up(
-        self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None
+        self,
+        tokens: Sequence[int],
+        namespace: Hashable = None,
+        limit: int | None = None,
+        *,
+        keep: Sequence[int] = (),
     ) -> LookUp:
         """Find the hit of a new sequence; changes nothing.
 
         Args:
-            tokens: all its tokens.
+            tokens: all its tokens; an `array` of type code `q` is not copied.
             namespace: what besides tokens must be equal.
             limit: restore at most this many tokens; never all of them, because
                 an engine must compute one to go on.
+            keep: positions at which the application asks for a snapshot.
         """
-        most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        match = self.tree.match(namespace, tokens, limit=most)
-        stops = self.policy.prefill_stops(
-            length=len(tokens), hit=match.length, kv_length=match.kv_length
-        )
-        return LookUp(len(tokens), namespace, match, stops, self.tree.version)
+        ids, length = as_tokens(tokens), len(tokens)
+        most = length - 1 if limit is None else min(limit, length - 1)
+        match = self.tree.match(namespace, ids, limit=most)
+        stops: tuple[int, ...] = ()
+        if self.tree.needs_snapshots:
+            stops = self.policy.stops_of(
+                ids, hit=match.length, kv_length=match.kv_length, keep=keep
+            )
+        return LookUp(length, namespace, match, stops, self.tree.version)
 
-    def bypass(self, tokens: Tokens, namespace: Hashable = None) -> LookUp:
+    def bypass(self, tokens: Sequence[int], namespace: Hashable = None) -> LookUp:
         """Stand in for `look_up` where a request must not be served from cache.
 
         Unless it is admitted with `cacheable=False`, what it computes enters
         the tree all the same: under `namespace`.
         """
-        match = Match(0, None, (), None, 0)
+        match = Match(0, None, array("i"), None, 0)
         return LookUp(len(tokens), namespace, match, (), self.tree.version)
 
     def is_current(self, found: LookUp) -> bool:
@@ -168,44 +162,54 @@ class HybridCache:
         match = found.match
         if cover <= match.length:
             raise ValueError(f"{cover} tokens are no more than the {match.length} hit")
-        needed = self._pages_for(max(cover, reserve)) - len(match.pages) + spare
-        if not self._has_room(match, needed):
+        shared, most = len(match.pages), self._pages_for(max(cover, reserve))
+        count = self._pages_for(cover) - shared
+        self._share(match)
+        if not self._has_room(most - shared + spare, count):
+            self._unshare(match)
             self.stats.refusals += 1
             return None
-        self._hold(match)
-        slot, fresh = self._obtain(match, self._pages_for(cover) - len(match.pages))
-        self._restore(match, slot, fresh)
+        self.tree.begin_admission()
+        held = self._hold(match)
+        room = self._obtain(match, count)
+        self._restore(match, room)
+        windows = self._window_tables(match, room)
         self.stats.record_hit(found.length, match.length, resumed=resumed)
-        pages = [*match.pages, *fresh]
+        pages = match.pages + room.fresh
         self._sequences[seq_id] = LiveSequence(
             namespace=found.namespace,
             pages=pages,
-            slot=slot,
+            slot=room.slot,
             hit=match.length,
             stops=found.stops,
             prompt_length=found.length,
-            locked=self._settle(match, slot),
+            locked=self._settle(held, room),
             cacheable=cacheable,
-            origin=match.node,
+            origin=held,
             last_snapshot=match.length,
+            windows=windows,
         )
-        return Admission(tuple(pages), slot, match.length)
+        return Admission(pages[:], room.slot, match.length)
 
-    def grow(self, seq_id: str, cover: int) -> list[int] | None:
+    def grow(self, seq_id: str, cover: int) -> Pages | None:
         """Give a live sequence pages for `cover` tokens in all.
 
         Returns:
             The new pages, or None if there is no room, with nothing changed.
+            New pages of window groups are found in the sequence's record.
         """
         sequence = self._sequences[seq_id]
-        count = self._pages_for(cover) - len(sequence.pages)
-        if count > self.pages.free + self.pages.reclaimable:
+        count = max(self._pages_for(cover) - len(sequence.pages), 0)
+        pools = [self.pages, *(group.pages for group in self.windows)]
+        if any(count > pool.free + pool.reclaimable for pool in pools):
             self.stats.refusals += 1
             return None
-        enough = self._evict_until_free(count)
+        enough = self._evict_until_free(count) and self._evict_windows(count)
         assert enough, "reclaimable pages belong to evictable nodes"
-        fresh = self.pages.allocate(max(count, 0))
+        fresh = self.pages.allocate(count)
         sequence.pages += fresh
+        for group, table in zip(self.windows, sequence.windows, strict=True):
+            table.pages += group.pages.allocate(count)
         return fresh
 
     def advance(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
@@ -220,19 +224,31 @@ class HybridCache:
             computed: tokens its KV and state cover once the step has run.
         """
         sequence = self._sequences[seq_id]
-        if sequence.in_tree >= sequence.prompt_length:
-            return
-        if computed in sequence.stops or (
-            computed < sequence.prompt_length
-            and self.policy.keeps_chunk_end(computed, sequence.last_snapshot)
-        ):
-            self._take_snapshot(sequence, tokens, computed)
-            sequence.last_snapshot = computed
-        if computed >= sequence.prompt_length:
-            if sequence.cacheable and sequence.prompt_length >= self.page_size:
-                self._insert_pages(sequence, tokens, sequence.prompt_length)
-            sequence.in_tree = sequence.prompt_length
-            sequence.stops = ()
+        if sequence.in_tree < sequence.prompt_length:
+            if self._is_stop(sequence, computed):
+                self._take_snapshot(sequence, tokens, computed)
+                sequence.last_snapshot = computed
+            if computed >= sequence.prompt_length:
+                if sequence.cacheable and sequence.prompt_length >= self.page_size:
+                    self._insert_pages(sequence, tokens, sequence.prompt_length)
+                sequence.in_tree = sequence.prompt_length
+                sequence.stops = ()
+        self.trim(seq_id, computed)
+
+    def trim(self, seq_id: str, computed: int) -> None:
+        """Free the pages that no window of a sequence reaches any more.
+
+        `advance` does it too; while a sequence decodes, nothing else does.
+
+        Args:
+            seq_id: a live sequence.
+            computed: tokens that are computed once the steps scheduled so far
+                have run, and that are final.
+        """
+        sequence = self._sequences[seq_id]
+        for group, table in zip(self.windows, sequence.windows, strict=True):
+            first = group.span.first_needed(computed) // self.page_size
+            group.pages.release(table.trim(first))
 
     def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
         """End a sequence, finished, aborted or preempted alike.
@@ -250,9 +266,11 @@ class HybridCache:
         sequence = self._sequences.pop(seq_id)
         donated = False
         if sequence.cacheable and computed > 0:
-            known = tuple(tokens[:computed])
-            donated = self._donate(sequence, known, exact=len(known) == computed)
+            known = min(len(tokens), computed)
+            donated = self._donate(sequence, tokens, known, exact=known == computed)
         self.pages.release(sequence.pages)
+        for group, table in zip(self.windows, sequence.windows, strict=True):
+            group.pages.release(table.held())
         if not donated:
             self.slots.free_running(sequence.slot)
         if sequence.locked is not None:
@@ -269,6 +287,10 @@ class HybridCache:
         for evicted in self.tree.clear():
             self._take_back(evicted)
         return True
+
+    def order(self, command: Command) -> None:
+        """Queue a command behind those that are queued already."""
+        self._commands.append(command)
 
     def drain_commands(self) -> list[Command]:
         """Take the commands to run before the next forward pass."""
@@ -306,124 +328,99 @@ class HybridCache:
             "slots_free": self.slots.free,
         }
 
-    # ---------------------------------------------------------------- internal
+    # ---------------------------------------------------- internal: admission
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _has_room(self, match: Match, pages: int) -> bool:
-        """Whether a sequence with this hit can get `pages` more, and a slot.
-
-        Cached pages that it will share cannot make room for it.  What else was
-        matched, the snapshot and the tail page, can: see `_obtain`.
-        """
-        shared = sum(self.pages.references(page)[0] == 0 for page in match.pages)
-        return pages <= self.pages.free + self.pages.reclaimable - shared and (
-            self.slots.free > 0 or any(self.tree.snapshot_counts())
-        )
-
-    def _hold(self, match: Match) -> None:
-        """Keep what is matched while room is made."""
-        if match.node is not None:
-            self.pages.share(match.pages)
-            self.tree.lock(match.node)
-            self.tree.lock_state(match.node)
-
-    def _obtain(self, match: Match, count: int) -> tuple[int, list[int]]:
-        """A slot and `count` pages, at the price of cached ones if need be.
-
-        The last resort is the matched snapshot itself: its slot and tail page
-        become the sequence's own, without a copy (see `_settle`).
-        """
-        if self._evict_until_free(count) and (
-            self.slots.free or self._evict_snapshot()
-        ):
-            return self.slots.allocate_running(), self.pages.allocate(count)
-        assert match.node is not None, "there is room without a hit, or none at all"
-        assert match.node.snapshot is not None, "a locked snapshot is never evicted"
-        self.slots.take_over(match.node.snapshot)
-        tail = [] if match.tail_page is None else [match.tail_page]
-        self.pages.share(tail)
-        fresh = self.pages.allocate(count - len(tail))
-        return match.node.snapshot, [*tail, *fresh]
-
-    def _restore(self, match: Match, slot: int, fresh: list[int]) -> None:
-        """Order the copies that make `slot` and the tail page the sequence's."""
+    def _hold(self, match: Match) -> Node | None:
+        """Keep what is matched while room is made; returns the node it ends at."""
         if match.node is None:
-            self._commands.append(Zero(Pool.STATE, slot))
+            return None
+        if not self.tree.needs_snapshots:
+            node = self.tree.cut(match.node, match.length)
+            self.tree.lock(node)
+            return node
+        self.tree.lock(match.node)
+        self.tree.lock_state(match.node)
+        return match.node
+
+    def _restore(self, match: Match, room: Grant) -> None:
+        """Order the copies that make the slot and tail pages the sequence's."""
+        if room.taken_over:
             return
-        assert match.node.snapshot is not None, "a locked snapshot is never evicted"
-        if match.node.snapshot == slot:  # taken over, with its tail page
+        snapshot = match.node.snapshot if match.node is not None else None
+        if snapshot is None:
+            if self.slots.needed:
+                self._commands.append(Zero(Pool.STATE, room.slot))
             return
         if match.tail_page is not None:
-            self._commands.append(Copy(Pool.KV, match.tail_page, fresh[0]))
-        self._commands.append(Copy(Pool.STATE, match.node.snapshot, slot))
+            self._commands.append(Copy(Pool.KV, match.tail_page, room.fresh[0]))
+            for index, (own, fresh) in enumerate(
+                zip(snapshot.windows, room.windows, strict=True)
+            ):
+                self._commands.append(Copy(WindowPool(index), own[-1], fresh[0]))
+        if self.slots.needed:
+            self._commands.append(Copy(Pool.STATE, snapshot.slot, room.slot))
 
-    def _settle(self, match: Match, slot: int) -> Node | None:
+    def _settle(self, node: Node | None, room: Grant) -> Node | None:
         """Swap the hold of admission for the lock a live sequence keeps.
 
         Copies run before anything that could overwrite their source, so only
         the shared pages need a lock: the path without a tail.
         """
-        node = match.node
-        if node is None:
-            return None
+        if node is None or not self.tree.needs_snapshots:
+            return node
         kept = node.parent if node.is_tail else node
         assert kept is not None, "a tail has a parent"
         self.tree.lock(kept)
         self.tree.unlock_state(node)
         self.tree.use_snapshot(node)
         self.tree.unlock(node)
-        if node.snapshot == slot:  # taken over: the tree has no state there now
-            self.pages.drop(self.tree.detach_snapshot(node).pages)
+        if room.taken_over:  # the slot is the sequence's now
+            evicted = self.tree.detach_snapshot(node)
+            self.pages.drop(evicted.pages)
+            self._drop_windows(evicted.snapshot)
+        if kept.parent is None:  # before the first page there is nothing to lock
+            self.tree.unlock(kept)
+            return None
         return kept
 
-    def _evict_until_free(self, count: int) -> bool:
-        """Evict KV until `count` pages are free; False if they never will be."""
-        while self.pages.free < count:
-            evicted = self.tree.evict_kv()
-            if evicted is None:
-                return False
-            self._take_back(evicted)
-        return True
+    def _window_tables(self, match: Match, room: Grant) -> tuple[WindowTable, ...]:
+        shared = self._hit_windows(match)
+        return tuple(
+            [
+                WindowTable.resumed(
+                    before + fresh, self._live(group, match.length).start
+                )
+                for group, before, fresh in zip(
+                    self.windows, shared, room.windows, strict=True
+                )
+            ]
+        )
 
-    def _take_back(self, evicted: Evicted) -> None:
-        self.pages.drop(evicted.pages)
-        self.stats.pages_evicted += len(evicted.pages)
-        if evicted.slot is not None:
-            self.slots.free_snapshot(evicted.slot)
-            self.stats.snapshots_evicted += 1
+    # ---------------------------------------------------- internal: insertion
 
-    def _evict_snapshot(self) -> bool:
-        """Free the slot of the snapshot that is worth least, if there is one."""
-        used = self.policy.evicts_used(*self.tree.snapshot_counts())
-        node = self.tree.oldest_snapshot(used=used)
-        if node is None:
-            return False
-        self._take_back(self.tree.detach_snapshot(node))
-        return True
-
-    def _supersede(self, origin: Node | None) -> None:
-        """Let the last turn's end go first, now that this turn's end is there.
-
-        Not so where others resumed there too, or where it was planned: a branch
-        point serves the next sequence as well.
-        """
-        if origin is not None and origin.is_turn_end and origin.hits == 1:
-            self.tree.demote_snapshot(origin)
+    def _is_stop(self, sequence: LiveSequence, computed: int) -> bool:
+        return computed in sequence.stops or (
+            computed < sequence.prompt_length
+            and self.policy.keeps_chunk_end(computed, sequence.last_snapshot)
+        )
 
     def _insert_pages(
         self, sequence: LiveSequence, tokens: Sequence[int], length: int
     ) -> Node:
         """Put the whole pages of the first `length` tokens into the tree."""
-        count = length // self.page_size
+        size, count = self.page_size, length // self.page_size
+        after = sequence.locked
+        start = sequence.locked_tokens
+        if count * size < start:  # it ends before its hit
+            after, start = None, 0
         node, taken = self.tree.insert(
             sequence.namespace,
-            tuple(tokens[: count * self.page_size]),
-            sequence.pages[:count],
+            as_tokens(tokens[start : count * size]),
+            sequence.pages[start // size : count],
+            after,
         )
         self.pages.adopt(taken)
-        self._keep(sequence, node, len(taken) * self.page_size)
+        self._keep(sequence, node, len(taken) * size)
         return node
 
     def _keep(self, sequence: LiveSequence, node: Node, gained: int) -> None:
@@ -434,7 +431,7 @@ class HybridCache:
         locked must be in use, or `PagePool.reclaimable` promises too much.
         """
         before = sequence.locked
-        if gained and node.end - gained == (before.end if before is not None else 0):
+        if gained and node.end - gained == sequence.locked_tokens:
             self.tree.lock(node)
             if before is not None:
                 self.tree.unlock(before)
@@ -444,37 +441,75 @@ class HybridCache:
         self, sequence: LiveSequence, tokens: Sequence[int], length: int
     ) -> None:
         """Copy the running state into the tree, if a slot can be had for it."""
-        if not sequence.cacheable:
+        if not sequence.cacheable or not self.tree.needs_snapshots:
             return
         node = self._insert_pages(sequence, tokens, length)
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return
-        if not self.slots.free and not self._evict_snapshot():
+        if self.slots.needed and not self.slots.free and not self.evict_snapshot():
             return
         slot = self.slots.allocate_snapshot()
-        self.tree.attach_snapshot(node, slot)
-        self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
+        self._attach(node, sequence, slot)
+        if self.slots.needed:
+            self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
+
+    def _attach(
+        self,
+        node: Node,
+        sequence: LiveSequence,
+        slot: int,
+        *,
+        is_turn_end: bool = False,
+    ) -> None:
+        """Give the node a snapshot with the window pages that `sequence` holds."""
+        windows = []
+        for group, table in zip(self.windows, sequence.windows, strict=True):
+            live = self._live(group, node.end)
+            windows.append(table.pages[live.start : live.stop])
+            group.pages.adopt(windows[-1])
+        snapshot = Snapshot(slot, tuple(windows), is_turn_end=is_turn_end)
+        self.tree.attach_snapshot(node, snapshot)
         self.stats.snapshots_taken += 1
 
-    def _donate(self, sequence: LiveSequence, tokens: Tokens, *, exact: bool) -> bool:
-        """Put an ending sequence into the tree; returns whether its slot stays."""
-        if not exact and len(tokens) < self.page_size:
+    def _donate(
+        self, sequence: LiveSequence, tokens: Sequence[int], length: int, *, exact: bool
+    ) -> bool:
+        """Put an ending sequence into the tree; returns whether its slot stays.
+
+        Args:
+            sequence: that ends.
+            tokens: at least those that count.
+            length: tokens that count.
+            exact: whether the running state was taken after just as many.
+        """
+        resumable = exact and self.tree.needs_snapshots
+        if not resumable and length < self.page_size:
             return False
-        node = self._insert_pages(sequence, tokens, len(tokens))
-        if not exact:
+        node = self._insert_pages(sequence, tokens, length)
+        if not resumable:
             return False
-        rest = tokens[node.end :]
+        rest: Tokens = as_tokens(tokens[node.end : length])
         if rest:
             page = sequence.pages[node.end // self.page_size]
             node, taken = self.tree.insert_tail(node, rest, page)
             if taken:
-                self.pages.adopt([page])
+                self.pages.adopt((page,))
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return False
         self.slots.donate(sequence.slot)
-        self.tree.attach_snapshot(node, sequence.slot, is_turn_end=True)
+        self._attach(node, sequence, sequence.slot, is_turn_end=True)
         self._supersede(sequence.origin)
-        self.stats.snapshots_taken += 1
         return True
+
+    def _supersede(self, origin: Node | None) -> None:
+        """Let the last turn's end go first, now that this turn's end is there.
+
+        Not so where others resumed there too, or where it was planned: a branch
+        point serves the next sequence as well.
+        """
+        if origin is None or origin.snapshot is None:
+            return
+        if origin.snapshot.is_turn_end and origin.snapshot.hits == 1:
+            self.tree.supersede_snapshot(origin)

@@ -20,10 +20,20 @@ class Pool(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPool:
+    """The pool of a window group, by its place in `HybridCache.windows`."""
+
+    index: int
+
+
+PoolId = Pool | WindowPool
+
+
+@dataclass(frozen=True, slots=True)
 class Zero:
     """Set every byte of one page or slot to zero."""
 
-    pool: Pool
+    pool: PoolId
     index: int
 
 
@@ -31,7 +41,7 @@ class Zero:
 class Copy:
     """Copy one whole page or slot over another."""
 
-    pool: Pool
+    pool: PoolId
     source: int
     destination: int
 

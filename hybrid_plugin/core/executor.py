@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hybrid_plugin.core.arena import Arena, ElasticArena
-from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
+from hybrid_plugin.core.commands import Command, Copy, Map, Pool, PoolId, Unmap, Zero
 from hybrid_plugin.core.virtual import Refusal
 
 
@@ -27,8 +27,10 @@ class MoveStats:
 class Executor:
     """Runs command lists on the current stream, first to last."""
 
-    def __init__(self, arenas: Mapping[Pool, Arena]) -> None:
-        self._arenas = dict(arenas)
+    def __init__(self, arenas: Mapping[Pool, Arena] | Mapping[PoolId, Arena]) -> None:
+        self._arenas: dict[PoolId, Arena] = {}
+        for pool, arena in arenas.items():
+            self._arenas[pool] = arena
         self.moves = MoveStats()
 
     def run(self, commands: Iterable[Command]) -> None:

@@ -7,20 +7,26 @@ with it, so its memory must always be there and must never be anybody's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from hybrid_plugin.core.granules import RESERVED_ID, IdSpace
+from hybrid_plugin.core.references import SEQUENCE, TREE, References
+from hybrid_plugin.core.tokens import Pages
 
-__all__ = ["RESERVED_ID", "PagePool", "SlotPool"]
+__all__ = ["RESERVED_ID", "NoSlots", "PagePool", "SlotPool"]
 
 
 class PagePool:
     """Ids of KV pages, with references of live sequences and of the tree.
 
     A page is free when nobody refers to it.  Several sequences may read one
-    page, and the tree may hold it in several nodes (a page in which two
-    sequences diverge).  The lowest free id is handed out first, which keeps
-    the upper end of the pool empty as long as possible.
+    page, and the tree may hold one more than once (the pages before two
+    positions that lie close together in a sliding window).  The lowest free id
+    is handed out first, which keeps the upper end of the pool empty as long as
+    possible.
+
+    Every call is linear in the pages it names, with a small constant: long
+    lists go through numpy, short ones through a loop.
     """
 
     def __init__(self, capacity: int, per_granule: int | None = None) -> None:
@@ -38,8 +44,7 @@ class PagePool:
             raise ValueError(f"a page pool needs at least 2 pages, got {capacity}")
         self.ids = IdSpace(capacity, per_granule)
         self.capacity = capacity
-        self._sequence_refs = [0] * capacity
-        self._tree_refs = [0] * capacity
+        self._references = References(capacity)
 
     @property
     def usable(self) -> int:
@@ -65,7 +70,7 @@ class PagePool:
         """Every page that nobody refers to, ascending."""
         return self.ids.free_ids()
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> Pages:
         """Hand out `count` pages, each with one sequence reference.
 
         Raises:
@@ -73,49 +78,27 @@ class PagePool:
         """
         if count > self.ids.free:
             raise ValueError(f"{count} pages asked for, {self.ids.free} free")
-        pages = self.ids.take(count).tolist()
-        for page in pages:
-            self._sequence_refs[page] = 1
+        pages = self.ids.take(count)
+        self._references.begin(pages)
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
+    def share(self, pages: Sequence[int]) -> None:
         """Add a sequence reference to pages that are not free."""
-        revived = []
-        for page in pages:
-            self._require_owned(page)
-            if self._sequence_refs[page] == 0:
-                revived.append(page)
-            self._sequence_refs[page] += 1
-        self.ids.revive(revived)
+        self.ids.revive(self._references.gain(pages, SEQUENCE))
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Drop a sequence reference from each page."""
-        rested: list[int] = []
-        freed: list[int] = []
-        for page in pages:
-            if self._sequence_refs[page] < 1:
-                raise ValueError(f"page {page} has no sequence reference to drop")
-            self._sequence_refs[page] -= 1
-            if self._sequence_refs[page] == 0:
-                (rested if self._tree_refs[page] else freed).append(page)
-        self.ids.rest(rested)
+        freed, rested = self._references.lose(pages, SEQUENCE)
         self.ids.free_live(freed)
+        self.ids.rest(rested)
 
-    def adopt(self, pages: Iterable[int]) -> None:
+    def adopt(self, pages: Sequence[int]) -> None:
         """Add a tree reference to pages that are not free."""
-        for page in pages:
-            self._require_owned(page)
-            self._tree_refs[page] += 1
+        self._references.gain(pages, TREE)
 
-    def drop(self, pages: Iterable[int]) -> None:
+    def drop(self, pages: Sequence[int]) -> None:
         """Drop a tree reference from each page."""
-        freed = []
-        for page in pages:
-            if self._tree_refs[page] < 1:
-                raise ValueError(f"page {page} has no tree reference to drop")
-            self._tree_refs[page] -= 1
-            if self._tree_refs[page] == 0 and self._sequence_refs[page] == 0:
-                freed.append(page)
+        freed, _ = self._references.lose(pages, TREE)
         self.ids.free_cached(freed)
 
     def move(self, granule: int) -> dict[int, int]:
@@ -129,25 +112,23 @@ class PagePool:
         """
         first = granule * self.ids.per_granule
         pages = range(first, first + self.ids.per_granule)
-        old = [page for page in pages if self._tree_refs[page]]
+        old = [page for page in pages if self.references(page)[1]]
         new = self.ids.take_outside(granule, len(old))
         for source, target in zip(old, new, strict=True):
-            self._tree_refs[target] = self._tree_refs[source]
-            self._tree_refs[source] = 0
+            self._references.move(source, target)
         self.ids.free_cached(old)
         return dict(zip(old, new, strict=True))
 
     def references(self, page: int) -> tuple[int, int]:
         """Return (references of sequences, references of the tree)."""
-        return self._sequence_refs[page], self._tree_refs[page]
-
-    def _require_owned(self, page: int) -> None:
-        if not (self._sequence_refs[page] or self._tree_refs[page]):
-            raise ValueError(f"page {page} is free, it cannot gain a reference")
+        return self._references.of(page)
 
 
 class SlotPool:
     """Ids of state slots: each is free, a live sequence's, or a snapshot."""
+
+    needed = True
+    """Whether a sequence needs a slot at all."""
 
     def __init__(self, capacity: int, per_granule: int | None = None) -> None:
         """Manage ids 1 to `capacity - 1`.
@@ -248,3 +229,41 @@ class SlotPool:
         if not self.ids.free:
             raise ValueError("no state slot is free; callers check `free` first")
         return self.ids.take(1)[0]
+
+
+class NoSlots(SlotPool):
+    """Stands for the slots of a model without state layers: none, and none needed.
+
+    Every sequence and every snapshot gets the reserved slot, which is nobody's.
+    """
+
+    needed = False
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.ids.take(1)
+
+    @property
+    def usable(self) -> int:
+        """None."""
+        return 0
+
+    def allocate_running(self) -> int:
+        """The reserved slot."""
+        return RESERVED_ID
+
+    def allocate_snapshot(self) -> int:
+        """The reserved slot."""
+        return RESERVED_ID
+
+    def donate(self, slot: int) -> None:
+        """Nothing changes hands."""
+
+    def take_over(self, slot: int) -> None:
+        """Nothing changes hands."""
+
+    def free_running(self, slot: int) -> None:
+        """Nothing is freed."""
+
+    def free_snapshot(self, slot: int) -> None:
+        """Nothing is freed."""

@@ -5,53 +5,26 @@ The tree knows which prefix is where and how recently it was used.  It hands
 out and takes back page and slot ids but owns no pool: `HybridCache` does the
 reference counting, so every method here says which ids changed hands.
 
-Two kinds of node:
-
-* a *segment* covers one or more whole pages of tokens, has one page id per
-  `page_size` tokens and may hold a snapshot taken after its last token;
-* a *tail* covers fewer tokens than a page, hangs at the end of a segment (or
-  of the root), holds one page of which only the first tokens count, and
-  exists for its snapshot alone: without it, nothing could be resumed there.
-
-A node without a snapshot keeps its KV (a tombstone): the state of a prefix
-may be evicted long before its pages are.
+Matching and inserting are linear in the tokens they compare, never in the size
+of the tree; locking and touching take constant time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 
-from hybrid_plugin.core.recency import RecencyList
+from hybrid_plugin.core.events import EventLog
+from hybrid_plugin.core.eviction import LeastRecentlyUsed, UsedFirst
+from hybrid_plugin.core.node import Node, Snapshot
+from hybrid_plugin.core.order import PriorityOrder
+from hybrid_plugin.core.tokens import Pages, Tokens, common_units
 
-Tokens = tuple[int, ...]
+_NO_PAGES: Pages = array("i")
 
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One edge of the tree together with the node at its end."""
-
-    parent: Node | None
-    tokens: Tokens
-    pages: list[int]
-    end: int
-    """Tokens from the root to the end of this node."""
-    is_tail: bool = False
-    children: dict[Tokens, Node] = field(default_factory=dict)
-    """Segments below, keyed by the tokens of their first page."""
-    tails: dict[Tokens, Node] = field(default_factory=dict)
-    """Tails below, keyed by all their tokens."""
-    snapshot: int | None = None
-    kv_lock: int = 0
-    state_lock: int = 0
-    hits: int = 0
-    """Sequences that resumed from the snapshot."""
-    is_turn_end: bool = False
-    """Whether the snapshot was donated by a sequence that ended here."""
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self.children and not self.tails
+_ADMISSION = 1 << 20
+"""What one admission adds to the clock: more than it can have uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +34,9 @@ class Match:
     length: int
     """Tokens that can be restored: KV and a state are there for all of them."""
     node: Node | None
-    """The node whose snapshot was taken after exactly `length` tokens."""
-    pages: tuple[int, ...]
+    """The node whose snapshot was taken after exactly `length` tokens.  Where no
+    snapshots are needed, the one that `length` lies in or ends."""
+    pages: Pages
     """Pages of the whole pages below `length`, to be shared."""
     tail_page: int | None
     """The page with the rest of `length`, to be copied; None if there is none."""
@@ -76,31 +50,48 @@ class Match:
 class Evicted:
     """Ids that left the tree."""
 
-    pages: tuple[int, ...] = ()
-    slot: int | None = None
+    pages: Pages
+    snapshot: Snapshot | None = None
 
 
 class MambaRadixCache:
-    """Match, insert, split and two recency orders; decides nothing about memory."""
+    """Match, insert, split and the orders of eviction; decides nothing about memory."""
 
-    def __init__(self, page_size: int) -> None:
-        """Create an empty tree over pages of `page_size` tokens."""
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        needs_snapshots: bool = True,
+        eviction: LeastRecentlyUsed | None = None,
+        events: EventLog | None = None,
+    ) -> None:
+        """Create an empty tree.
+
+        Args:
+            page_size: tokens in a page.
+            needs_snapshots: whether a prefix can be resumed only where there is
+                a snapshot.  With full attention alone it can at any page end.
+            eviction: what goes first; by default `UsedFirst`.
+            events: where to note which pages come and go.
+        """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
+        self.needs_snapshots = needs_snapshots
+        self.eviction = eviction if eviction is not None else UsedFirst()
+        self.events = events
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
-        self._kv_order: RecencyList[Node] = RecencyList()
-        # Snapshots that nobody resumed from yet, and the others.
-        self._unused: RecencyList[Node] = RecencyList()
-        self._used: RecencyList[Node] = RecencyList()
+        self._reset_orders()
+        self.clock = 0
+        """Grows with every use of a node; the upper bits count admissions."""
         self.version = 0
         """Grows whenever a match could change."""
 
     # ------------------------------------------------------------------ lookup
 
     def match(self, namespace: Hashable, tokens: Tokens, limit: int) -> Match:
-        """Find the deepest snapshot on the path of `tokens`.
+        """Find the longest prefix of `tokens` that can be restored.
 
         Args:
             namespace: what besides tokens must be equal (adapter, salt).
@@ -112,92 +103,105 @@ class MambaRadixCache:
         """
         root = self._roots.get(namespace)
         if root is None:
-            return Match(0, None, (), None, 0)
+            return Match(0, None, _NO_PAGES, None, 0)
         best: Node | None = None
-        node, path = root, []
+        node, size, path = root, self.page_size, []
         while True:
-            if node.snapshot is not None and node.end <= limit:
+            end = node.end
+            if node.snapshot is not None and end <= limit:
                 best = node
-            best = self._longest_tail(node, tokens, limit) or best
-            child = node.children.get(tokens[node.end : node.end + self.page_size])
+            if node.tails:
+                best = self._longest_tail(node, tokens, limit) or best
+            child = node.children.get(tokens[end : end + size].tobytes())
             if child is None:
-                kv_length = node.end
                 break
-            common = self._common_pages(child, tokens)
             path.append(child)
-            if common < len(child.pages):
-                kv_length = node.end + common * self.page_size
+            if tokens[end : child.end] != child.tokens:
+                end += size * common_units(tokens[end : child.end], child.tokens, size)
                 break
             node = child
-        return self._describe(best, path, kv_length)
+        if self.needs_snapshots:
+            return self._resume_at(best, path, kv_length=end)
+        return self._resume_at_page(path, min(end, limit // size * size), end)
 
     def _longest_tail(self, node: Node, tokens: Tokens, limit: int) -> Node | None:
-        if not node.tails:
-            return None
-        longest = min(self.page_size - 1, limit - node.end)
-        for length in range(longest, 0, -1):
-            tail = node.tails.get(tokens[node.end : node.end + length])
-            if tail is not None:
-                return tail
-        return None
+        rest = tokens[node.end : min(node.end + self.page_size - 1, limit)]
+        longest: Node | None = None
+        for tail in node.tails.values():
+            length = len(tail.tokens)
+            if length > len(rest) or (longest and length < len(longest.tokens)):
+                continue
+            if tail.tokens == rest[:length]:
+                longest = tail
+        return longest
 
-    def _common_pages(self, child: Node, tokens: Tokens) -> int:
-        """Whole pages at the start of `child` that `tokens` agrees with."""
-        start = child.end - len(child.tokens)
-        window = tokens[start : child.end]
-        if window == child.tokens:
-            return len(child.pages)
-        size = self.page_size
-        pages = 1  # the first one was the dictionary key
-        while (
-            window[pages * size : (pages + 1) * size]
-            == child.tokens[pages * size : (pages + 1) * size]
-        ):
-            pages += 1
-        return pages
-
-    def _describe(self, best: Node | None, path: list[Node], kv_length: int) -> Match:
+    def _resume_at(self, best: Node | None, path: list[Node], kv_length: int) -> Match:
         if best is None:
-            return Match(0, None, (), None, kv_length)
-        whole = best.end // self.page_size * self.page_size
-        pages = tuple(page for node in path if node.end <= whole for page in node.pages)
+            return Match(0, None, _NO_PAGES, None, kv_length)
+        whole = best.end - len(best.tokens) if best.is_tail else best.end
+        pages = array("i")
+        for node in path:
+            if node.end > whole:
+                break
+            pages += node.pages
         tail_page = best.pages[0] if best.is_tail else None
         return Match(best.end, best, pages, tail_page, kv_length)
+
+    def _resume_at_page(self, path: list[Node], length: int, kv_length: int) -> Match:
+        pages = array("i")
+        last: Node | None = None
+        for node in path:
+            if node.end - len(node.tokens) >= length:
+                break
+            pages += node.pages
+            last = node
+        return Match(length, last, pages[: length // self.page_size], None, kv_length)
 
     # ------------------------------------------------------------------ change
 
     def insert(
-        self, namespace: Hashable, tokens: Tokens, pages: list[int]
-    ) -> tuple[Node, list[int]]:
+        self,
+        namespace: Hashable,
+        tokens: Tokens,
+        pages: Pages,
+        after: Node | None = None,
+    ) -> tuple[Node, Pages]:
         """Make the tree hold `tokens`, one id of `pages` for each page of them.
 
+        Args:
+            namespace: as in `match`.
+            tokens: those that follow the end of `after`.
+            pages: of these tokens.
+            after: a node in the tree; the root by default.
+
         Returns:
-            The node that ends exactly after `tokens` (the root for none), and
+            The node that ends exactly after `tokens` (`after` for none), and
             the ids the tree took: those of pages it did not have yet.
 
         Raises:
             ValueError: if `tokens` is not a whole number of pages.
         """
-        if len(tokens) != len(pages) * self.page_size:
+        size = self.page_size
+        if len(tokens) != len(pages) * size:
             raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
-        node = self._roots.get(namespace)
-        if node is None:
-            node = self._roots[namespace] = Node(None, (), [], 0)
-            self._namespaces[node] = namespace
-        while node.end < len(tokens):
-            child = node.children.get(tokens[node.end : node.end + self.page_size])
+        node = after if after is not None else self._root(namespace)
+        done = 0
+        while done < len(tokens):
+            key = tokens[done : done + size].tobytes()
+            child = node.children.get(key)
             if child is None:
-                taken = pages[node.end // self.page_size :]
-                leaf = Node(node, tokens[node.end :], list(taken), len(tokens))
-                node.children[leaf.tokens[: self.page_size]] = leaf
-                self._kv_order.append(leaf)
-                self.version += 1
-                self.touch(leaf)
-                return leaf, taken
-            common = self._common_pages(child, tokens)
-            node = child if common == len(child.pages) else self._split(child, common)
+                taken = pages[done // size :]
+                return self._grow(node, key, tokens[done:], taken), taken
+            length = len(child.tokens)
+            part = tokens[done : done + length]
+            if part == child.tokens:
+                node = child
+            else:
+                common = common_units(part, child.tokens, size)
+                node, length = self._split(child, common), common * size
+            done += length
         self.touch(node)
-        return node, []
+        return node, _NO_PAGES
 
     def insert_tail(self, node: Node, tokens: Tokens, page: int) -> tuple[Node, bool]:
         """Hang `tokens`, fewer than a page, below `node`.
@@ -208,154 +212,201 @@ class MambaRadixCache:
         """
         if not 0 < len(tokens) < self.page_size:
             raise ValueError(f"a tail of {len(tokens)} tokens is no part of a page")
-        tail = node.tails.get(tokens)
+        key = tokens.tobytes()
+        tail = node.tails.get(key)
         if tail is not None:
             self.touch(tail)
             return tail, False
-        tail = Node(node, tokens, [page], node.end + len(tokens), is_tail=True)
-        node.tails[tokens] = tail
-        self._kv_order.append(tail)
-        self.version += 1
-        self.touch(tail)
+        pages = array("i", (page,))
+        tail = Node(node, tokens, pages, node.end + len(tokens), is_tail=True)
+        self._link(node, key, tail)
         return tail, True
 
-    def attach_snapshot(
-        self, node: Node, slot: int, *, is_turn_end: bool = False
-    ) -> None:
-        """Give `node`, which has none, the snapshot `slot`."""
+    def cut(self, node: Node, length: int) -> Node:
+        """The node that ends at `length`: `node`, or the upper part of it."""
+        if node.end == length:
+            return node
+        start = node.end - len(node.tokens)
+        return self._split(node, (length - start) // self.page_size)
+
+    def attach_snapshot(self, node: Node, snapshot: Snapshot) -> None:
+        """Give `node`, which has none, a snapshot."""
         if node.snapshot is not None or node.parent is None:
             raise ValueError("a snapshot needs a node other than the root without one")
-        node.snapshot = slot
-        node.hits, node.is_turn_end = 0, is_turn_end
-        if not node.state_lock:
-            self._unused.append(node)
+        node.snapshot = snapshot
+        snapshot.used_at = self._tick()
+        self._rank_snapshot(node)
+        self._rank_leaf(node)
         self.version += 1
 
     def detach_snapshot(self, node: Node) -> Evicted:
         """Take the snapshot of `node` away; a tail goes with it."""
-        if node.snapshot is None:
+        snapshot = node.snapshot
+        if snapshot is None:
             raise ValueError("the node has no snapshot")
-        slot, node.snapshot = node.snapshot, None
-        self._forget_order(node)
+        self._unrank_snapshot(node)
+        node.snapshot = None
         self.version += 1
         if node.is_tail:
-            return Evicted(self._remove(node), slot)
-        return Evicted((), slot)
+            return Evicted(self._remove(node), snapshot)
+        self._rank_leaf(node)
+        return Evicted(_NO_PAGES, snapshot)
 
     def touch(self, node: Node) -> None:
-        """Mark the path to `node` as just used, `node` itself being the oldest.
+        """Mark the path to `node` as just used.
 
-        Parents stay more recent than their children, so the oldest unlocked
-        node is always a leaf.
+        Only `node` takes note: a parent inherits the latest use below it when
+        it becomes a leaf, and before that it cannot be evicted.
         """
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            if not current.kv_lock:
-                self._kv_order.touch(current)
-            current = current.parent
+        if node.parent is not None:
+            node.used_at = self._tick()
+            self._rank_leaf(node)
 
     def touch_snapshot(self, node: Node) -> None:
         """Mark the snapshot of `node` as just taken again."""
-        order = self._order_of(node)
-        if node in order:
-            order.touch(node)
+        if node.snapshot is not None:
+            self._unrank_snapshot(node)
+            node.snapshot.used_at = self._tick()
+            node.snapshot.is_superseded = False
+            self._rank_snapshot(node)
 
     def use_snapshot(self, node: Node) -> None:
         """Note that a sequence resumed from the snapshot of `node`."""
-        self._forget_order(node)
-        node.hits += 1
-        if not node.state_lock and node.snapshot is not None:
-            self._used.append(node)
+        snapshot = node.snapshot
+        if snapshot is None:
+            raise ValueError("the node has no snapshot")
+        snapshot.hits += 1
+        self.touch_snapshot(node)
 
-    def demote_snapshot(self, node: Node) -> None:
+    def supersede_snapshot(self, node: Node) -> None:
         """Make the snapshot of `node` the first to go: nobody will want it."""
-        if node.snapshot is None or node.state_lock:
+        snapshot = node.snapshot
+        if snapshot is None:
             return
-        self._forget_order(node)
-        node.hits = 0
-        self._unused.prepend(node)
+        self._unrank_snapshot(node)
+        snapshot.hits = 0
+        snapshot.is_superseded = True
+        self._rank_snapshot(node)
 
     # ------------------------------------------------------------------- locks
 
     def lock(self, node: Node) -> None:
         """Keep the KV of the whole path to `node` from being evicted."""
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            current.kv_lock += 1
-            self._kv_order.discard(current)
-            current = current.parent
+        node.kv_lock += 1
+        self._leaves.discard(node)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock`."""
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            if current.kv_lock <= current.state_lock:
-                raise ValueError("the state lock would outlive the KV lock")
-            current.kv_lock -= 1
-            if not current.kv_lock:
-                self._kv_order.append(current)
-            current = current.parent
+        if node.kv_lock <= node.state_lock:
+            raise ValueError("the state lock would outlive the KV lock")
+        node.kv_lock -= 1
+        if not node.kv_lock:
+            self.touch(node)
 
     def lock_state(self, node: Node) -> None:
         """Keep the snapshot of `node`, whose KV is locked, from being evicted."""
         if node.state_lock >= node.kv_lock:
             raise ValueError("lock the KV of a node before its state")
         node.state_lock += 1
-        self._forget_order(node)
+        self._unrank_snapshot(node)
 
     def unlock_state(self, node: Node) -> None:
         """Undo one `lock_state`."""
         if not node.state_lock:
             raise ValueError("the state is not locked")
         node.state_lock -= 1
-        if not node.state_lock and node.snapshot is not None:
-            self._order_of(node).append(node)
+        self._rank_snapshot(node)
 
     # ---------------------------------------------------------------- eviction
 
-    def evict_kv(self) -> Evicted | None:
-        """Remove the least recently used unlocked leaf; None if there is none."""
-        leaf = next(iter(self._kv_order), None)
+    def evict_kv(self, wanted: int = 1) -> Evicted | None:
+        """Remove what is worth least of the unlocked leaves.
+
+        Args:
+            wanted: pages that are needed.  A leaf without a snapshot loses no
+                more than that, from its end; one with a snapshot goes as a
+                whole, for without the last page the snapshot is worthless.
+
+        Returns:
+            What left the tree; None if nothing can.
+        """
+        leaf = self._victim_leaf()
         if leaf is None:
             return None
-        slot, leaf.snapshot = leaf.snapshot, None
-        self._forget_order(leaf)
         self.version += 1
-        return Evicted(self._remove(leaf), slot)
+        snapshot = leaf.snapshot
+        if snapshot is None and not leaf.is_tail and wanted < len(leaf.pages):
+            return Evicted(self._trim(leaf, wanted))
+        if snapshot is not None:
+            self._unrank_snapshot(leaf)
+            self.eviction.evicted(leaf, self.clock)
+            leaf.snapshot = None
+        return Evicted(self._remove(leaf), snapshot)
 
-    def oldest_snapshot(self, *, used: bool) -> Node | None:
-        """The least recent unlocked snapshot of those used, or not used, so far.
+    def evict_snapshot(self) -> Evicted | None:
+        """Remove the unlocked snapshot that is worth least; None if there is none."""
+        node = self.next_snapshot()
+        if node is None:
+            return None
+        self.eviction.evicted(node, self.clock)
+        return self.detach_snapshot(node)
 
-        Where there is none of the kind asked for, it is one of the other.
-        """
-        first, second = (
-            (self._used, self._unused) if used else (self._unused, self._used)
-        )
-        return next(iter(first), None) or next(iter(second), None)
+    def next_snapshot(self) -> Node | None:
+        """The node whose snapshot would be evicted next."""
+        orders = self._snapshots
+        choice = self.eviction.next_segment(self.snapshot_counts())
+        for order in (orders[choice], *orders):
+            while (node := order.first()) is not None:
+                assert node.snapshot is not None, "ranked nodes have one"
+                priority = self.eviction.snapshot(node, node.snapshot)
+                if priority <= order.priority(node):
+                    return node
+                order.put(node, priority)
+        return None
 
     def snapshots(self) -> Iterator[Node]:
-        """Nodes with an unlocked snapshot: unused, then used, least recent first."""
-        yield from self._unused
-        yield from self._used
+        """Nodes with an unlocked snapshot: by segment, the first to go first."""
+        for order in self._snapshots:
+            yield from order
 
-    def snapshot_counts(self) -> tuple[int, int]:
-        """How many unlocked snapshots are (unused, used)."""
-        return len(self._unused), len(self._used)
+    def snapshot_counts(self) -> tuple[int, ...]:
+        """Unlocked snapshots per segment of the eviction policy."""
+        return tuple([len(order) for order in self._snapshots])
 
     def clear(self) -> list[Evicted]:
         """Forget everything, locked or not; returns all ids the tree held."""
         evicted = [
-            Evicted(tuple(node.pages), node.snapshot)
+            Evicted(node.pages, node.snapshot)
             for node in self.nodes()
             if node.parent is not None
         ]
         self._roots.clear()
         self._namespaces.clear()
-        self._kv_order = RecencyList()
-        self._unused = RecencyList()
-        self._used = RecencyList()
+        self._reset_orders()
         self.version += 1
+        if self.events is not None:
+            self.events.cleared()
         return evicted
+
+    def renumber(
+        self,
+        *,
+        pages: Mapping[int, int] | None = None,
+        slots: Mapping[int, int] | None = None,
+    ) -> None:
+        """Replace ids of pages and of slots by others; linear in the tree.
+
+        Args:
+            pages: new id by old id.
+            slots: new id by old id.
+        """
+        pages, slots = pages or {}, slots or {}
+        for node in self.nodes():
+            if pages and not pages.keys().isdisjoint(node.pages):
+                node.pages = array("i", [pages.get(page, page) for page in node.pages])
+            if node.snapshot is not None and node.snapshot.slot in slots:
+                node.snapshot.slot = slots[node.snapshot.slot]
+        self.version += 1
 
     def nodes(self) -> Iterator[Node]:
         """Every node, roots included, parents before children."""
@@ -366,14 +417,63 @@ class MambaRadixCache:
             stack.extend(node.children.values())
             stack.extend(node.tails.values())
 
+    def leaves(self) -> Iterator[Node]:
+        """Leaves that may be evicted, the first to go first."""
+        return iter(self._leaves)
+
+    # -------------------------------------------------------------------- ages
+
+    def begin_admission(self) -> None:
+        """Count one admission, the unit of every age."""
+        self.clock = (self.clock // _ADMISSION + 1) * _ADMISSION
+
+    def age(self, used_at: int) -> int:
+        """Admissions since the clock stood at `used_at`."""
+        return self.clock // _ADMISSION - used_at // _ADMISSION
+
+    def kv_age(self) -> int | None:
+        """Age of the leaf that would be evicted next; None if there is none."""
+        leaf = self._victim_leaf()
+        return None if leaf is None else self.age(leaf.used_at)
+
+    def snapshot_age(self) -> int | None:
+        """Age of the snapshot that would be evicted next; None if there is none."""
+        node = self.next_snapshot()
+        if node is None or node.snapshot is None:
+            return None
+        return self.age(node.snapshot.used_at)
+
     # ---------------------------------------------------------------- internal
 
-    def _order_of(self, node: Node) -> RecencyList[Node]:
-        return self._used if node.hits else self._unused
+    def _reset_orders(self) -> None:
+        self._leaves: PriorityOrder[Node] = PriorityOrder()
+        self._snapshots: tuple[PriorityOrder[Node], ...] = tuple(
+            PriorityOrder() for _ in range(self.eviction.segments)
+        )
 
-    def _forget_order(self, node: Node) -> None:
-        self._used.discard(node)
-        self._unused.discard(node)
+    def _tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def _root(self, namespace: Hashable) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, array("q"), _NO_PAGES, 0)
+            self._namespaces[root] = namespace
+        return root
+
+    def _grow(self, node: Node, key: bytes, tokens: Tokens, pages: Pages) -> Node:
+        leaf = Node(node, tokens, pages, node.end + len(tokens))
+        self._link(node, key, leaf)
+        if self.events is not None:
+            self.events.stored(leaf, self._namespace_of(leaf), self.page_size)
+        return leaf
+
+    def _link(self, node: Node, key: bytes, leaf: Node) -> None:
+        node.link(key, leaf)
+        self._leaves.discard(node)
+        self.version += 1
+        self.touch(leaf)
 
     def _split(self, lower: Node, pages: int) -> Node:
         """Cut `lower` after `pages` pages; returns the new upper node.
@@ -383,33 +483,73 @@ class MambaRadixCache:
         """
         parent = lower.parent
         assert parent is not None, "the root covers no tokens and is never split"
-        cut = pages * self.page_size
+        size, cut = self.page_size, pages * self.page_size
         start = lower.end - len(lower.tokens)
         upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], start + cut)
-        upper.kv_lock = lower.kv_lock
+        upper.used_at = lower.used_at
         lower.tokens, lower.pages = lower.tokens[cut:], lower.pages[pages:]
-        lower.parent = upper
-        parent.children[upper.tokens[: self.page_size]] = upper
-        upper.children[lower.tokens[: self.page_size]] = lower
-        if not upper.kv_lock:
-            self._kv_order.insert_after(upper, lower)
+        parent.link(upper.tokens[:size].tobytes(), upper)
+        upper.link(lower.tokens[:size].tobytes(), lower)
+        if self.events is not None:
+            self.events.split(upper, lower, pages)
         return upper
 
-    def _remove(self, node: Node) -> tuple[int, ...]:
+    def _victim_leaf(self) -> Node | None:
+        while (leaf := self._leaves.first()) is not None:
+            priority = self.eviction.leaf(leaf)
+            if priority <= self._leaves.priority(leaf):
+                return leaf
+            self._leaves.put(leaf, priority)
+        return None
+
+    def _rank_leaf(self, node: Node) -> None:
+        if node.is_leaf and not node.kv_lock and node.parent is not None:
+            self._leaves.put(node, self.eviction.leaf(node))
+
+    def _rank_snapshot(self, node: Node) -> None:
+        snapshot = node.snapshot
+        if snapshot is not None and not node.state_lock:
+            order = self._snapshots[self.eviction.segment(snapshot)]
+            order.put(node, self.eviction.snapshot(node, snapshot))
+
+    def _unrank_snapshot(self, node: Node) -> None:
+        for order in self._snapshots:
+            order.discard(node)
+
+    def _trim(self, leaf: Node, count: int) -> Pages:
+        """Cut the last `count` pages off a leaf that has more."""
+        kept = len(leaf.pages) - count
+        trimmed = leaf.pages[kept:]
+        leaf.pages = leaf.pages[:kept]
+        leaf.tokens = leaf.tokens[: kept * self.page_size]
+        leaf.end -= count * self.page_size
+        if self.events is not None:
+            self.events.removed(leaf, kept)
+        return trimmed
+
+    def _remove(self, node: Node) -> Pages:
         """Cut the leaf `node` off; returns its pages."""
         assert node.is_leaf, "KV is evicted from the leaves towards the root"
         parent = node.parent
         assert parent is not None, "the root is never removed"
-        if node.is_tail:
-            del parent.tails[node.tokens]
-        else:
-            del parent.children[node.tokens[: self.page_size]]
-        self._kv_order.discard(node)
-        node.parent = None
-        self._drop_empty_root(parent)
-        return tuple(node.pages)
+        span = node.tokens if node.is_tail else node.tokens[: self.page_size]
+        parent.unlink(span.tobytes(), node)
+        self._leaves.discard(node)
+        if self.events is not None and not node.is_tail:
+            self.events.removed(node, 0)
+        if parent.parent is None:
+            self._drop_empty_root(parent)
+        elif parent.is_leaf:
+            parent.used_at = max(parent.used_at, node.used_at)
+            self._rank_leaf(parent)
+        return node.pages
 
-    def _drop_empty_root(self, node: Node) -> None:
+    def _drop_empty_root(self, root: Node) -> None:
         """Forget a namespace that holds nothing: salts may be many."""
-        if node.parent is None and node.is_leaf and node in self._namespaces:
-            del self._roots[self._namespaces.pop(node)]
+        if root.is_leaf and root in self._namespaces:
+            del self._roots[self._namespaces.pop(root)]
+
+    def _namespace_of(self, node: Node) -> Hashable:
+        while node.parent is not None:
+            node = node.parent
+        return self._namespaces[node]

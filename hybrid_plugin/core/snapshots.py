@@ -15,6 +15,10 @@ names the first and the third):
 * the *chunk end*, where the engine pauses a long prefill anyway.  It costs a
   copy, and serves the next sequence that shares a long beginning.
 
+Two more come from outside: positions that the *application* asks to keep, and the
+end of the *system message*, by the delimiters of the chat template, so that the
+second chat that begins with it already hits.
+
 All but the turn end are floored to a whole page.  Two prompts may agree by accident
 on some tokens behind what they really share; flooring forgives that, and
 pages up to a page end are shared without a copy.
@@ -22,7 +26,11 @@ pages up to a page end are shared without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hybrid_plugin.core.delimiters import Delimiters
+from hybrid_plugin.core.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +52,21 @@ class SnapshotPolicy:
     """The same for a chunk end, counted from any snapshot before it."""
     body_share: float = 0.0
     """Share of a prompt that is its body; 0 for no snapshot there."""
-
-    @staticmethod
-    def evicts_used(unused: int, used: int) -> bool:
-        """Whether the next snapshot to go is one that was resumed from before.
-
-        Most snapshots are never resumed from, and those that were will be again:
-        the ends of many short sequences must not drive out a prompt they share.
-        New ones keep a quarter of the room, to have their chance.
-        """
-        return used > 3 * unused
+    delimiters: Delimiters | None = None
+    """What ends a message in the model's chat template, if it is known."""
+    system_min_tokens: int = 64
+    """The end of a system message must lie this far behind the hit."""
+    most_per_path: int | None = None
+    """Snapshots that one path of the tree may hold; None for any number."""
 
     def prefill_stops(
-        self, *, length: int, hit: int, kv_length: int
+        self,
+        *,
+        length: int,
+        hit: int,
+        kv_length: int,
+        wanted: Sequence[int] = (),
+        prompt_end: int | None = None,
     ) -> tuple[int, ...]:
         """Return where the prefill of one sequence should stop, ascending.
 
@@ -64,20 +74,57 @@ class SnapshotPolicy:
             length: tokens of the sequence.
             hit: tokens that are restored, not computed.
             kv_length: tokens whose KV the tree has (`Match.kv_length`).
+            wanted: positions that are worth keeping for reasons of their own.
+            prompt_end: where what the sequence says ends; by default at its end.
         """
         # Not behind the last token but one: resuming needs a token to compute.
-        last = (length - 1) // self.page_size * self.page_size
-        branch = min(kv_length // self.page_size * self.page_size, last)
-        stops = []
+        last = self._floor(length - 1)
+        branch = min(self._floor(kv_length), last)
+        stops = [hit]
         if self._worthwhile(branch, hit, min(self.branch_min_tokens, hit // 4)):
             stops.append(branch)
-            hit = branch
-        body = int(last * self.body_share) // self.page_size * self.page_size
-        for position in (body, last):
-            if self._worthwhile(position, hit, self.prompt_end_min_tokens):
+        for position in map(self._floor, wanted):
+            before = max([stop for stop in stops if stop <= position], default=position)
+            if position <= last and self._worthwhile(position, before, 1):
                 stops.append(position)
-                hit = position
-        return tuple(stops)
+        body = self._floor(int(last * self.body_share))
+        end = last if prompt_end is None else min(self._floor(prompt_end), last)
+        for position in (body, end):
+            if self._worthwhile(position, max(stops), self.prompt_end_min_tokens):
+                stops.append(position)
+        return tuple(sorted(stops[1:]))
+
+    def stops_of(
+        self,
+        tokens: Tokens,
+        *,
+        hit: int,
+        kv_length: int,
+        keep: Sequence[int] = (),
+    ) -> tuple[int, ...]:
+        """Return the stops of one sequence, what its messages tell included.
+
+        Args:
+            tokens: of the sequence.
+            hit: tokens that are restored, not computed.
+            kv_length: tokens whose KV the tree has (`Match.kv_length`).
+            keep: positions at which the application asks for a snapshot.
+        """
+        if self.delimiters is None:
+            return self.prefill_stops(
+                length=len(tokens), hit=hit, kv_length=kv_length, wanted=keep
+            )
+        ends = self.delimiters.ends(tokens)
+        system_end = self.delimiters.system_end(tokens, ends)
+        if system_end - hit >= self.system_min_tokens:
+            keep = (*keep, system_end)
+        return self.prefill_stops(
+            length=len(tokens),
+            hit=hit,
+            kv_length=kv_length,
+            wanted=keep,
+            prompt_end=ends[-1] if ends else None,
+        )
 
     def chunk_end(self, start: int, end: int) -> int:
         """Return where a chunk that the engine ends at `end` should end.
@@ -85,13 +132,16 @@ class SnapshotPolicy:
         A state inside a page could not be kept; the rest of the page goes to
         the next chunk.
         """
-        floored = end // self.page_size * self.page_size
+        floored = self._floor(end)
         return floored if floored >= start + 2 else end
 
     def keeps_chunk_end(self, position: int, last: int) -> bool:
         """Whether the end of a chunk gets a snapshot, `last` being the one before."""
         on_page = position % self.page_size == 0
         return on_page and self._worthwhile(position, last, self.chunk_end_min_tokens)
+
+    def _floor(self, position: int) -> int:
+        return position // self.page_size * self.page_size
 
     def _worthwhile(self, position: int, hit: int, minimum: int) -> bool:
         # Some kernels take a first chunk of one token for a decode step.

@@ -8,6 +8,7 @@ does all of that by sequence, so these methods have nothing left to do.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from hybrid_plugin.core.cache import HybridCache, LookUp
-from hybrid_plugin.core.radix import Node
+from hybrid_plugin.core.node import Node
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import cacheable, known_tokens, namespace_of
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
     from hybrid_plugin.sglang.memory import SglangExecutor
 
-_OUTSIDE = Node(parent=None, tokens=(), pages=[], end=0)
+_OUTSIDE = Node(parent=None, tokens=array("q"), pages=array("i"), end=0)
 """Stands for no node at all where SGLang wants a handle."""
 
 

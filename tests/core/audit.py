@@ -7,8 +7,10 @@ from collections import Counter
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.radix import MambaRadixCache, Node
-from hybrid_plugin.core.recency import RecencyList
+from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.pool import PagePool
+from hybrid_plugin.core.radix import MambaRadixCache
+from hybrid_plugin.core.spans import live_pages
 
 
 def full_state(cache: HybridCache) -> dict[str, Any]:
@@ -17,20 +19,24 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     totals = cache.stats.as_dict()
     del totals["refusals"]
     return {
-        "free pages": cache.pages.free_ids(),
-        "page references": [
-            cache.pages.references(page) for page in range(cache.pages.capacity)
-        ],
+        "pages": [_pool_state(pool) for pool in _page_pools(cache)],
         "free slots": cache.slots.free_ids(),
         "running slots": sorted(cache.slots._running),
         "snapshot slots": sorted(cache.slots._snapshots),
         "nodes": {id(node): _node_state(node) for node in tree.nodes()},
         "roots": {name: id(root) for name, root in tree._roots.items()},
-        "kv order": [id(node) for node in tree._kv_order],
-        "state order": [id(node) for node in tree.snapshots()],
+        "leaves": [id(node) for node in tree.leaves()],
+        "snapshots": [id(node) for node in tree.snapshots()],
         "version": tree.version,
         "sequences": {
-            name: (list(s.pages), s.slot, s.stops, s.in_tree, id(s.locked))
+            name: (
+                list(s.pages),
+                s.slot,
+                s.stops,
+                s.in_tree,
+                id(s.locked),
+                [(table.first, list(table.pages)) for table in s.windows],
+            )
             for name, s in cache._sequences.items()
         },
         "commands": list(cache._commands),
@@ -38,14 +44,28 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     }
 
 
+def _page_pools(cache: HybridCache) -> list[PagePool]:
+    return [cache.pages, *(group.pages for group in cache.windows)]
+
+
+def _pool_state(pool: PagePool) -> tuple[Any, ...]:
+    references = [pool.references(page) for page in range(pool.capacity)]
+    return pool.free_ids(), references, pool.free, pool.reclaimable
+
+
 def _node_state(node: Node) -> tuple[Any, ...]:
+    snapshot = node.snapshot
+    held = None
+    if snapshot is not None:
+        windows = [list(pages) for pages in snapshot.windows]
+        held = (snapshot.slot, windows, snapshot.hits)
     return (
         id(node.parent),
-        node.tokens,
-        tuple(node.pages),
+        list(node.tokens),
+        list(node.pages),
         node.end,
         node.is_tail,
-        node.snapshot,
+        held,
         node.kv_lock,
         node.state_lock,
         [id(child) for child in node.children.values()],
@@ -56,6 +76,7 @@ def _node_state(node: Node) -> tuple[Any, ...]:
 def audit(cache: HybridCache) -> None:
     """Check every invariant that can be told between two calls."""
     audit_pages(cache)
+    audit_windows(cache)
     audit_slots(cache)
     audit_locks(cache)
     audit_orders(cache.tree)
@@ -64,19 +85,49 @@ def audit(cache: HybridCache) -> None:
 
 def audit_pages(cache: HybridCache) -> None:
     """Every page is in one place, and all counters agree with the owners."""
-    pool = cache.pages
     in_tree = Counter(page for node in cache.tree.nodes() for page in node.pages)
     in_sequences: Counter[int] = Counter()
     for sequence in cache._sequences.values():
         assert len(set(sequence.pages)) == len(sequence.pages)
         in_sequences.update(sequence.pages)
+    for page, count in in_tree.items():
+        assert count <= 1, f"page {page} is in two nodes"
+    for page, count in in_sequences.items():
+        assert count <= 1 or in_tree[page], f"page {page} is shared"
+    audit_pool(cache.pages, in_sequences, in_tree)
+
+
+def audit_windows(cache: HybridCache) -> None:
+    """The same for the pages of window groups, and each table's shape."""
+    for index, group in enumerate(cache.windows):
+        in_tree: Counter[int] = Counter()
+        for node in cache.tree.nodes():
+            if node.snapshot is not None:
+                pages = node.snapshot.windows[index]
+                assert len(pages) == len(
+                    live_pages(group.span, node.end, cache.page_size)
+                )
+                in_tree.update(pages)
+        in_sequences: Counter[int] = Counter()
+        for sequence in cache._sequences.values():
+            table = sequence.windows[index]
+            assert len(table.pages) == len(sequence.pages)
+            assert not any(table.pages[: table.first]), "a page outlived its window"
+            assert len(set(table.held())) == len(table.held())
+            in_sequences.update(table.held())
+        audit_pool(group.pages, in_sequences, in_tree)
+
+
+def audit_pool(
+    pool: PagePool, in_sequences: Counter[int], in_tree: Counter[int]
+) -> None:
+    """All counters of a pool agree with the owners of its pages."""
     for page in range(pool.capacity):
         assert pool.references(page) == (in_sequences[page], in_tree[page]), page
-        assert in_tree[page] <= 1, f"page {page} is in two nodes"
-        assert in_sequences[page] <= 1 or in_tree[page], f"page {page} is shared"
     owned = set(in_tree) | set(in_sequences)
     assert 0 not in owned, "page 0 is nobody's"
     assert pool.free_ids() == sorted(set(range(1, pool.capacity)) - owned)
+    assert pool.free == len(pool.free_ids())
     assert pool.in_use == len(in_sequences)
     assert pool.reclaimable == len(set(in_tree) - set(in_sequences))
     assert pool.free + pool.in_use + pool.reclaimable == pool.usable
@@ -86,7 +137,10 @@ def audit_slots(cache: HybridCache) -> None:
     """Every slot is in one place."""
     pool = cache.slots
     running = [sequence.slot for sequence in cache._sequences.values()]
-    snapshots = [n.snapshot for n in cache.tree.nodes() if n.snapshot is not None]
+    snapshots = [n.snapshot.slot for n in cache.tree.nodes() if n.snapshot is not None]
+    if not pool.needed:
+        assert set(running) | set(snapshots) <= {0}
+        return
     assert sorted(pool._running) == sorted(running)
     assert sorted(pool._snapshots) == sorted(snapshots)
     everything = sorted([*running, *snapshots, *pool.free_ids()])
@@ -96,12 +150,14 @@ def audit_slots(cache: HybridCache) -> None:
 
 def audit_locks(cache: HybridCache) -> None:
     """Lock counts are those of the live sequences; locked pages are theirs."""
-    expected: Counter[Node] = Counter()
+    expected = Counter(
+        sequence.locked
+        for sequence in cache._sequences.values()
+        if sequence.locked is not None
+    )
     for sequence in cache._sequences.values():
-        path = _path_to(sequence.locked)
-        expected.update(path)
-        pages = [page for node in path for page in node.pages]
-        assert sequence.pages[: len(pages)] == pages
+        pages = [page for node in _path_to(sequence.locked) for page in node.pages]
+        assert list(sequence.pages[: len(pages)]) == pages
     for node in cache.tree.nodes():
         assert node.kv_lock == expected.pop(node, 0), node
         assert 0 == node.state_lock <= node.kv_lock, node
@@ -117,28 +173,18 @@ def _path_to(node: Node | None) -> list[Node]:
 
 
 def audit_orders(tree: MambaRadixCache) -> None:
-    """Both orders hold what may be evicted, and leaves go before parents."""
-    kv, state = _members(tree._kv_order), list(tree.snapshots())
+    """Both orders hold what may be evicted, at priorities that are up to date."""
     nodes = [node for node in tree.nodes() if node.parent is not None]
-    assert set(kv) == {node for node in nodes if not node.kv_lock}
-    assert set(state) == {n for n in nodes if n.snapshot is not None}
-    age = {node: rank for rank, node in enumerate(kv)}
-    for node in kv:
-        if node.parent in age:
-            assert age[node.parent] > age[node], "a parent is older than its child"
-    assert not kv or kv[0].is_leaf
-
-
-def _members(order: RecencyList[Node]) -> list[Node]:
-    forwards = list(order)
-    backwards: list[Node] = []
-    node = order._previous[None]
-    while node is not None:
-        backwards.append(node)
-        node = order._previous[node]
-    assert forwards == backwards[::-1]
-    assert len(order) == len(forwards)
-    return forwards
+    leaves, snapshots = list(tree.leaves()), list(tree.snapshots())
+    assert set(leaves) == {n for n in nodes if n.is_leaf and not n.kv_lock}
+    assert set(snapshots) == {n for n in nodes if n.snapshot and not n.state_lock}
+    assert len(snapshots) == len(set(snapshots)) == sum(tree.snapshot_counts())
+    for leaf in leaves:
+        assert tree._leaves.priority(leaf) <= tree.eviction.leaf(leaf)
+    for node in snapshots:
+        assert node.snapshot is not None
+        order = tree._snapshots[tree.eviction.segment(node.snapshot)]
+        assert node in order, "a snapshot is in another segment's order"
 
 
 def audit_structure(tree: MambaRadixCache) -> None:
@@ -150,11 +196,12 @@ def audit_structure(tree: MambaRadixCache) -> None:
         assert not root.is_leaf, "an empty namespace stays"
     for node in tree.nodes():
         for key, child in node.children.items():
-            assert not child.is_tail and key == child.tokens[: tree.page_size]
+            assert not child.is_tail
+            assert key == child.tokens[: tree.page_size].tobytes()
             assert len(child.tokens) == len(child.pages) * tree.page_size > 0
             _audit_link(node, child)
         for key, tail in node.tails.items():
-            assert tail.is_tail and key == tail.tokens and tail.is_leaf
+            assert tail.is_tail and key == tail.tokens.tobytes() and tail.is_leaf
             assert 0 < len(tail.tokens) < tree.page_size and len(tail.pages) == 1
             assert tail.snapshot is not None, "a tail is there for its snapshot"
             _audit_link(node, tail)
@@ -163,4 +210,3 @@ def audit_structure(tree: MambaRadixCache) -> None:
 def _audit_link(parent: Node, child: Node) -> None:
     assert child.parent is parent and not parent.is_tail
     assert child.end == parent.end + len(child.tokens)
-    assert child.kv_lock <= parent.kv_lock or parent.parent is None

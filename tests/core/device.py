@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
-from hybrid_plugin.core.radix import Node
+from hybrid_plugin.core.node import Node
 
 GARBAGE = -1
 ZEROED = 0
@@ -164,10 +164,11 @@ class FakeDevice:
                 f"{position % self.page_size} holds {cell}, not {prefix}",
             )
         if node.snapshot is not None:
-            state = self.slots[node.snapshot]
+            slot = node.snapshot.slot
+            state = self.slots[slot]
             self._require(
                 state == prefix,
-                f"the tree offers slot {node.snapshot} for {node.end} tokens, but it "
+                f"the tree offers slot {slot} for {node.end} tokens, but it "
                 f"holds {state}, not {prefix}",
             )
         return prefix

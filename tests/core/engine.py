@@ -20,10 +20,11 @@ from typing import TypeVar
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
 from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.radix import Tokens
 from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.core.tokens import Pages
 from tests.core.audit import audit, full_state
 from tests.core.device import FakeDevice, Forward, Prefixes
+from tests.core.support import Tokens
 
 T = TypeVar("T")
 
@@ -228,7 +229,7 @@ class FakeEngine:
                 budget -= end - request.computed
         return preempted, budget
 
-    def _grow(self, request: Request, end: int) -> list[int] | None:
+    def _grow(self, request: Request, end: int) -> Pages | None:
         attempt = self.cache.grow
         cover = end + self.setup.lookahead
         fresh = self._watch(lambda: attempt(request.seq_id, cover))

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 from hybrid_plugin.core.cache import Admission, HybridCache
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
 from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.radix import Tokens
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 
 NO_SNAPSHOTS = 1_000_000
+
+Tokens: TypeAlias = "tuple[int, ...]"
+"""As some engines have them; the cache takes any sequence."""
 
 
 def make_cache(
@@ -26,6 +29,10 @@ def make_cache(
     """A small cache; prompt and chunk ends get snapshots where a test says so."""
     policy = SnapshotPolicy(page_size, branch, prompt_end, chunk_end)
     return HybridCache(PagePool(pages), SlotPool(slots), page_size, policy)
+
+
+def admission(pages: Sequence[int], slot: int, hit: int) -> Admission:
+    return Admission(array("i", pages), slot, hit)
 
 
 def span(start: int, end: int) -> Tokens:
@@ -68,6 +75,12 @@ def start(
     admission = admit(cache, seq_id, tokens, namespace, **options)
     assert admission is not None
     return admission
+
+
+def grow(cache: HybridCache, seq_id: str, cover: int) -> list[int] | None:
+    """Grow, with the new pages as a list."""
+    fresh = cache.grow(seq_id, cover)
+    return None if fresh is None else list(fresh)
 
 
 def prefill(

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_plugin.core.cache import Admission
 from tests.core.audit import audit, full_state
 from tests.core.support import (
+    admission,
     admit,
+    grow,
     make_cache,
     page,
     prefill,
@@ -24,7 +25,7 @@ class TestEviction:
         cache = make_cache(pages=7)
         serve(cache, "a", span(10, 18))
         serve(cache, "b", span(20, 28))
-        assert start(cache, "c", span(30, 42)).pages == (1, 2, 5)
+        assert list(start(cache, "c", span(30, 42)).pages) == [1, 2, 5]
         assert cache.look_up(span(10, 20)).match.kv_length == 0
         assert cache.look_up(span(20, 30)).match.length == 8
         assert cache.stats.pages_evicted == 2
@@ -35,15 +36,15 @@ class TestEviction:
         cache = make_cache(pages=5)
         serve(cache, "a", span(10, 18))
         start(cache, "b", span(20, 28))
-        assert cache.grow("b", 9) == [1]
-        assert cache.grow("b", 16) == [2]
+        assert grow(cache, "b", 9) == [1]
+        assert grow(cache, "b", 16) == [2]
         audit(cache)
 
     def test_pages_of_a_hit_are_kept(self) -> None:
         cache = make_cache(pages=6)
         serve(cache, "a", span(0, 8))
         serve(cache, "b", span(20, 28))
-        assert start(cache, "c", span(0, 17)) == Admission((1, 2, 3, 4, 5), 2, 8)
+        assert start(cache, "c", span(0, 17)) == admission((1, 2, 3, 4, 5), 2, 8)
         assert cache.look_up(span(20, 30)).match.kv_length == 0
         audit(cache)
 
@@ -87,7 +88,7 @@ class TestLiveSequence:
         start(cache, "live", tokens)
         prefill(cache, "live", tokens)
         serve(cache, "old", span(20, 28))
-        assert start(cache, "new", span(40, 56)).pages == (4, 5, 6, 7)
+        assert list(start(cache, "new", span(40, 56)).pages) == [4, 5, 6, 7]
         assert cache.look_up(tokens).match.length == 8
         assert cache.look_up(span(20, 30)).match.kv_length == 0
         audit(cache)
@@ -96,7 +97,7 @@ class TestLiveSequence:
         cache = make_cache(pages=8)
         serve(cache, "a", span(0, 8))
         serve(cache, "b", span(20, 28))
-        assert start(cache, "c", span(40, 60)).pages == (1, 2, 5, 6, 7)
+        assert list(start(cache, "c", span(40, 60)).pages) == [1, 2, 5, 6, 7]
         assert cache.look_up(span(0, 10)).match.kv_length == 0
 
     def test_pages_of_another_sequence_are_not_locked_in_its_place(self) -> None:
@@ -110,7 +111,7 @@ class TestLiveSequence:
         cache.finish("first", tokens, 8)
         audit(cache)
         assert cache.pages.reclaimable == 2
-        assert cache.grow("second", 24) == [1, 2, 5, 6]
+        assert grow(cache, "second", 24) == [1, 2, 5, 6]
         audit(cache)
 
     def test_the_lock_moves_on_from_the_hit(self) -> None:
@@ -136,7 +137,7 @@ class TestTakeOver:
         cache = make_cache(slots=2)
         serve(cache, "a", span(0, 8))
         cache.drain_commands()
-        assert start(cache, "b", span(0, 12)) == Admission((1, 2, 3), 1, 8)
+        assert start(cache, "b", span(0, 12)) == admission((1, 2, 3), 1, 8)
         assert cache.drain_commands() == []
         match = cache.look_up(span(0, 12)).match
         assert (match.length, match.kv_length) == (0, 8)
@@ -146,7 +147,7 @@ class TestTakeOver:
         cache = make_cache(slots=2)
         serve(cache, "a", span(0, 10))
         cache.drain_commands()
-        assert start(cache, "b", span(0, 14)) == Admission((1, 2, 3, 4), 1, 10)
+        assert start(cache, "b", span(0, 14)) == admission((1, 2, 3, 4), 1, 10)
         assert cache.drain_commands() == []
         assert cache.pages.references(3) == (1, 0)
         audit(cache)
@@ -159,7 +160,7 @@ class TestTakeOver:
         cache = make_cache(slots=2)
         serve(cache, "a", span(0, 3), namespace="salt")
         cache.drain_commands()
-        assert start(cache, "b", span(0, 6), "salt") == Admission((1, 2), 1, 3)
+        assert start(cache, "b", span(0, 6), "salt") == admission((1, 2), 1, 3)
         audit(cache)
         assert list(cache.tree.nodes()) == []
         cache.finish("b", span(0, 6), 6)
@@ -171,7 +172,7 @@ class TestTakeOver:
         cache = make_cache(pages=4)
         serve(cache, "a", span(0, 6))
         cache.drain_commands()
-        assert start(cache, "b", span(0, 12)) == Admission((1, 2, 3), 1, 6)
+        assert start(cache, "b", span(0, 12)) == admission((1, 2, 3), 1, 6)
         assert cache.drain_commands() == []
         assert cache.slots.snapshots == 0
         audit(cache)
@@ -181,7 +182,7 @@ class TestTakeOver:
         serve(cache, "a", span(0, 10))
         serve(cache, "b", span(20, 25))
         cache.drain_commands()
-        assert start(cache, "c", span(0, 14)) == Admission((1, 2, 5, 6), 2, 10)
+        assert start(cache, "c", span(0, 14)) == admission((1, 2, 5, 6), 2, 10)
         assert cache.drain_commands() == [page(3, 5), state(1, 2)]
         assert cache.look_up(span(0, 14)).match.length == 10
 
@@ -190,7 +191,7 @@ class TestTakeOver:
         serve(cache, "a", span(0, 6))
         serve(cache, "b", span(20, 23))
         cache.drain_commands()
-        assert start(cache, "c", span(0, 12)) == Admission((1, 3, 4), 2, 6)
+        assert start(cache, "c", span(0, 12)) == admission((1, 3, 4), 2, 6)
         assert cache.drain_commands() == [page(2, 3), state(1, 2)]
         assert cache.look_up(span(20, 30)).match.length == 0
         assert cache.look_up(span(0, 12)).match.length == 6
@@ -246,7 +247,7 @@ class TestRefusal:
         serve(cache, "b", span(20, 28))
         start(cache, "live", span(50, 60))
         assert admit(cache, "new", span(0, 30)) is None
-        assert cache.grow("live", 17) == [1, 2]
+        assert grow(cache, "live", 17) == [1, 2]
         assert cache.look_up(span(0, 9)).match.kv_length == 0
         assert cache.look_up(span(20, 29)).match.length == 8
 
@@ -259,7 +260,7 @@ class TestRefusal:
         assert full_state(cache) == before
         assert cache.stats.refusals == 1
         cache.finish("b", span(20, 28), 0)
-        assert cache.grow("a", 9) == [3]
+        assert grow(cache, "a", 9) == [3]
 
     def test_shared_pages_of_a_hit_do_not_count_as_room(self) -> None:
         cache = make_cache(pages=6)
@@ -267,7 +268,7 @@ class TestRefusal:
         start(cache, "live", span(50, 53))
         assert admit(cache, "new", span(0, 17)) is None
         cache.finish("live", span(50, 53), 0)
-        assert start(cache, "new", span(0, 17)).pages == (1, 2, 3, 4, 5)
+        assert list(start(cache, "new", span(0, 17)).pages) == [1, 2, 3, 4, 5]
 
 
 def test_stats_of_a_first_and_a_second_turn() -> None:

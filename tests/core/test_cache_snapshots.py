@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_plugin.core.cache import Admission
 from tests.core.audit import audit
 from tests.core.support import (
+    admission,
     admit,
     make_cache,
     prefill,
@@ -39,8 +39,8 @@ def test_the_second_request_reveals_the_branch_and_the_third_hits_it() -> None:
     assert found.stops == (8,)
     serve(cache, "second", SYSTEM + span(30, 36))
     cache.drain_commands()
-    admission = start(cache, "third", SYSTEM + span(40, 46))
-    assert admission == Admission((1, 2, 5, 6), 4, 8)
+    got = start(cache, "third", SYSTEM + span(40, 46))
+    assert got == admission((1, 2, 5, 6), 4, 8)
     assert cache.drain_commands() == [state(3, 4)]
     audit(cache)
 
@@ -69,7 +69,7 @@ def test_the_same_prompt_again_hits_its_prompt_end() -> None:
     cache = make_cache(prompt_end=1)
     serve(cache, "a", span(0, 11), answer=span(60, 65))
     cache.drain_commands()
-    assert start(cache, "b", span(0, 11)) == Admission((1, 2, 5), 3, 8)
+    assert start(cache, "b", span(0, 11)) == admission((1, 2, 5), 3, 8)
     assert cache.drain_commands() == [state(2, 3)]
 
 
@@ -96,8 +96,8 @@ def test_a_tombstone_is_matched_and_snapshotted_again() -> None:
     assert (found.match.length, found.match.kv_length) == (0, 8)
     assert found.stops == (8,)
     cache.drain_commands()
-    admission = cache.admit("d", found, cover=9)
-    assert admission is not None
+    got = cache.admit("d", found, cover=9)
+    assert got is not None
     prefill(cache, "d", tokens)
     assert cache.look_up(tokens).match.length == 8
     audit(cache)

@@ -14,9 +14,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hybrid_plugin.core.radix import Tokens
 from tests.core.engine import Access, FakeEngine, Setup
 from tests.core.profiles import machine_settings
+from tests.core.support import Tokens
 from tests.core.traffic import fork
 
 INDEX = st.integers(0, 7)

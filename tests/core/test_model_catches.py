@@ -10,7 +10,8 @@ import pytest
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
-from hybrid_plugin.core.radix import Evicted, Match, Node, Tokens
+from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.radix import Evicted
 from tests.core.device import ContentError
 from tests.core.traffic import Traffic
 
@@ -76,7 +77,12 @@ class FreesPagesInUse(HybridCache):
 
 class IgnoresNamespaces(HybridCache):
     def look_up(
-        self, tokens: Tokens, namespace: Hashable = None, limit: int | None = None
+        self,
+        tokens: Sequence[int],
+        namespace: Hashable = None,
+        limit: int | None = None,
+        *,
+        keep: Sequence[int] = (),
     ) -> LookUp:
         return HybridCache.look_up(self, tokens, None, limit)
 
@@ -99,8 +105,8 @@ class RestoresTooMuch(HybridCache):
 
 
 class KeepsNoLock(HybridCache):
-    def _settle(self, match: Match, slot: int) -> None:
-        kept = HybridCache._settle(self, match, slot)
+    def _settle(self, node: Node | None, room: Any) -> None:
+        kept = HybridCache._settle(self, node, room)
         if kept is not None:
             self.tree.unlock(kept)
 
@@ -109,22 +115,21 @@ class LocksPagesOfOthers(HybridCache):
     """Promises pages as reclaimable that it has locked."""
 
     def _keep(self, sequence: LiveSequence, node: Node, gained: int) -> None:
-        before = 0 if sequence.locked is None else sequence.locked.end
-        HybridCache._keep(self, sequence, node, node.end - before)
+        HybridCache._keep(self, sequence, node, node.end - sequence.locked_tokens)
 
 
 class EvictsBeforeRefusing(HybridCache):
-    def _has_room(self, match: Match, pages: int) -> bool:
-        has_room = HybridCache._has_room(self, match, pages)
+    def _has_room(self, pages: int, window_pages: int) -> bool:
+        has_room = HybridCache._has_room(self, pages, window_pages)
         if not has_room:
-            self._evict_snapshot()
+            self.evict_snapshot()
         return has_room
 
 
 class RefusesWhatFits(HybridCache):
     """Lets the cache lower how many sequences can run."""
 
-    def _has_room(self, match: Match, pages: int) -> bool:
+    def _has_room(self, pages: int, window_pages: int) -> bool:
         return pages <= self.pages.free and self.slots.free > 0
 
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Node
+from hybrid_plugin.core.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.radix import Evicted, MambaRadixCache
 from tests.core.audit import audit_orders, audit_structure
-from tests.core.test_radix import match, put, t, tree_with
+from tests.core.test_radix import match, put, snap, t, tree_with
 
 
 def node_of(tree: MambaRadixCache, last: str, end: int) -> Node:
@@ -19,13 +23,20 @@ def node_of(tree: MambaRadixCache, last: str, end: int) -> Node:
     )
 
 
-def evict_all(tree: MambaRadixCache) -> list[tuple[int, ...]]:
+def ids(evicted: Evicted | None) -> tuple[list[int], int | None]:
+    """(pages, slot) that left the tree."""
+    assert evicted is not None
+    snapshot = evicted.snapshot
+    return list(evicted.pages), None if snapshot is None else snapshot.slot
+
+
+def evict_all(tree: MambaRadixCache, wanted: int = 99) -> list[tuple[int, ...]]:
     """Pages in the order in which nodes are evicted."""
     order = []
-    while (evicted := tree.evict_kv()) is not None:
+    while (evicted := tree.evict_kv(wanted)) is not None:
         audit_orders(tree)
         audit_structure(tree)
-        order.append(evicted.pages)
+        order.append(tuple(evicted.pages))
     return order
 
 
@@ -51,16 +62,16 @@ class TestKv:
 
     def test_a_leaf_takes_its_snapshot_along(self) -> None:
         tree = tree_with("abcd")
-        tree.attach_snapshot(node_of(tree, "cd", 4), 7)
-        assert tree.evict_kv() == Evicted((10, 11), 7)
-        assert tree.oldest_snapshot(used=False) is None
+        snap(tree, node_of(tree, "cd", 4), 7)
+        assert ids(tree.evict_kv()) == ([10, 11], 7)
+        assert tree.next_snapshot() is None
 
     def test_a_tail_is_a_leaf(self) -> None:
         tree = tree_with("abcd", page_size=4)
         tail, _ = tree.insert_tail(node_of(tree, "d", 4), t("e"), 20)
-        tree.attach_snapshot(tail, 1)
-        assert tree.evict_kv() == Evicted((20,), 1)
-        assert tree.evict_kv() == Evicted((10,), None)
+        snap(tree, tail, 1)
+        assert ids(tree.evict_kv()) == ([20], 1)
+        assert ids(tree.evict_kv()) == ([10], None)
 
     def test_nothing_to_evict(self) -> None:
         assert MambaRadixCache(2).evict_kv() is None
@@ -80,7 +91,7 @@ class TestLocks:
         upper, lower = node_of(tree, "ab", 2), node_of(tree, "cd", 4)
         tree.lock(lower)
         tree.lock(upper)
-        assert (upper.kv_lock, lower.kv_lock) == (2, 1)
+        assert (upper.kv_lock, lower.kv_lock) == (1, 1)
         tree.unlock(lower)
         assert evict_all(tree) == [(21,)]
         tree.unlock(upper)
@@ -98,17 +109,19 @@ class TestLocks:
         node = node_of(tree, "ab", 2)
         tree.lock(node)
         tree.touch(node)
-        assert list(tree._kv_order) == []
+        assert list(tree.leaves()) == []
 
     def test_a_locked_snapshot_is_no_candidate(self) -> None:
         tree = tree_with("ab", "cd")
         first, second = node_of(tree, "ab", 2), node_of(tree, "cd", 2)
-        tree.attach_snapshot(first, 1)
-        tree.attach_snapshot(second, 2)
+        snap(tree, first, 1)
+        snap(tree, second, 2)
         tree.lock(first)
         tree.lock_state(first)
-        assert tree.oldest_snapshot(used=False) is second
+        assert tree.next_snapshot() is second
         tree.unlock_state(first)
+        assert list(tree.snapshots()) == [first, second]
+        tree.touch_snapshot(first)
         assert list(tree.snapshots()) == [second, first]
 
     def test_the_state_lock_needs_a_kv_lock(self) -> None:
@@ -134,26 +147,26 @@ class TestSnapshots:
         tree = tree_with("ab", "cd", "ef")
         nodes = [node_of(tree, last, 2) for last in ("ab", "cd", "ef")]
         for slot, node in enumerate(nodes, start=1):
-            tree.attach_snapshot(node, slot)
+            snap(tree, node, slot)
         tree.touch_snapshot(nodes[0])
         assert list(tree.snapshots()) == [nodes[1], nodes[2], nodes[0]]
 
     def test_any_node_may_lose_its_state_and_get_another(self) -> None:
         tree = tree_with("ab", "abcd")
         inner = node_of(tree, "ab", 2)
-        tree.attach_snapshot(inner, 1)
-        assert tree.detach_snapshot(inner) == Evicted((), 1)
+        snap(tree, inner, 1)
+        assert ids(tree.detach_snapshot(inner)) == ([], 1)
         found = match(tree, "abcd")
         assert (found.length, found.kv_length) == (0, 4)
-        tree.attach_snapshot(inner, 2)
+        snap(tree, inner, 2)
         assert match(tree, "abcd").length == 2
 
     def test_a_tail_goes_with_its_state(self) -> None:
         tree = tree_with("abcd", page_size=4)
         node = node_of(tree, "d", 4)
         tail, _ = tree.insert_tail(node, t("e"), 20)
-        tree.attach_snapshot(tail, 1)
-        assert tree.detach_snapshot(tail) == Evicted((20,), 1)
+        snap(tree, tail, 1)
+        assert ids(tree.detach_snapshot(tail)) == ([20], 1)
         assert node.is_leaf
 
     def test_misuse(self) -> None:
@@ -161,11 +174,11 @@ class TestSnapshots:
         node = node_of(tree, "ab", 2)
         with pytest.raises(ValueError, match="the node has no snapshot"):
             tree.detach_snapshot(node)
-        tree.attach_snapshot(node, 1)
+        snap(tree, node, 1)
         for refused in (node, node.parent):
             assert refused is not None
             with pytest.raises(ValueError, match="a snapshot needs a node"):
-                tree.attach_snapshot(refused, 2)
+                snap(tree, refused, 2)
 
 
 class TestVersion:
@@ -181,7 +194,7 @@ class TestVersion:
         assert changed()
         tail, _ = tree.insert_tail(node, t("e"), 20)
         assert changed()
-        tree.attach_snapshot(tail, 1)
+        snap(tree, tail, 1)
         assert changed()
         tree.detach_snapshot(tail)
         assert changed()
@@ -204,28 +217,88 @@ class TestVersion:
 
 def test_clear_returns_everything_and_forgets_it() -> None:
     tree = tree_with("abcd", "abxy")
-    tree.insert("other", t("qr"), [40])
-    tree.attach_snapshot(node_of(tree, "cd", 4), 5)
+    tree.insert("other", t("qr"), array("i", [40]))
+    snap(tree, node_of(tree, "cd", 4), 5)
     tree.lock(node_of(tree, "xy", 4))
     evicted = tree.clear()
     assert sorted(page for e in evicted for page in e.pages) == [10, 11, 21, 40]
-    assert [e.slot for e in evicted if e.slot is not None] == [5]
+    assert [e.snapshot.slot for e in evicted if e.snapshot] == [5]
     assert list(tree.nodes()) == []
     assert match(tree, "abcd").kv_length == 0
     assert evict_all(tree) == []
-    assert tree.oldest_snapshot(used=False) is None
+    assert tree.next_snapshot() is None
 
 
-def test_snapshots_that_were_resumed_from_are_another_order() -> None:
-    tree = MambaRadixCache(1)
-    nodes = [tree.insert(None, (n,), [n])[0] for n in (1, 2, 3, 4)]
-    for slot, node in enumerate(nodes, start=1):
-        tree.attach_snapshot(node, slot)
-    tree.use_snapshot(nodes[0])
-    tree.use_snapshot(nodes[2])
-    assert list(tree.snapshots()) == [nodes[1], nodes[3], nodes[0], nodes[2]]
-    assert tree.snapshot_counts() == (2, 2)
-    assert tree.oldest_snapshot(used=False) is nodes[1]
-    assert tree.oldest_snapshot(used=True) is nodes[0]
-    tree.demote_snapshot(nodes[2])
-    assert tree.oldest_snapshot(used=False) is nodes[2]
+class TestSegments:
+    def used(self) -> tuple[MambaRadixCache, list[Node]]:
+        """Four snapshots, of which the first and the third were resumed from."""
+        tree = MambaRadixCache(1)
+        nodes = [
+            tree.insert(None, array("q", [n]), array("i", [n]))[0] for n in (1, 2, 3, 4)
+        ]
+        for slot, node in enumerate(nodes, start=1):
+            snap(tree, node, slot)
+        tree.use_snapshot(nodes[0])
+        tree.use_snapshot(nodes[2])
+        return tree, nodes
+
+    def test_used_ones_outlive_unused_ones(self) -> None:
+        tree, nodes = self.used()
+        assert list(tree.snapshots()) == [nodes[1], nodes[3], nodes[0], nodes[2]]
+        assert tree.snapshot_counts() == (2, 2)
+        audit_orders(tree)
+
+    def test_unless_they_hold_more_than_three_quarters(self) -> None:
+        tree, nodes = self.used()
+        slots = [ids(tree.evict_snapshot())[1] for _ in range(4)]
+        assert slots == [2, 4, 1, 3]
+        tree, nodes = self.used()
+        tree.use_snapshot(nodes[1])
+        assert tree.next_snapshot() is nodes[3]
+        tree.use_snapshot(nodes[3])
+        fresh, _ = tree.insert(None, array("q", [5]), array("i", [5]))
+        snap(tree, fresh, 5)
+        assert tree.next_snapshot() is nodes[0]
+
+    def test_a_superseded_one_goes_first(self) -> None:
+        tree, nodes = self.used()
+        tree.supersede_snapshot(nodes[2])
+        assert tree.next_snapshot() is nodes[2]
+        tree.touch_snapshot(nodes[2])
+        assert tree.next_snapshot() is nodes[1]
+        audit_orders(tree)
+
+    def test_plain_recency_has_one_order(self) -> None:
+        tree = MambaRadixCache(1, eviction=LeastRecentlyUsed())
+        nodes = [tree.insert(None, array("q", [n]), array("i", [n]))[0] for n in (1, 2)]
+        for slot, node in enumerate(nodes, start=1):
+            snap(tree, node, slot)
+        tree.use_snapshot(nodes[0])
+        assert list(tree.snapshots()) == [nodes[1], nodes[0]]
+
+
+class TestTrim:
+    """A leaf without a snapshot loses no more pages than are needed."""
+
+    def test_from_its_end(self) -> None:
+        tree = tree_with("abcdefgh")
+        leaf = next(tree.leaves())
+        assert ids(tree.evict_kv(1)) == ([13], None)
+        assert ids(tree.evict_kv(2)) == ([11, 12], None)
+        assert (leaf.tokens, leaf.end, list(leaf.pages)) == (t("ab"), 2, [10])
+        audit_structure(tree)
+        audit_orders(tree)
+        assert match(tree, "abcd").kv_length == 2
+        assert ids(tree.evict_kv(1)) == ([10], None)
+        assert list(tree.nodes()) == []
+
+    def test_not_with_a_snapshot(self) -> None:
+        tree = tree_with("abcd")
+        snap(tree, next(tree.leaves()), 1)
+        assert ids(tree.evict_kv(1)) == ([10, 11], 1)
+
+    def test_changes_what_can_be_matched(self) -> None:
+        tree = tree_with("abcd")
+        before = tree.version
+        tree.evict_kv(1)
+        assert tree.version > before

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.radix import Tokens
 from tests.core.engine import Access, FakeEngine, Setup
+from tests.core.support import Tokens
 
 NAMESPACES = (None, None, None, "adapter")
 ACCESSES = (Access.NORMAL,) * 8 + (Access.WRITE_ONLY, Access.PRIVATE)

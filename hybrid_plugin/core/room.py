@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The half of the cache that deals with memory: what there is, and who makes way."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from hybrid_plugin.core.node import Snapshot
+from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Match
+from hybrid_plugin.core.spans import live_pages
+from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.tokens import Pages
+from hybrid_plugin.core.windows import WindowGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What an admission got hold of."""
+
+    slot: int
+    fresh: Pages
+    windows: tuple[Pages, ...]
+    """Fresh pages per window group."""
+    taken_over: bool
+    """Whether the slot, and the first fresh pages where the hit ends inside a
+    page, were the matched snapshot's own."""
+
+
+class MakesRoom:
+    """Pools, and the tree that gives up what it caches in them.
+
+    A base of `HybridCache`, which brings the attributes.
+    """
+
+    pages: PagePool
+    slots: SlotPool
+    page_size: int
+    stats: CacheStats
+    windows: tuple[WindowGroup, ...]
+    tree: MambaRadixCache
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _share(self, match: Match) -> None:
+        """Add the sequence's references to the whole pages of its hit."""
+        self.pages.share(match.pages)
+        for group, pages in zip(self.windows, self._hit_windows(match), strict=True):
+            group.pages.share(pages)
+
+    def _unshare(self, match: Match) -> None:
+        self.pages.release(match.pages)
+        for group, pages in zip(self.windows, self._hit_windows(match), strict=True):
+            group.pages.release(pages)
+
+    def _hit_windows(self, match: Match) -> list[Pages]:
+        """Per window group, the whole pages before the hit that it needs."""
+        if match.node is None or match.node.snapshot is None:
+            return [array("i") for _ in self.windows]
+        whole = match.length // self.page_size
+        return [
+            pages[: whole - self._live(group, match.length).start]
+            for group, pages in zip(
+                self.windows, match.node.snapshot.windows, strict=True
+            )
+        ]
+
+    def _live(self, group: WindowGroup, position: int) -> range:
+        return live_pages(group.span, position, self.page_size)
+
+    def _has_room(self, pages: int, window_pages: int) -> bool:
+        """Whether a sequence whose hit is shared already can get the rest.
+
+        Everything cached can make room but what it shares, and even the
+        snapshot it was matched with: see `_obtain`.
+        """
+        return (
+            pages <= self.pages.free + self.pages.reclaimable
+            and all(
+                window_pages <= group.pages.free + group.pages.reclaimable
+                for group in self.windows
+            )
+            and (
+                not self.slots.needed
+                or self.slots.free > 0
+                or any(self.tree.snapshot_counts())
+            )
+        )
+
+    def _obtain(self, match: Match, count: int) -> Grant:
+        """A slot, and `count` pages of every group, at the price of cached ones.
+
+        The last resort is the matched snapshot itself: its slot and tail pages
+        become the sequence's own, without a copy (see `HybridCache._settle`).
+        """
+        if (
+            self._evict_until_free(count)
+            and self._evict_windows(count)
+            and (not self.slots.needed or self.slots.free or self.evict_snapshot())
+        ):
+            return Grant(
+                slot=self.slots.allocate_running(),
+                fresh=self.pages.allocate(count),
+                windows=tuple([g.pages.allocate(count) for g in self.windows]),
+                taken_over=False,
+            )
+        assert match.node is not None, "there is room without a hit, or none at all"
+        snapshot = match.node.snapshot
+        assert snapshot is not None, "a locked snapshot is never evicted"
+        self.slots.take_over(snapshot.slot)
+        return Grant(
+            slot=snapshot.slot,
+            fresh=_take_over(self.pages, match.tail_page, count),
+            windows=tuple(
+                [
+                    _take_over(
+                        group.pages, None if match.tail_page is None else own[-1], count
+                    )
+                    for group, own in zip(self.windows, snapshot.windows, strict=True)
+                ]
+            ),
+            taken_over=True,
+        )
+
+    def _evict_until_free(self, count: int) -> bool:
+        """Evict KV until `count` pages are free; False if they never will be."""
+        while self.pages.free < count:
+            evicted = self.tree.evict_kv(count - self.pages.free)
+            if evicted is None:
+                return False
+            self._take_back(evicted)
+        return True
+
+    def _evict_windows(self, count: int) -> bool:
+        """The same for every window group, whose pages go with snapshots."""
+        for group in self.windows:
+            while group.pages.free < count:
+                if not self.evict_snapshot():
+                    return False
+        return True
+
+    def evict_oldest_kv(self) -> bool:
+        """Evict the leaf that is worth least as a whole, if there is one."""
+        evicted = self.tree.evict_kv(self.pages.capacity)
+        if evicted is None:
+            return False
+        self._take_back(evicted)
+        return True
+
+    def snapshot_age(self) -> int | None:
+        """Admissions since the snapshot to go next was used; None for none."""
+        return self.tree.snapshot_age()
+
+    def evict_snapshot(self) -> bool:
+        """Free the slot of the snapshot that is worth least, if there is one."""
+        evicted = self.tree.evict_snapshot()
+        if evicted is None:
+            return False
+        self._take_back(evicted)
+        return True
+
+    def _take_back(self, evicted: Evicted) -> None:
+        self.pages.drop(evicted.pages)
+        self.stats.pages_evicted += len(evicted.pages)
+        if evicted.snapshot is not None:
+            self.slots.free_snapshot(evicted.snapshot.slot)
+            self._drop_windows(evicted.snapshot)
+            self.stats.snapshots_evicted += 1
+
+    def _drop_windows(self, snapshot: Snapshot | None) -> None:
+        if snapshot is not None:
+            for group, pages in zip(self.windows, snapshot.windows, strict=True):
+                group.pages.drop(pages)
+
+
+def _take_over(pool: PagePool, tail: int | None, count: int) -> Pages:
+    """`count` pages, the first of them the matched tail page if there is one."""
+    if tail is None:
+        return pool.allocate(count)
+    pool.share((tail,))
+    return array("i", (tail,)) + pool.allocate(count - 1)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache knows of a sequence: before, at and after its admission."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.radix import Match
+from hybrid_plugin.core.tokens import Pages
+from hybrid_plugin.core.windows import WindowTable
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What a sequence that is not admitted yet can expect."""
+
+    length: int
+    """Tokens of the sequence."""
+    namespace: Hashable
+    match: Match
+    stops: tuple[int, ...]
+    """Positions at which its prefill should pause for a snapshot."""
+    version: int
+    """Of the tree, when this was looked up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a sequence got on admission."""
+
+    pages: Pages
+    slot: int
+    hit: int
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """A live sequence and what it owns."""
+
+    namespace: Hashable
+    pages: Pages
+    slot: int
+    hit: int
+    stops: tuple[int, ...]
+    prompt_length: int
+    locked: Node | None
+    """The node that keeps its shared prefix in the tree."""
+    cacheable: bool
+    in_tree: int = 0
+    """Tokens of it that were inserted into the tree so far."""
+    origin: Node | None = None
+    """The node it resumed from."""
+    last_snapshot: int = 0
+    """Tokens of it at the last position worth a snapshot."""
+    windows: tuple[WindowTable, ...] = ()
+    """Its pages in each window group."""
+
+    @property
+    def locked_tokens(self) -> int:
+        """Tokens of its prefix that the tree surely has."""
+        return 0 if self.locked is None else self.locked.end
