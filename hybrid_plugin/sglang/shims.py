@@ -43,6 +43,10 @@ NEEDED = {
         f"{_SRT}.distributed.bootstrap:_init_cpu_threads_env", "sgl_kernel"
     ),
     "platform.cpu.leave_the_cores_when_idle": _while_there(_SCHEDULER, "sleep_on_idle"),
+    "platform.cpu.wait_for_no_gpu_s_dump": _while_there(
+        f"{_SRT}.managers.tokenizer_manager:TokenizerManager.dump_requests_before_crash",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
+    ),
     "platform.torch_shims.answer_with_the_cpu_module": _while_there(
         f"{_SRT}.models.qwen3_next:Qwen3GatedDeltaNet", "get_device_module"
     ),

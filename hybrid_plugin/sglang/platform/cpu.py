@@ -29,6 +29,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         """Set what suits a CPU; SGLang records it as the platform's default."""
         leave_the_cores_when_idle(server_args)
         keep_inputs_in_float32(server_args)
+        wait_for_no_gpu_s_dump()
 
     def get_device(self, device_id: int = 0) -> str:
         """Name the device, where a caller gave none.
@@ -89,6 +90,16 @@ def keep_inputs_in_float32(server_args: Any) -> None:
     """
     if server_args.dtype in ("float", "float32"):
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+def wait_for_no_gpu_s_dump() -> None:
+    """Symptom: a server that cannot start takes a minute to say so.
+
+    Cause: before it ends, it waits for the core dump of a CUDA device.
+    Fix: ask for none in the environment, unless the user said something.
+    Delete when: SGLang looks for a CUDA device first.
+    """
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def leave_a_core() -> None:

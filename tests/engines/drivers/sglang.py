@@ -42,7 +42,16 @@ FLAGS = (
     "--enable-metrics",
     "--skip-server-warmup",
     *(
-        ("--mem-fraction-static=0.2", "--cuda-graph-bs", "1", "4", "16")
+        (
+            "--mem-fraction-static=0.2",
+            "--cuda-graph-bs-decode",
+            "1",
+            "4",
+            "16",
+            # What SGLang picks for itself depends on what else is installed.
+            "--attention-backend=triton",
+            "--sampling-backend=pytorch",
+        )
         if ON_GPU
         else ()
     ),
@@ -70,20 +79,13 @@ REFUSALS = {
     "unknown option": Refusal(
         "Unknown hybrid_plugin option 'pagesize'", {"pagesize": 16}
     ),
-    "two page sizes": Refusal(
-        "--page-size 32 and the option page_size 16 contradict each other",
-        {"page_size": 16},
-        ("--page-size=32",),
-    ),
     "pool larger than the memory": Refusal(
         "kv_pages 4096 needs room for 65520 tokens",
         {"kv_pages": 4096, "state_slots": 12},
     ),
-    "another cache": Refusal(
-        "--enable-hierarchical-cache is not supported yet; drop it",
-        flags=("--enable-hierarchical-cache",),
+    "plugin excluded from the scheduler": Refusal(
+        "--radix-cache-backend='hybrid' is not registered", fault="exclude_workers"
     ),
-    "plugin excluded from the scheduler": Refusal("hybrid", fault="exclude_workers"),
 }
 
 

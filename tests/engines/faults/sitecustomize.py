@@ -30,7 +30,7 @@ def _zero_snapshots() -> None:
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
-        os.environ["SGLANG_PLUGINS"] = "none"
+        os.environ["SGLANG_PLUGINS"] = "hybrid_cpu"  # the platform alone
 
 
 {"zero_snapshots": _zero_snapshots, "exclude_workers": _exclude_workers}.get(

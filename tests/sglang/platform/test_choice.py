@@ -21,6 +21,7 @@ from hybrid_plugin.sglang.platform.hooks import (
 )
 
 CONV = "SGLANG_MAMBA_CONV_DTYPE"
+DUMP = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
 
 
 @pytest.fixture(autouse=True)
@@ -105,15 +106,18 @@ def test_installing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 models keep their inputs; an idle server sleeps."""
+    """Float32 models keep their inputs; an idle server sleeps; none waits for CUDA."""
     monkeypatch.setenv("SGLANG_PLATFORM", platform.NAME)
     pytest.importorskip("sglang")
     from hybrid_plugin.sglang.platform.cpu import HybridCpu
 
-    monkeypatch.delenv(CONV, raising=False)
+    for name in (CONV, DUMP):
+        monkeypatch.setenv(name, "")  # so that it is restored, whatever is set
+        monkeypatch.delenv(name)
     half, whole = SimpleNamespace(dtype="bfloat16"), SimpleNamespace(dtype="float32")
     HybridCpu().apply_server_args_defaults(half)
     assert half.sleep_on_idle and CONV not in os.environ
+    assert os.environ[DUMP] == "0"
     HybridCpu().apply_server_args_defaults(whole)
     assert os.environ[CONV] == "float32"
     monkeypatch.setenv(CONV, "float16")
