@@ -16,12 +16,14 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
 from hybrid_plugin.core.events import EventLog
 from hybrid_plugin.core.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import MambaRadixCache, Match
+from hybrid_plugin.core.reclaim import PageReclaim, SnapshotReclaim
 from hybrid_plugin.core.room import Grant, MakesRoom
 from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.snapshots import SnapshotPolicy
@@ -44,6 +46,8 @@ class HybridCache(MakesRoom):
         windows: groups of attention layers that look back only so far.
         eviction: what goes first; by default `UsedFirst`.
         events: where to note which pages come and go; by default nowhere.
+        elastic: moves memory between pages and slots, whose granules it was told
+            of; by default every pool keeps its memory.
     """
 
     pages: PagePool
@@ -54,6 +58,7 @@ class HybridCache(MakesRoom):
     windows: tuple[WindowGroup, ...] = ()
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
+    elastic: ElasticController | None = None
     tree: MambaRadixCache = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _commands: list[Command] = field(init=False, default_factory=list)
@@ -65,6 +70,15 @@ class HybridCache(MakesRoom):
             eviction=self.eviction,
             events=self.events,
         )
+        if self.elastic is not None:
+            self._put_in_charge(self.elastic)
+
+    def _put_in_charge(self, elastic: ElasticController) -> None:
+        if self.windows or not self.slots.needed:
+            raise ValueError("memory moves between full attention and states only")
+        elastic.send_to(self.order)
+        elastic.register(Pool.KV, self.pages.ids, PageReclaim(self))
+        elastic.register(Pool.STATE, self.slots.ids, SnapshotReclaim(self))
 
     # ----------------------------------------------------------------- look up
 
@@ -165,7 +179,7 @@ class HybridCache(MakesRoom):
         shared, most = len(match.pages), self._pages_for(max(cover, reserve))
         count = self._pages_for(cover) - shared
         self._share(match)
-        if not self._has_room(most - shared + spare, count):
+        if not self._has_room(match, most - shared + spare, count):
             self._unshare(match)
             self.stats.refusals += 1
             return None
@@ -200,11 +214,10 @@ class HybridCache(MakesRoom):
         """
         sequence = self._sequences[seq_id]
         count = max(self._pages_for(cover) - len(sequence.pages), 0)
-        pools = [self.pages, *(group.pages for group in self.windows)]
-        if any(count > pool.free + pool.reclaimable for pool in pools):
+        if not self._could_free(count, count):
             self.stats.refusals += 1
             return None
-        enough = self._evict_until_free(count) and self._evict_windows(count)
+        enough = self._free_pages(count)
         assert enough, "reclaimable pages belong to evictable nodes"
         fresh = self.pages.allocate(count)
         sequence.pages += fresh
@@ -447,7 +460,7 @@ class HybridCache(MakesRoom):
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return
-        if self.slots.needed and not self.slots.free and not self.evict_snapshot():
+        if not self._free_snapshot_slot(node):
             return
         slot = self.slots.allocate_snapshot()
         self._attach(node, sequence, slot)

@@ -6,7 +6,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from hybrid_plugin.core.node import Snapshot
+from hybrid_plugin.core.budget import ElasticController
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Match
 from hybrid_plugin.core.spans import live_pages
@@ -39,6 +41,7 @@ class MakesRoom:
     page_size: int
     stats: CacheStats
     windows: tuple[WindowGroup, ...]
+    elastic: ElasticController | None
     tree: MambaRadixCache
 
     def _pages_for(self, tokens: int) -> int:
@@ -70,23 +73,42 @@ class MakesRoom:
     def _live(self, group: WindowGroup, position: int) -> range:
         return live_pages(group.span, position, self.page_size)
 
-    def _has_room(self, pages: int, window_pages: int) -> bool:
+    def _has_room(self, match: Match, pages: int, window_pages: int) -> bool:
         """Whether a sequence whose hit is shared already can get the rest.
 
         Everything cached can make room but what it shares, and even the
         snapshot it was matched with: see `_obtain`.
         """
-        return (
-            pages <= self.pages.free + self.pages.reclaimable
-            and all(
-                window_pages <= group.pages.free + group.pages.reclaimable
-                for group in self.windows
-            )
-            and (
-                not self.slots.needed
-                or self.slots.free > 0
-                or any(self.tree.snapshot_counts())
-            )
+        if self.elastic is not None:
+            return self._could_convert(self.elastic, match, pages)
+        return self._could_free(pages, window_pages) and (
+            not self.slots.needed
+            or self.slots.free > 0
+            or any(self.tree.snapshot_counts())
+        )
+
+    def _could_free(self, pages: int, window_pages: int) -> bool:
+        """Whether so many pages can be had, if all that is cached makes room."""
+        if self.elastic is not None:
+            return self.elastic.fits({Pool.KV: pages})
+        return pages <= self.pages.free + self.pages.reclaimable and all(
+            window_pages <= group.pages.free + group.pages.reclaimable
+            for group in self.windows
+        )
+
+    def _could_convert(
+        self, elastic: ElasticController, match: Match, pages: int
+    ) -> bool:
+        """The same where memory moves between the pools."""
+        snapshot = match.node.snapshot if match.node is not None else None
+        if snapshot is None:
+            return elastic.fits({Pool.KV: pages, Pool.STATE: 1})
+        tail = _tail_of(match)
+        cached = [page for page in tail if not self.pages.references(page)[0]]
+        pinned = {Pool.KV: cached, Pool.STATE: [snapshot.slot]}
+        own = {Pool.KV: pages - len(tail)}  # the last resort, see `_obtain`
+        return elastic.fits({Pool.KV: pages, Pool.STATE: 1}, pinned) or elastic.fits(
+            own, pinned
         )
 
     def _obtain(self, match: Match, count: int) -> Grant:
@@ -95,11 +117,7 @@ class MakesRoom:
         The last resort is the matched snapshot itself: its slot and tail pages
         become the sequence's own, without a copy (see `HybridCache._settle`).
         """
-        if (
-            self._evict_until_free(count)
-            and self._evict_windows(count)
-            and (not self.slots.needed or self.slots.free or self.evict_snapshot())
-        ):
+        if self._make_room(match, count, slots=1):
             return Grant(
                 slot=self.slots.allocate_running(),
                 fresh=self.pages.allocate(count),
@@ -109,6 +127,7 @@ class MakesRoom:
         assert match.node is not None, "there is room without a hit, or none at all"
         snapshot = match.node.snapshot
         assert snapshot is not None, "a locked snapshot is never evicted"
+        self._make_room(match, count - len(_tail_of(match)), slots=0)
         self.slots.take_over(snapshot.slot)
         return Grant(
             slot=snapshot.slot,
@@ -124,13 +143,44 @@ class MakesRoom:
             taken_over=True,
         )
 
+    def _make_room(self, match: Match, pages: int, *, slots: int) -> bool:
+        """Free pages of every group, and slots; False if it cannot be done."""
+        if self.elastic is None:
+            return self._free_pages(pages) and (
+                self.slots.free >= slots
+                or not self.slots.needed
+                or self.evict_snapshot()
+            )
+        snapshot = match.node.snapshot if match.node is not None else None
+        pinned = {Pool.STATE: [] if snapshot is None else [snapshot.slot]}
+        self.pages.share(_tail_of(match))  # it is copied later, from where it is
+        try:
+            return self.elastic.provide({Pool.KV: pages, Pool.STATE: slots}, pinned)
+        finally:
+            self.pages.release(_tail_of(match))
+
+    def _free_pages(self, count: int) -> bool:
+        """Free pages of every group; False if it cannot be done."""
+        if self.elastic is not None:
+            return self.elastic.provide({Pool.KV: count})
+        return self._evict_until_free(count) and self._evict_windows(count)
+
+    def _free_snapshot_slot(self, node: Node) -> bool:
+        """Free a slot, at the price of what is worth less than a snapshot of `node`."""
+        if not self.slots.needed or self.slots.free:
+            return True
+        if self.elastic is None:
+            return self.evict_snapshot()
+        self.tree.lock(node)  # its pages must not make room for its snapshot
+        found = self.elastic.offer(Pool.STATE)
+        self.tree.unlock(node)
+        return found
+
     def _evict_until_free(self, count: int) -> bool:
         """Evict KV until `count` pages are free; False if they never will be."""
         while self.pages.free < count:
-            evicted = self.tree.evict_kv(count - self.pages.free)
-            if evicted is None:
+            if not self.evict_pages(count - self.pages.free):
                 return False
-            self._take_back(evicted)
         return True
 
     def _evict_windows(self, count: int) -> bool:
@@ -141,17 +191,13 @@ class MakesRoom:
                     return False
         return True
 
-    def evict_oldest_kv(self) -> bool:
-        """Evict the leaf that is worth least as a whole, if there is one."""
-        evicted = self.tree.evict_kv(self.pages.capacity)
+    def evict_pages(self, count: int) -> bool:
+        """Free up to `count` pages, those worth least; False if there are none."""
+        evicted = self.tree.evict_kv(count)
         if evicted is None:
             return False
         self._take_back(evicted)
         return True
-
-    def snapshot_age(self) -> int | None:
-        """Admissions since the snapshot to go next was used; None for none."""
-        return self.tree.snapshot_age()
 
     def evict_snapshot(self) -> bool:
         """Free the slot of the snapshot that is worth least, if there is one."""
@@ -173,6 +219,11 @@ class MakesRoom:
         if snapshot is not None:
             for group, pages in zip(self.windows, snapshot.windows, strict=True):
                 group.pages.drop(pages)
+
+
+def _tail_of(match: Match) -> tuple[int, ...]:
+    """The page in which the hit ends, if it ends inside one."""
+    return () if match.tail_page is None else (match.tail_page,)
 
 
 def _take_over(pool: PagePool, tail: int | None, count: int) -> Pages:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.granules import IdSpace
 from hybrid_plugin.core.node import Node
 from hybrid_plugin.core.pool import PagePool
 from hybrid_plugin.core.radix import MambaRadixCache
@@ -20,6 +21,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     del totals["refusals"]
     return {
         "pages": [_pool_state(pool) for pool in _page_pools(cache)],
+        "mapped slots": cache.slots.ids.mapped_granules(),
         "free slots": cache.slots.free_ids(),
         "running slots": sorted(cache.slots._running),
         "snapshot slots": sorted(cache.slots._snapshots),
@@ -50,7 +52,8 @@ def _page_pools(cache: HybridCache) -> list[PagePool]:
 
 def _pool_state(pool: PagePool) -> tuple[Any, ...]:
     references = [pool.references(page) for page in range(pool.capacity)]
-    return pool.free_ids(), references, pool.free, pool.reclaimable
+    mapped = pool.ids.mapped_granules()
+    return pool.free_ids(), references, pool.free, pool.reclaimable, mapped
 
 
 def _node_state(node: Node) -> tuple[Any, ...]:
@@ -126,11 +129,19 @@ def audit_pool(
         assert pool.references(page) == (in_sequences[page], in_tree[page]), page
     owned = set(in_tree) | set(in_sequences)
     assert 0 not in owned, "page 0 is nobody's"
-    assert pool.free_ids() == sorted(set(range(1, pool.capacity)) - owned)
+    assert owned <= ids_with_memory(pool.ids), "a page lies in a hole"
+    assert pool.free_ids() == sorted(ids_with_memory(pool.ids) - owned)
     assert pool.free == len(pool.free_ids())
     assert pool.in_use == len(in_sequences)
     assert pool.reclaimable == len(set(in_tree) - set(in_sequences))
     assert pool.free + pool.in_use + pool.reclaimable == pool.usable
+
+
+def ids_with_memory(ids: IdSpace) -> set[int]:
+    """All ids that could be somebody's."""
+    per = ids.per_granule
+    granules = ids.mapped_granules()
+    return {i for g in granules for i in range(g * per, (g + 1) * per)} - {0}
 
 
 def audit_slots(cache: HybridCache) -> None:
@@ -144,7 +155,7 @@ def audit_slots(cache: HybridCache) -> None:
     assert sorted(pool._running) == sorted(running)
     assert sorted(pool._snapshots) == sorted(snapshots)
     everything = sorted([*running, *snapshots, *pool.free_ids()])
-    assert everything == list(range(1, pool.capacity))
+    assert everything == sorted(ids_with_memory(pool.ids))
     assert (pool.running, pool.snapshots) == (len(running), len(snapshots))
 
 

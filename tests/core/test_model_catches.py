@@ -11,7 +11,7 @@ import pytest
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
 from hybrid_plugin.core.node import Node
-from hybrid_plugin.core.radix import Evicted
+from hybrid_plugin.core.radix import Evicted, Match
 from tests.core.device import ContentError
 from tests.core.traffic import Traffic
 
@@ -119,8 +119,8 @@ class LocksPagesOfOthers(HybridCache):
 
 
 class EvictsBeforeRefusing(HybridCache):
-    def _has_room(self, pages: int, window_pages: int) -> bool:
-        has_room = HybridCache._has_room(self, pages, window_pages)
+    def _has_room(self, match: Match, pages: int, window_pages: int) -> bool:
+        has_room = HybridCache._has_room(self, match, pages, window_pages)
         if not has_room:
             self.evict_snapshot()
         return has_room
@@ -129,7 +129,7 @@ class EvictsBeforeRefusing(HybridCache):
 class RefusesWhatFits(HybridCache):
     """Lets the cache lower how many sequences can run."""
 
-    def _has_room(self, pages: int, window_pages: int) -> bool:
+    def _has_room(self, match: Match, pages: int, window_pages: int) -> bool:
         return pages <= self.pages.free and self.slots.free > 0
 
 

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ElasticController: one byte budget for all pools, moved to where it is needed.
+
+A pool that runs dry asks it to expand.  It takes, in this order: what the
+budget has left; idle granules of the pools that use theirs least; what is
+cached, the pool's own or another's, whichever was not used for longer; and at
+last what another pool can spare at all.  No pool loses what a live sequence
+uses, nor goes below its floor.
+
+Every move costs a wait for the device.  So memory moves in few large steps,
+and content that is cached moves out of another pool's way only if it is older
+by far than the pool's own: pools of about equal age stay as they are.
+
+Decides only; memory moves when the commands are executed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from hybrid_plugin.core.granules import IdSpace
+
+STEPS_IN_BUDGET = 128
+"""A move takes at least this part of the budget, where that can be had."""
+MUCH_OLDER = 2
+"""How many times older another pool's content must be to go before its own."""
+PATIENCE = 16
+"""And by how many admissions at least."""
+NOTICEABLE = 0.1
+"""Change of a pool's part of the memory that `notice` reports."""
+
+
+class Reclaim(Protocol):
+    """What the owner of a pool's cached ids does for the controller."""
+
+    def age(self) -> int | None:
+        """Admissions since what would be evicted next was used; None for nothing."""
+
+    def evict(self, count: int) -> bool:
+        """Evict that, up to `count` ids; False if nothing could be."""
+
+    def empty(self, granule: int) -> None:
+        """Move the cached ids of a granule without live ones to free ids elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a pool takes of the budget."""
+
+    granule_bytes: int
+    floor: int = 1
+    """Granules that it never goes below."""
+
+
+@dataclass(slots=True)
+class ElasticStats:
+    """Totals since start-up."""
+
+    moves: int = 0
+    """Granules that got memory or lost it."""
+    moved_bytes: int = 0
+    granules_emptied: int = 0
+    """Granules whose cached ids were moved elsewhere."""
+    seconds: float = 0.0
+    """Time spent on making room."""
+
+    def as_dict(self) -> dict[str, float]:
+        """Every total by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    pool: Pool
+    ids: IdSpace
+    share: Share
+    reclaim: Reclaim
+    wanted: int = 0
+    """Ids that it must have free at the end of a call."""
+    least: int = 0
+    """Granules that it must have at the end of a call."""
+    to_map: list[int] = field(default_factory=list)
+    to_unmap: list[int] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return self.ids.mapped * self.share.granule_bytes
+
+    def least_granules(self, wanted: int, pinned: Iterable[int]) -> int:
+        """Granules that hold `wanted` more ids, once all else is evicted."""
+        pinned = list(pinned)
+        ids = self.ids.live + len(pinned) + 1 + wanted
+        granules = self.ids.pinned_granules + self.ids.newly_pinned(pinned)
+        return max(self.share.floor, granules, -(-ids // self.ids.per_granule))
+
+    def spare_granules(self, kept: int) -> int:
+        """Granules whose worth of ids is free, `kept` ids not counted."""
+        most = (self.ids.free - kept) // self.ids.per_granule
+        return max(min(most, self.ids.mapped - self.least), 0)
+
+    def takes_memory(self) -> bool:
+        """Whether there are addresses left to map."""
+        return self.ids.mapped < self.ids.granules
+
+
+class ElasticController:
+    """Divides a byte budget between pools, granule by granule."""
+
+    def __init__(
+        self,
+        budget: int,
+        shares: Mapping[Pool, Share],
+        *,
+        compacts: bool = True,
+        patience: int = PATIENCE,
+    ) -> None:
+        """Prepare for the pools of `shares`, which `register` brings.
+
+        Args:
+            budget: bytes that may be mapped at once.
+            shares: what each pool takes, in the order in which they are served.
+            compacts: whether cached ids may be moved to empty a granule.
+            patience: admissions by which another pool's content must be older at
+                least to go before a pool's own.
+        """
+        self.budget = budget
+        self.stats = ElasticStats()
+        self._shares = dict(shares)
+        self._compacts = compacts
+        self._patience = patience
+        self._members: dict[Pool, _Member] = {}
+        self._order: Callable[[Command], None] = _lose
+        self._noticed: dict[Pool, float] = {}
+
+    def register(self, pool: Pool, ids: IdSpace, reclaim: Reclaim) -> None:
+        """Take charge of a pool's memory: what is mapped stays, up to the floor more.
+
+        Raises:
+            ValueError: if that exceeds the budget.
+        """
+        member = _Member(pool, ids, self._shares[pool], reclaim)
+        self._members[pool] = member
+        while ids.mapped < min(member.share.floor, ids.granules):
+            self._map(member)
+        self._flush()
+        if self.slack < 0:
+            raise ValueError(
+                f"the pools start with {self.budget - self.slack} bytes, but the "
+                f"budget is {self.budget}"
+            )
+        self._noticed = self._parts()
+
+    def send_to(self, order: Callable[[Command], None]) -> None:
+        """Have commands go to `order`."""
+        self._order = order
+
+    @property
+    def slack(self) -> int:
+        """Bytes of the budget that are not mapped."""
+        return self.budget - sum(member.bytes for member in self._members.values())
+
+    def mapped_bytes(self) -> dict[Pool, int]:
+        """Bytes each pool has now."""
+        return {pool: member.bytes for pool, member in self._members.items()}
+
+    def notice(self) -> str | None:
+        """A sentence, if the balance moved by much since the last one."""
+        parts = self._parts()
+        if all(abs(parts[p] - self._noticed[p]) <= NOTICEABLE for p in parts):
+            return None
+        self._noticed = parts
+        now = ", ".join(
+            f"{pool.value} {part:.0%} ({self._members[pool].bytes / 2**20:.0f} MiB)"
+            for pool, part in parts.items()
+        )
+        return f"Cache memory moved between the pools: {now}"
+
+    # ---------------------------------------------------------------- requests
+
+    def fits(
+        self,
+        wanted: Mapping[Pool, int],
+        pinned: Mapping[Pool, Iterable[int]] | None = None,
+    ) -> bool:
+        """Whether pools can have so many free ids each; changes nothing.
+
+        Args:
+            wanted: ids per pool.
+            pinned: cached ids that must stay, per pool.
+        """
+        pinned = pinned or {}
+        total = 0
+        for pool, member in self._members.items():
+            granules = member.least_granules(wanted.get(pool, 0), pinned.get(pool, ()))
+            if granules > member.ids.granules:
+                return False
+            total += granules * member.share.granule_bytes
+        return total <= self.budget
+
+    def provide(
+        self,
+        wanted: Mapping[Pool, int],
+        pinned: Mapping[Pool, Iterable[int]] | None = None,
+    ) -> bool:
+        """Make so many ids free in each pool, at the price of all that is cached.
+
+        Args:
+            wanted: ids per pool.
+            pinned: cached ids that cannot be evicted now, per pool.
+
+        Returns:
+            False if it cannot be done, with nothing changed.
+        """
+        if all(self._members[pool].ids.free >= n for pool, n in wanted.items()):
+            return True
+        if not self.fits(wanted, pinned):
+            return False
+        served = self._serve(wanted, pinned or {}, must=True)
+        assert served, "what is neither live nor reserved can be evicted"
+        return True
+
+    def offer(self, pool: Pool) -> bool:
+        """Make one id free in a pool, if something worth less can make room.
+
+        Returns:
+            False if everything else is worth more or in use.
+        """
+        if self._members[pool].ids.free:
+            return True
+        return self._serve({pool: 1}, {}, must=False)
+
+    # ---------------------------------------------------------------- internal
+
+    def _serve(
+        self,
+        wanted: Mapping[Pool, int],
+        pinned: Mapping[Pool, Iterable[int]],
+        *,
+        must: bool,
+    ) -> bool:
+        begin = time.perf_counter()
+        for pool, member in self._members.items():
+            member.wanted = wanted.get(pool, 0)
+            kept = pinned.get(pool, ())
+            member.least = member.least_granules(member.wanted, kept)
+        served = all(self._fill(m, must=must) for m in self._members.values())
+        self._flush()
+        self.stats.seconds += time.perf_counter() - begin
+        return served
+
+    def _fill(self, member: _Member, *, must: bool) -> bool:
+        """Get a pool the free ids that it wants."""
+        while member.ids.free < member.wanted:
+            if not self._gain(member, must=must):
+                return False
+        return True
+
+    def _gain(self, member: _Member, *, must: bool) -> bool:
+        """Do one thing that brings a pool nearer to free ids; False if none does."""
+        if member.takes_memory():
+            if self._map_slack(member) or self._take_idle(member, spare=1):
+                return True
+            if self._take_older(member, must):
+                return True
+        if member.reclaim.evict(member.wanted - member.ids.free):
+            return True
+        return must and (
+            self._take_idle(member, spare=0)
+            or any(self._shrink(donor) for donor in self._donors(member))
+        )
+
+    def _map_slack(self, member: _Member) -> bool:
+        """Map what the budget has left, up to one step."""
+        size = member.share.granule_bytes
+        holes = member.ids.granules - member.ids.mapped
+        count = min(self._step // size or 1, self.slack // size, holes)
+        for _ in range(count):
+            self._map(member)
+        return count > 0
+
+    def _take_idle(self, member: _Member, *, spare: int) -> bool:
+        """Take idle granules of other pools, up to one step and at least enough.
+
+        Args:
+            member: the pool that gets them.
+            spare: granules' worth of free ids that the others keep.
+        """
+        missing = max(self._step, member.share.granule_bytes) - self.slack
+        plan: list[tuple[_Member, int]] = []
+        for donor in self._donors(member):
+            kept = donor.wanted + spare * donor.ids.per_granule
+            most = min(donor.ids.idle, donor.spare_granules(kept))
+            count = min(most, -(-missing // donor.share.granule_bytes))
+            plan.append((donor, count))
+            missing -= count * donor.share.granule_bytes
+            if missing <= 0:
+                break
+        gained = sum(count * donor.share.granule_bytes for donor, count in plan)
+        if self.slack + gained < member.share.granule_bytes:
+            return False
+        for donor, count in plan:
+            for _ in range(count):
+                self._unmap(donor)
+        return True
+
+    def _take_older(self, member: _Member, must: bool) -> bool:
+        """Shrink pools with much older content, up to one step."""
+        own = member.reclaim.age()
+        limit = self._patience if own is None else MUCH_OLDER * own + self._patience
+        if own is None and must:
+            limit = -1
+        missing = max(self._step, member.share.granule_bytes) - self.slack
+        gained = 0
+        while gained < missing:
+            donor = self._oldest_donor(member, limit)
+            if donor is None or not self._shrink(donor):
+                break
+            gained += donor.share.granule_bytes
+            if self.slack >= member.share.granule_bytes:
+                limit = max(limit, self._patience)  # beyond need, only what is old
+        return gained > 0
+
+    def _oldest_donor(self, member: _Member, limit: int) -> _Member | None:
+        """The pool with the oldest content, if that is older than `limit`."""
+        ages = {m.pool: m.reclaim.age() for m in self._donors(member)}
+        old = {pool: age for pool, age in ages.items() if age is not None}
+        pool = max(old, key=lambda one: old[one], default=None)
+        return None if pool is None or old[pool] <= limit else self._members[pool]
+
+    def _shrink(self, donor: _Member) -> bool:
+        """Take one granule from a pool, evicting what is oldest; False if it cannot."""
+        if donor.ids.mapped <= donor.least:
+            return False
+        while not (donor.ids.idle and donor.spare_granules(donor.wanted)):
+            if self._compacts and donor.spare_granules(donor.wanted):
+                granule = donor.ids.emptiest()
+                if granule is not None:
+                    self._flush()  # the copies may go to what was just mapped
+                    donor.reclaim.empty(granule)
+                    self.stats.granules_emptied += 1
+                    continue
+            if not donor.reclaim.evict(donor.ids.per_granule):
+                return False
+        self._unmap(donor)
+        return True
+
+    def _donors(self, member: _Member) -> list[_Member]:
+        """Other pools with more than they must have, those with most idle first."""
+        others = [m for m in self._members.values() if m is not member]
+        return sorted(
+            (m for m in others if m.ids.mapped > m.least),
+            key=lambda m: -m.ids.idle * m.share.granule_bytes,
+        )
+
+    def _map(self, member: _Member) -> None:
+        granule = member.ids.lowest_hole()
+        assert granule is not None, "callers check that there is one"
+        member.ids.map(granule)
+        member.to_map.append(granule)
+
+    def _unmap(self, member: _Member) -> None:
+        granule = member.ids.highest_idle()
+        assert granule is not None, "callers check that there is one"
+        member.ids.unmap(granule)
+        if granule in member.to_map:
+            member.to_map.remove(granule)
+        else:
+            member.to_unmap.append(granule)
+
+    def _flush(self) -> None:
+        """Order what was decided: first all that leaves, then all that comes."""
+        for member in self._members.values():
+            self._count(member, member.to_unmap)
+            if member.to_unmap:
+                self._order(Unmap(member.pool, tuple(sorted(member.to_unmap))))
+                member.to_unmap = []
+        for member in self._members.values():
+            self._count(member, member.to_map)
+            if member.to_map:
+                self._order(Map(member.pool, tuple(sorted(member.to_map))))
+                member.to_map = []
+
+    def _count(self, member: _Member, granules: list[int]) -> None:
+        self.stats.moves += len(granules)
+        self.stats.moved_bytes += len(granules) * member.share.granule_bytes
+
+    @property
+    def _step(self) -> int:
+        return self.budget // STEPS_IN_BUDGET
+
+    def _parts(self) -> dict[Pool, float]:
+        total = self.budget - self.slack
+        return {pool: m.bytes / total for pool, m in self._members.items()}
+
+
+def _lose(command: Command) -> None:
+    raise RuntimeError(f"nobody takes {command}: call send_to first")
