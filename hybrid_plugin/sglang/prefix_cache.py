@@ -108,8 +108,8 @@ class HybridPrefixCache(BasePrefixCache):
         self, req: Req | None, tokens: Sequence[int], limit: int, namespace: Any
     ) -> LookUp:
         if req is not None and not cacheable(req):
-            return self.cache.bypass(tuple(req.full_untruncated_fill_ids), namespace)
-        return self.cache.look_up(tuple(tokens), namespace, limit)
+            return self.cache.bypass(req.full_untruncated_fill_ids, namespace)
+        return self.cache.look_up(tokens, namespace, limit)
 
     def stops(self, req: Req) -> tuple[int, ...]:
         """Where the admitted request's prefill should pause for a snapshot."""

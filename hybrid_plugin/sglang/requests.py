@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,10 @@ def namespace_of(req: Req) -> Hashable:
     return (req.extra_key, req.cache_salt)
 
 
-def known_tokens(req: Req) -> tuple[int, ...]:
-    """All tokens of the request that are known by now."""
-    return (*req.origin_input_ids, *req.output_ids)
+def known_tokens(req: Req) -> array[int]:
+    """All tokens of the request that are known by now, of type code `q`."""
+    tokens: array[int] = req.origin_input_ids + req.output_ids
+    return tokens
 
 
 def cacheable(req: Req) -> bool:
