@@ -9,11 +9,11 @@ tensor is met.
 `state_copy`
     gather, scatter, fork, zero and promote state slots.
 `causal_conv1d`
-    short depthwise convolution: prefill, decode update, draft verify.
+    short depthwise convolution.
 `gated_delta_rule`
-    Gated DeltaNet (Qwen3-Next, Qwen3.5): prefill, decode update, draft verify.
+    Gated DeltaNet (Qwen3-Next, Qwen3.5).
 `ssd`
-    Mamba-2: prefill, decode update, draft verify.
+    Mamba-2.
 `kda`
     Kimi Delta Attention: the delta rule with one decay per key channel.
 `lightning_attention`
@@ -25,16 +25,59 @@ tensor is met.
 `speculative`
     parent indices of draft trees.
 
-Conventions shared by all operations:
+Sequences and slots
+-------------------
+Tokens of several sequences are packed along dimension 0; sequence `i` owns rows
+``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``. Sequences may be empty.
 
-* Tokens of several sequences are packed along dimension 0; sequence `i` owns
-  rows `cu_seqlens[i]` to `cu_seqlens[i + 1]`. Sequences may be empty.
-* A *pool* holds one state per slot, slots along dimension 0, with any stride
-  between slots (beyond 2**31 elements too). Slot indices are int32 or int64 on
-  the pool's device; a negative index is a padding row, which reads a zero state
-  and writes nothing.
-* Arithmetic is float32 whatever the input types; a state is rounded to the
-  pool's type only when it is written to a slot.
-* A sequence's result does not depend on the batch around it: no kernel picks a
-  block size or a split from the batch size or from other sequences' lengths.
+A *pool* holds one state per slot, slots along dimension 0, with any stride between
+slots (beyond 2**31 elements too). Slot indices are int32 or int64 on the pool's
+device; a negative index is a padding row, which reads a zero state and writes
+nothing. An index at or above the number of slots is undefined behaviour on a GPU.
+
+Arithmetic is float32 whatever the input types; a state is rounded to the pool's
+type only when it is written to a slot.
+
+Every operation on tokens has three functions. They raise ValueError where shapes,
+types or strides do not fit, and return `out`, or a new tensor shaped and typed like
+the values. `N` is the number of sequences, `S` of slots.
+
+``prefill`` runs packed sequences and leaves each one's state in its slot. It may
+allocate; it never waits for the device. It takes
+
+    cu_seqlens        ``[N + 1]``, int32 or int64, starting at 0. Rows after the last
+                      sequence are padding; their output is unspecified.
+    pool, slots       slots ``[N]``, no repeats among the non-negative.
+    has_initial       ``[N]`` bool; False starts from zeros whatever the slot holds.
+                      None means True for all.
+    boundary_slots    ``[N, C]``; the state after ``64 * (c + 1)`` tokens of sequence
+                      `n` is also written to ``boundary_slots[n, c]``. Negative
+                      entries, and entries beyond the sequence, are skipped. Not
+                      one of `slots`.
+    round_boundaries  round the running state to the pool's type every 64 tokens, so
+                      that resuming from a boundary gives the bits of one long
+                      prefill. Changes nothing for a float32 pool.
+    out               written if given.
+
+``update`` runs one new token per sequence and advances its state in place. With
+`out` given it allocates nothing; it can be captured in a CUDA graph.
+
+``verify`` runs `L` draft tokens per sequence; the state after each gets a slot of
+its own. On a GPU it gives the bits of `update` when the path to a draft is replayed
+token by token. It can be captured like `update`. It takes
+
+    pool, slots       slots ``[N]``, the main states; read only.
+    draft_slots       ``[N, L]``; a negative entry keeps no state. For a chain
+                      ``slots[i]`` may be among row `i`; otherwise all slots differ.
+    parents           ``[N, L]``, the draft each draft follows, -1 for the main
+                      state; parents come before children and keep their state in a
+                      slot. None means a chain.
+    out               written if given.
+
+Determinism
+-----------
+On a GPU a sequence's bits do not depend on the batch around it: no kernel picks a
+block size or a split from the batch size or from other sequences' lengths, and none
+uses atomics. With ``round_boundaries`` (or a float32 pool) they do not depend either
+on whether a prefix was computed or restored at a boundary.
 """

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,9 +36,15 @@ def assert_near(
     assert error < bound, f"{name}: relative error {error:.2e}, bound {bound:.0e}"
 
 
-def spread_pool(
-    slots: int, *item: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> torch.Tensor:
-    """A random pool whose slots are further apart than their size."""
-    room = torch.randn(slots, 3, *item, dtype=torch.float32, device=device)
-    return room.to(dtype)[:, 1]
+def path_to(draft: int, parents: Sequence[int] | None) -> list[int]:
+    """The drafts from the main state to a draft, itself included."""
+    path = []
+    while draft >= 0:
+        path.insert(0, draft)
+        draft = draft - 1 if parents is None else parents[draft]
+    return path
+
+
+def on(device: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same on a device; whatever is None stays None."""
+    return {n: None if x is None else x.to(device) for n, x in tensors.items()}

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ def device() -> str:
     if _NO_TRITON:
         pytest.skip(_NO_TRITON)
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def on_triton(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], AbstractContextManager[None]]:
+    """Within ``with on_triton():`` operations run on Triton, on the CPU too."""
+
+    @contextmanager
+    def switch() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for name in ("_common.operation", "state_copy"):
+                patch.setattr(f"hybrid_kernels.{name}.on_gpu", lambda tensor: True)
+            yield
+
+    return switch
 
 
 @pytest.fixture(autouse=True)

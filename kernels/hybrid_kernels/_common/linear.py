@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference of the recurrence that several state layers share.
+"""The recurrence that several state layers share, and its reference.
 
 With a state ``S`` of shape ``[V, K]`` per head, each token does
 
@@ -15,31 +15,121 @@ Mamba-2 is the plain form with ``q = C, k = B, v = dt x, g = dt A``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch.nn import functional
 
-from hybrid_kernels._common.varlen import (
-    CHUNK,
-    boundaries,
-    parent_of,
-    read_state,
-    spans,
-    write_state,
-)
+from hybrid_kernels._common import operation
+from hybrid_kernels._common.checks import check_last_contiguous, check_shape, require
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels._common.varlen import DraftStates, spans, write_state
 
 EPSILON = 1e-6
 """Added to the squared norm of queries and keys before normalising."""
 
 
 @dataclass(frozen=True)
+class Operands(operation.Operands):
+    """Tokens with `H` key heads and `HV` value heads, and what the layer does."""
+
+    PER_TOKEN: ClassVar[tuple[str, ...]] = ("q", "k", "v", "g", "beta", "gate")
+    DIMENSIONS: ClassVar[int] = 2
+
+    q: torch.Tensor
+    """``[..., H, K]``."""
+    k: torch.Tensor
+    """``[..., H, K]``."""
+    v: torch.Tensor
+    """``[..., HV, V]``."""
+    g: torch.Tensor
+    """``[..., HV]`` or ``[..., HV, K]``: log decay, or what it is made of."""
+    beta: torch.Tensor | None = None
+    """``[..., HV]``; None for plain linear attention."""
+    rate: torch.Tensor | None = None
+    """``[HV]``: the log decay is ``rate * softplus(g + bias)`` instead of ``g``."""
+    bias: torch.Tensor | None = None
+    """``[HV]``, or ``[HV, K]`` as `g` has; used with `rate` only."""
+    scale_v: bool = False
+    """Multiply values by the softplus (Mamba-2's ``dt x``)."""
+    skip: torch.Tensor | None = None
+    """``[HV]``: ``skip * v`` is added to the output."""
+    gate: torch.Tensor | None = None
+    """``[..., HV, V]``: the output is multiplied by ``silu(gate)``."""
+    scale: float = 1.0
+    normalise: bool = False
+    """Divide queries and keys by their 2-norm first."""
+    names: tuple[str, str, str] = ("q", "k", "v")
+    """What a message calls the first three."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the output is shaped like."""
+        return self.v
+
+    @property
+    def wide_g(self) -> bool:
+        """Whether every key channel decays by itself."""
+        return self.g.ndim == self.v.ndim
+
+    @property
+    def sigmoid_beta(self) -> bool:
+        """Whether `beta` comes before the logistic function."""
+        return self.beta is not None and self.rate is not None
+
+    def check(self, pool: torch.Tensor) -> None:
+        """Require the operands to fit each other and the pool.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        self._check_heads(pool)
+        lead, heads = tuple(self.v.shape[:-1]), self.v.shape[-2]
+        depth = tuple(self.k.shape[-1:]) if self.wide_g else ()
+        check_shape("the decay", self.g, (*lead, *depth))
+        if self.wide_g:
+            check_last_contiguous("the decay", self.g)
+        if self.beta is not None:
+            check_shape("beta", self.beta, lead)
+        if self.gate is not None:
+            check_shape("gate", self.gate, tuple(self.v.shape))
+            check_last_contiguous("gate", self.gate)
+        for name, vector in (("rate", self.rate), ("skip", self.skip)):
+            if vector is not None:
+                check_shape(name, vector, (heads,))
+        if self.bias is not None:
+            require(self.rate is not None, "bias is used with rate only")
+            check_shape("bias", self.bias, (heads, *depth))
+            check_last_contiguous("bias", self.bias)
+
+    def _check_heads(self, pool: torch.Tensor) -> None:
+        tensors = (self.q, self.k, self.v)
+        for name, tensor in zip(self.names, tensors, strict=True):
+            require(tensor.ndim == self.v.ndim, f"{name} has {tensor.ndim} dimensions")
+            check_last_contiguous(name, tensor)
+        lead, (heads, depth) = tuple(self.v.shape[:-2]), self.k.shape[-2:]
+        check_shape(self.names[0], self.q, (*lead, heads, depth))
+        check_shape(self.names[1], self.k, (*lead, heads, depth))
+        values, width = self.v.shape[-2:]
+        require(
+            heads > 0 and values % heads == 0,
+            f"{values} heads are no multiple of {heads} groups of {self.names[1]}",
+        )
+        require(depth <= 256, f"{self.names[1]} has {depth} channels, at most 256 fit")
+        check_shape("pool", pool, (pool.shape[0], values, width, depth))
+
+
+@dataclass(frozen=True)
 class Tokens:
-    """Float32 operands with one row of heads per token: ``[..., H, dim]``."""
+    """Operands in float32, one query and key head for every value head."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor
+    """``[..., HV, K]`` or ``[..., HV, 1]``."""
     beta: torch.Tensor | None
+    """``[..., HV, 1]``."""
 
     def __getitem__(self, index: object) -> Tokens:
         def pick(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,31 +139,34 @@ class Tokens:
         return Tokens(pick(self.q), pick(self.k), pick(self.v), pick(self.g), beta)
 
 
-def tokens(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    *,
-    scale: float,
-    normalise: bool = False,
-) -> Tokens:
-    """Convert operands, and repeat query and key heads for their value heads."""
-    heads = v.shape[-2]
-    q, k = _per_value_head(q.float(), heads), _per_value_head(k.float(), heads)
-    if normalise:
+def tokens(operands: Operands) -> Tokens:
+    """Compute gates, scale and normalise, and repeat heads."""
+    heads = operands.v.shape[-2]
+    q, k, v = operands.q.float(), operands.k.float(), operands.v.float()
+    q, k = _per_value_head(q, heads), _per_value_head(k, heads)
+    if operands.normalise:
         q, k = _unit(q), _unit(k)
-    wide = g.float()
-    if wide.ndim == v.ndim - 1:
-        wide = wide[..., None]
-    rates = None if beta is None else beta.float()[..., None]
-    return Tokens(q * scale, k, v.float(), wide, rates)
+    g = operands.g.float()
+    if not operands.wide_g:
+        g = g[..., None]
+    beta = None if operands.beta is None else operands.beta.float()[..., None]
+    if operands.rate is not None:
+        if operands.bias is not None:
+            g = g + operands.bias.float().view(heads, -1)
+        time = functional.softplus(g)
+        g = time * operands.rate.float()[:, None]
+        beta = None if beta is None else beta.sigmoid()
+        v = v * time if operands.scale_v else v
+    return Tokens(q * operands.scale, k, v, g, beta)
 
 
-def softplus(x: torch.Tensor) -> torch.Tensor:
-    """``log(1 + exp(x))`` in float32."""
-    return torch.nn.functional.softplus(x.float())
+def finish(result: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Add the skip connection and apply the gate."""
+    if operands.skip is not None:
+        result = result + operands.v.float() * operands.skip.float()[:, None]
+    if operands.gate is not None:
+        result = result * functional.silu(operands.gate.float())
+    return result
 
 
 def step(token: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,72 +205,36 @@ def chunk(part: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return out.transpose(0, 1), state
 
 
-def prefill(
-    batch: Tokens,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    out: torch.Tensor,
-) -> None:
-    """Run packed sequences chunk by chunk and write the states asked for."""
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
+    """Run packed sequences chunk by chunk, vectorised over heads."""
+    batch, pool = tokens(operands), sequences.pool
+    result = torch.zeros_like(out, dtype=torch.float32)
     # One decay per channel needs a [C, C, K] product: keep it small.
-    size = CHUNK if batch.g.shape[-1] == 1 else CHUNK // 4
-    for span in spans(cu_seqlens):
-        state = read_state(pool, slots, has_initial, span.index)
-        keep = dict(boundaries(boundary_slots, span))
+    size = CHUNK // 4 if operands.wide_g else CHUNK
+    for span in spans(sequences):
+        state = span.state
         for start in range(span.start, span.end, size):
             end = min(start + size, span.end)
-            result, state = chunk(batch[start:end], state)
-            out[start:end] = result
+            result[start:end], state = chunk(batch[start:end], state)
             done = end - span.start
-            if round_boundaries and done % CHUNK == 0:
+            if sequences.round_boundaries and done % CHUNK == 0:
                 state = state.to(pool.dtype).float()
-            if done in keep:
-                write_state(pool, keep[done], state)
-        write_state(pool, int(slots[span.index]), state)
+            write_state(pool, span.keep.get(done, -1), state)
+        write_state(pool, span.slot, state)
+    out.copy_(finish(result, operands))
 
 
-def steps(
-    batch: Tokens,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Run ``[N, L]`` tokens, each from its parent's state; keep every state."""
-    if parents is None and draft_slots.shape[1] == 1:
-        _steps_at_once(batch[:, 0], pool, slots, draft_slots[:, 0], out[:, 0])
-        return
-    for row in range(draft_slots.shape[0]):
-        main = read_state(pool, slots, None, row)
-        states: list[torch.Tensor] = []
-        for draft in range(draft_slots.shape[1]):
-            parent = parent_of(parents, row, draft)
-            state = main if parent < 0 else states[parent]
-            out[row, draft], state = step(batch[row, draft], state)
-            states.append(state.to(pool.dtype).float())
-        for draft, state in enumerate(states):
-            write_state(pool, int(draft_slots[row, draft]), state)
-
-
-def _steps_at_once(
-    batch: Tokens,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    targets: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """One token for each row, vectorised over rows."""
-    state = pool[slots.long().clamp(min=0)].float()
-    state[slots < 0] = 0
-    result, state = step(batch, state)
-    out.copy_(result)
-    keep = targets >= 0
-    pool[targets[keep].long()] = state[keep].to(pool.dtype)
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each from its parent's state, vectorised over rows."""
+    batch = tokens(operands)
+    states, outs = DraftStates(drafts), []
+    for draft in range(out.shape[1]):
+        result, state = step(batch[:, draft], states.origin(draft))
+        outs.append(result)
+        states.append(state)
+    states.write()
+    if outs:
+        out.copy_(finish(torch.stack(outs, 1), operands))
 
 
 def _apply(state: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:

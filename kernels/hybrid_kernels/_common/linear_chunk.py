@@ -10,66 +10,62 @@ import torch
 import triton
 
 from hybrid_kernels._common import chunk_kernels as kernels
-from hybrid_kernels._common.linear import EPSILON
-from hybrid_kernels._common.varlen import CHUNK
+from hybrid_kernels._common.linear import EPSILON, Operands
+from hybrid_kernels._common.tables import CHUNK, Sequences
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How one kernel is cut; the same for every batch, see the module's text."""
+    """How one kernel is cut."""
 
     columns: int
     """Most value columns per program."""
     warps: int
     stages: int
-
-
-CORRECT = Tuning(columns=64, warps=4, stages=2)
-PASS = Tuning(columns=32, warps=4, stages=2)
-OUTPUT = Tuning(columns=64, warps=4, stages=2)
+    channels: int = 256
+    """Most key channels at a time, where a kernel can go through them in parts."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Where sequences lie, where their states live, and what else is asked for."""
+class Tunings:
+    """One for each width of a key row; none depends on the batch."""
 
-    cu_seqlens: torch.Tensor
-    pool: torch.Tensor
-    slots: torch.Tensor
-    has_initial: torch.Tensor | None
-    boundary_slots: torch.Tensor | None
-    round_boundaries: bool
+    narrow: Tuning
+    """Up to 128 channels of 2 bytes."""
+    wide: Tuning
+    """Up to twice as many bytes."""
+    widest: Tuning
+    """What still fits in shared memory with 256 channels of 4 bytes."""
 
-    @property
-    def sequences(self) -> int:
-        """How many sequences there are."""
-        return self.slots.numel()
+    def of(self, k: torch.Tensor) -> Tuning:
+        """The tuning for keys."""
+        row = _power(k.shape[-1]) * k.element_size()
+        if row > 512:
+            return self.widest
+        return self.wide if row > 256 else self.narrow
 
-    def flags(self) -> torch.Tensor | None:
-        """`has_initial` as bytes."""
-        flags = self.has_initial
-        return None if flags is None else flags.view(torch.uint8)
 
-    def boundary_shape(self) -> tuple[int, int]:
-        """Boundaries per sequence, and the stride between sequences."""
-        table = self.boundary_slots
-        return (0, 0) if table is None else (table.shape[1], table.stride(0))
-
-    def boundary_pointer(self) -> torch.Tensor:
-        """The boundary slots; something unused, but a pointer, if there are none."""
-        return self.slots if self.boundary_slots is None else self.boundary_slots
+PASS = Tunings(
+    narrow=Tuning(columns=32, warps=4, stages=2),
+    wide=Tuning(columns=32, warps=4, stages=2),
+    widest=Tuning(columns=32, warps=4, stages=1),
+)
+OUTPUT = Tunings(
+    narrow=Tuning(columns=64, warps=4, stages=2, channels=128),
+    wide=Tuning(columns=32, warps=4, stages=1, channels=64),
+    widest=Tuning(columns=32, warps=4, stages=1, channels=64),
+)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile sizes; functions of the head's dimensions alone."""
+    """Tile sizes and arithmetic of one launch."""
 
     k: int
     """A whole key row."""
     part: int
-    """Of a key row, where a kernel can go through it in parts."""
+    """As many channels of it as are loaded at a time."""
     v: int
-    stages: int
     precision: str
     inverse: str
     """Of the chunk's triangular inverse, which is then rounded to the keys' type."""
@@ -77,196 +73,181 @@ class Blocks:
     @staticmethod
     def of(k: torch.Tensor, width: int, tuning: Tuning) -> Blocks:
         """Tiles for a head of ``k.shape[-1]`` by `width`."""
-        # At least 16: the smallest tile of a matrix instruction.
-        depth = max(16, triton.next_power_of_2(k.shape[-1]))
-        columns, stages, part = tuning.columns, tuning.stages, depth
-        if depth * k.element_size() > 256:
-            # Tuned for 128 channels of 2 bytes; more would not fit in shared memory.
-            columns, stages, part = min(columns, 32), 1, 64
-        block = max(16, min(columns, triton.next_power_of_2(width)))
+        depth = _power(k.shape[-1])
         return Blocks(
             k=depth,
-            part=part,
-            v=block,
-            stages=stages,
+            part=min(depth, tuning.channels),
+            v=min(tuning.columns, _power(width)),
             precision="tf32x3" if k.dtype == torch.float32 else "tf32",
             inverse="tf32" if k.dtype == torch.bfloat16 else "tf32x3",
         )
 
 
-def chunk_offsets(cu_seqlens: torch.Tensor, size: int = CHUNK) -> torch.Tensor:
-    """``[N + 1]``: chunks before each sequence, computed on the device."""
-    offsets = torch.empty(
-        cu_seqlens.numel(), dtype=torch.int32, device=cu_seqlens.device
-    )
-    kernels.offsets_kernel[(1,)](
-        cu_seqlens, offsets, cu_seqlens.numel() - 1, SIZE=size, BLOCK=1024
-    )
-    return offsets
+def _power(size: int) -> int:
+    """A tile's side; at least the smallest of a matrix instruction."""
+    return 1 << max(4, (size - 1).bit_length())
 
 
-def most_chunks(tokens: int, sequences: int, size: int = CHUNK) -> int:
-    """An upper bound on the number of chunks, known without asking the device."""
-    return tokens // size + sequences
+@dataclass(frozen=True)
+class Prepared:
+    """What the passing of states and the outputs need of each token."""
+
+    k: torch.Tensor
+    """``[T, H, K]``; decayed to the chunk's end if `ends` is given."""
+    v: torch.Tensor
+    """``[T, HV, V]``; for the delta rule, corrected but for the start state."""
+    w: torch.Tensor | None = None
+    """``[T, HV, K]``, packed: what a start state takes from `v` (the delta rule)."""
+    total: torch.Tensor | None = None
+    """``[HV, T]``, running sums of log decays within chunks, float32."""
+    time: torch.Tensor | None = None
+    """``[HV, T]``, factors of `v`, float32."""
+    ends: torch.Tensor | None = None
+    """``[chunks, HV, K]``, log decays of whole chunks by channel, float32."""
 
 
-def correct(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    batch: Batch,
-    offsets: torch.Tensor,
-    *,
-    normalise: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First launch: unit keys, erasing keys ``W`` and corrected values ``U``."""
-    tokens, heads, width = v.shape
-    depth = k.shape[-1]
-    unit_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    w = torch.empty(tokens, heads, depth, dtype=k.dtype, device=k.device)
-    u = torch.empty(tokens, heads, width, dtype=k.dtype, device=k.device)
-    blocks = Blocks.of(k, width, CORRECT)
-    kernels.correct_kernel[(most_chunks(tokens, batch.sequences), heads)](
-        k,
-        v,
+def most_chunks(tokens: int, sequences: Sequences, size: int = CHUNK) -> int:
+    """An upper bound on chunk numbers, known without asking the device."""
+    return tokens // size + sequences.count
+
+
+def search(sequences: Sequences) -> tuple[int, int]:
+    """What `locate` needs beside `cu_seqlens`."""
+    return sequences.count, (sequences.count - 1).bit_length()
+
+
+def flags(sequences: Sequences) -> torch.Tensor | None:
+    """`has_initial` as bytes."""
+    given = sequences.has_initial
+    return None if given is None else given.view(torch.uint8)
+
+
+def boundary_table(sequences: Sequences) -> tuple[torch.Tensor, int, int]:
+    """Boundary slots, how many a sequence has, and the stride between sequences."""
+    table = sequences.boundary_slots
+    if table is None:
+        # Never read if there are none, but a kernel wants a pointer.
+        return sequences.slots, 0, 0
+    return table, table.shape[1], table.stride(0)
+
+
+def rounds(sequences: Sequences) -> bool:
+    """Whether running states are rounded at boundaries."""
+    return sequences.round_boundaries and sequences.pool.dtype != torch.float32
+
+
+def gates(operands: Operands, sequences: Sequences) -> Prepared:
+    """First launch of plain linear attention: running sums of log decays."""
+    tokens, heads, _ = operands.v.shape
+    g, rate = operands.g, operands.rate
+    shape = (heads, tokens)
+    total = torch.empty(shape, dtype=torch.float32, device=g.device)
+    time = torch.empty_like(total) if rate is not None else total
+    block = min(16, triton.next_power_of_2(heads))
+    kernels.gate_kernel[(most_chunks(tokens, sequences), triton.cdiv(heads, block))](
         g,
-        beta,
-        batch.cu_seqlens,
-        offsets,
-        unit_k,
-        w,
-        u,
-        EPSILON,
-        batch.sequences,
-        batch.sequences.bit_length(),
-        heads,
-        heads // k.shape[1],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *g.stride()[:2],
-        *beta.stride()[:2],
-        K=depth,
-        V=width,
-        BLOCK_K=min(64, blocks.k),
-        BLOCK_V=blocks.v,
-        SIZE=CHUNK,
-        NORMALISE=normalise,
-        PRECISION=blocks.precision,
-        INVERSE=blocks.inverse,
-        num_warps=CORRECT.warps,
-        num_stages=blocks.stages,
-    )
-    return unit_k, w, u
-
-
-def pass_states(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    time: torch.Tensor | None,
-    w: torch.Tensor | None,
-    batch: Batch,
-    offsets: torch.Tensor,
-) -> torch.Tensor:
-    """Second launch: the start state of each chunk, ``[chunks, H, K, V]``.
-
-    With `w`, the values in `v` are replaced by the corrected ones. A `g` of three
-    dimensions, ``[T, H, K]``, holds running sums within chunks.
-    """
-    tokens, heads, width = v.shape
-    depth = k.shape[-1]
-    chunks = most_chunks(tokens, batch.sequences)
-    states = torch.empty(chunks, heads, depth, width, dtype=k.dtype, device=k.device)
-    blocks = Blocks.of(k, width, PASS)
-    boundaries, boundary_row = batch.boundary_shape()
-    grid = (triton.cdiv(width, blocks.v), heads, batch.sequences)
-    kernels.state_kernel[grid](
-        k,
-        v,
-        g,
+        rate,
+        operands.bias,
+        sequences.cu_seqlens,
+        total,
         time,
-        w,
+        *search(sequences),
+        total.stride(0),
+        heads,
+        *g.stride(),
+        SIZE=CHUNK,
+        BLOCK=block,
+        HAS_RATE=rate is not None,
+        HAS_BIAS=operands.bias is not None,
+    )
+    scaled = time if operands.scale_v else None
+    return Prepared(operands.k, operands.v, total=total, time=scaled)
+
+
+def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
+    """The start state of each chunk, ``[chunks, HV, K, V]``.
+
+    With `w`, the values in ``prepared.v`` are replaced by the corrected ones.
+    """
+    k, v, pool = prepared.k, prepared.v, sequences.pool
+    tokens, heads, width = v.shape
+    depth, chunks = k.shape[-1], most_chunks(tokens, sequences)
+    states = torch.empty(chunks, heads, depth, width, dtype=k.dtype, device=k.device)
+    tuning = PASS.of(k)
+    blocks = Blocks.of(k, width, tuning)
+    table, boundaries, boundary_row = boundary_table(sequences)
+    kernels.state_kernel[(triton.cdiv(width, blocks.v), heads, sequences.count)](
+        k,
+        v,
+        prepared.w,
+        prepared.total,
+        prepared.time,
+        prepared.ends,
         states,
-        batch.cu_seqlens,
-        offsets,
-        batch.pool,
-        batch.slots,
-        batch.flags(),
-        batch.boundary_pointer(),
+        sequences.cu_seqlens,
+        pool,
+        sequences.slots,
+        flags(sequences),
+        table,
+        boundaries,
+        tokens,
         heads,
         heads // k.shape[1],
-        boundaries,
         *k.stride()[:2],
         *v.stride()[:2],
-        *g.stride()[:2],
-        *((0, 0) if time is None else time.stride()[:2]),
-        *batch.pool.stride(),
+        *pool.stride(),
         boundary_row,
         K=depth,
         V=width,
         BLOCK_K=blocks.k,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
-        DELTA=w is not None,
-        WIDE_G=g.ndim == 3,
-        HAS_TIME=time is not None,
-        HAS_INITIAL=batch.has_initial is not None,
-        ROUND=batch.round_boundaries and batch.pool.dtype != torch.float32,
+        DELTA=prepared.w is not None,
+        WIDE_G=prepared.ends is not None,
+        HAS_TIME=prepared.time is not None,
+        HAS_INITIAL=sequences.has_initial is not None,
+        ROUND=rounds(sequences),
         PRECISION=blocks.precision,
-        num_warps=PASS.warps,
-        num_stages=blocks.stages,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )
     return states
 
 
 def outputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    time: torch.Tensor | None,
+    operands: Operands,
+    prepared: Prepared,
     states: torch.Tensor,
-    batch: Batch,
-    offsets: torch.Tensor,
+    sequences: Sequences,
     out: torch.Tensor,
-    *,
-    scale: float,
-    normalise: bool = False,
-    skip: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
 ) -> None:
-    """Third launch."""
+    """Last launch, for one decay per head."""
+    q, k, v, gate = operands.q, prepared.k, prepared.v, operands.gate
     tokens, heads, width = v.shape
     depth = k.shape[-1]
-    blocks = Blocks.of(k, width, OUTPUT)
-    grid = (
-        triton.cdiv(width, blocks.v) * heads,
-        most_chunks(tokens, batch.sequences),
-    )
+    tuning = OUTPUT.of(k)
+    blocks = Blocks.of(k, width, tuning)
+    grid = (triton.cdiv(width, blocks.v) * heads, most_chunks(tokens, sequences))
     kernels.output_kernel[grid](
         q,
         k,
         v,
-        g,
-        time,
-        skip,
+        prepared.total,
+        prepared.time,
+        operands.skip,
         gate,
         states,
-        batch.cu_seqlens,
-        offsets,
+        sequences.cu_seqlens,
         out,
-        scale,
+        operands.scale,
         EPSILON,
-        batch.sequences,
-        batch.sequences.bit_length(),
+        *search(sequences),
+        tokens,
         heads,
         heads // k.shape[1],
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *g.stride()[:2],
-        *((0, 0) if time is None else time.stride()[:2]),
         *((0, 0) if gate is None else gate.stride()[:2]),
         *out.stride()[:2],
         K=depth,
@@ -274,11 +255,20 @@ def outputs(
         BLOCK_K=blocks.part,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
-        HAS_TIME=time is not None,
-        HAS_SKIP=skip is not None,
+        HAS_TIME=prepared.time is not None,
+        HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        NORMALISE=normalise,
+        NORMALISE=operands.normalise,
         PRECISION=blocks.precision,
-        num_warps=OUTPUT.warps,
-        num_stages=blocks.stages,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )
+
+
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
+    """Plain linear attention: gates, states, outputs; three launches."""
+    if sequences.count == 0:
+        return
+    prepared = gates(operands, sequences)
+    states = pass_states(prepared, sequences)
+    outputs(operands, prepared, states, sequences, out)

@@ -10,13 +10,12 @@ rows of one head's state, so a state is read once and written once per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from hybrid_kernels._common.linear import EPSILON
+from hybrid_kernels._common.linear import EPSILON, Operands
+from hybrid_kernels._common.tables import Drafts
 
 # Fixed, whatever the batch: a row's arithmetic must not depend on other rows.
 # Small tiles: a row's products stay within one warp and its sums need no shared
@@ -78,6 +77,7 @@ def _step_kernel(
     gate_row,
     gate_draft,
     gate_head,
+    bias_head,
     pool_slot,
     pool_head,
     pool_v,
@@ -126,7 +126,11 @@ def _step_kernel(
         speed = tl.load(rate + head).to(tl.float32)
     offset = 0.0
     if HAS_BIAS:
-        offset = tl.load(bias + head).to(tl.float32)
+        if WIDE_G:
+            offset = tl.load(bias + head * bias_head + channel, mask=in_k, other=0.0)
+        else:
+            offset = tl.load(bias + head * bias_head)
+        offset = offset.to(tl.float32)
 
     main = tl.load(slots + row).to(tl.int64)
     rows = tl.where(main >= 0, V, 0)
@@ -160,7 +164,10 @@ def _step_kernel(
         plain = new
         if WIDE_G:
             decay = tl.load(g + draft * g_draft + channel, mask=in_k, other=0.0)
-            state *= tl.exp(decay.to(tl.float32))[None, :]
+            decay = decay.to(tl.float32)
+            if HAS_RATE:
+                decay = softplus(decay + offset) * speed
+            state *= tl.exp(decay)[None, :]
         else:
             decay = tl.load(g + draft * g_draft).to(tl.float32)
             if HAS_RATE:
@@ -202,65 +209,38 @@ def _step_kernel(
         state = rounded.to(tl.float32)
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Optional parts of the step that only some layers use."""
-
-    rate: torch.Tensor | None = None
-    """``[H]``: the decay is ``rate * softplus(g + bias)`` instead of ``g``."""
-    bias: torch.Tensor | None = None
-    """``[H]``, added to ``g`` before softplus."""
-    scale_v: bool = False
-    """Multiply values by the softplus (Mamba-2's ``dt x``)."""
-    sigmoid_beta: bool = False
-    """Pass beta through the logistic function."""
-    skip: torch.Tensor | None = None
-    """``[H]``: ``skip * v`` is added to the output."""
-    gate: torch.Tensor | None = None
-    """Like the values: the output is multiplied by ``silu(gate)``."""
-
-
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    scale: float,
-    normalise: bool,
-    extras: Extras,
-) -> None:
-    """Run ``[N, L]`` tokens; one launch, nothing allocated."""
-    rows, drafts, heads, width = v.shape
-    if rows == 0 or drafts == 0:
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each from its parent's state; one launch."""
+    q, k, v, g = operands.q, operands.k, operands.v, operands.g
+    beta, gate, bias, parents = (
+        operands.beta,
+        operands.gate,
+        operands.bias,
+        drafts.parents,
+    )
+    rows, count, heads, width = v.shape
+    if rows == 0 or count == 0:
         return
     depth = k.shape[-1]
     block_v = min(_BLOCK_V, triton.next_power_of_2(width))
-    gate = extras.gate
     _step_kernel[(heads * triton.cdiv(width, block_v), rows)](
         q,
         k,
         v,
         g,
         beta,
-        extras.rate,
-        extras.bias,
-        extras.skip,
+        operands.rate,
+        bias,
+        operands.skip,
         gate,
-        pool,
-        slots,
-        draft_slots,
+        drafts.pool,
+        drafts.slots,
+        drafts.draft_slots,
         parents,
         out,
-        scale,
+        operands.scale,
         EPSILON,
-        drafts,
+        count,
         heads,
         heads // k.shape[2],
         *q.stride()[:3],
@@ -269,8 +249,9 @@ def launch(
         *g.stride()[:3],
         *((0, 0, 0) if beta is None else beta.stride()),
         *((0, 0, 0) if gate is None else gate.stride()[:3]),
-        *pool.stride(),
-        *draft_slots.stride(),
+        0 if bias is None else bias.stride(0),
+        *drafts.pool.stride(),
+        *drafts.draft_slots.stride(),
         *((0, 0) if parents is None else parents.stride()),
         *out.stride()[:3],
         K=depth,
@@ -278,14 +259,14 @@ def launch(
         BLOCK_K=triton.next_power_of_2(depth),
         BLOCK_V=block_v,
         HAS_BETA=beta is not None,
-        SIGMOID_BETA=extras.sigmoid_beta,
-        HAS_RATE=extras.rate is not None,
-        HAS_BIAS=extras.bias is not None,
-        SCALE_V=extras.scale_v,
-        WIDE_G=g.ndim == 4,
-        HAS_SKIP=extras.skip is not None,
+        SIGMOID_BETA=operands.sigmoid_beta,
+        HAS_RATE=operands.rate is not None,
+        HAS_BIAS=bias is not None,
+        SCALE_V=operands.scale_v,
+        WIDE_G=operands.wide_g,
+        HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
         HAS_PARENTS=parents is not None,
-        NORMALISE=normalise,
+        NORMALISE=operands.normalise,
         num_warps=_WARPS,
     )

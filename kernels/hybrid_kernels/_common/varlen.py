@@ -9,38 +9,46 @@ from itertools import pairwise
 
 import torch
 
-CHUNK = 64
-"""Tokens between two positions at which prefill can hand out interior states."""
+from hybrid_kernels._common.tables import Drafts, Sequences
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Span:
     """One sequence of a packed batch."""
 
-    index: int
     start: int
     end: int
+    slot: int
+    """Where its state goes; negative for nowhere."""
+    fresh: bool
+    """Whether it starts from no state."""
+    state: torch.Tensor
+    """Float32, zeros if it starts from none."""
+    keep: dict[int, int]
+    """Slots of interior states by how many tokens they have seen."""
+
+    @property
+    def tokens(self) -> int:
+        """Its length."""
+        return self.end - self.start
 
 
-def spans(cu_seqlens: torch.Tensor) -> Iterator[Span]:
-    """The sequences of a packed batch, empty ones included."""
-    bounds = cu_seqlens.tolist()
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        yield Span(index, start, end)
-
-
-def read_state(
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    index: int,
-) -> torch.Tensor:
-    """A float32 copy of the state a sequence starts from; zeros if it has none."""
-    slot = int(slots[index])
-    fresh = has_initial is not None and not bool(has_initial[index])
-    if slot < 0 or fresh:
-        return pool.new_zeros(pool.shape[1:], dtype=torch.float32)
-    return pool[slot].float()
+def spans(sequences: Sequences) -> Iterator[Span]:
+    """The sequences of a packed batch in turn, empty ones included."""
+    pool = sequences.pool
+    slots = sequences.slots.tolist()
+    flags = [True] * len(slots)
+    if sequences.has_initial is not None:
+        flags = sequences.has_initial.tolist()
+    bounds = pairwise(sequences.cu_seqlens.tolist())
+    for index, (start, end) in enumerate(bounds):
+        slot, fresh = slots[index], slots[index] < 0 or not flags[index]
+        # Not a view: the slot may be written before the state is last read.
+        state = pool.new_zeros(pool.shape[1:], dtype=torch.float32)
+        if not fresh:
+            state += pool[slot]
+        keep = _boundaries(sequences, index, end - start)
+        yield Span(start, end, slot, fresh, state, keep)
 
 
 def write_state(pool: torch.Tensor, slot: int, state: torch.Tensor) -> None:
@@ -49,22 +57,42 @@ def write_state(pool: torch.Tensor, slot: int, state: torch.Tensor) -> None:
         pool[slot] = state.to(pool.dtype)
 
 
-def boundaries(
-    boundary_slots: torch.Tensor | None, span: Span, every: int = CHUNK
-) -> list[tuple[int, int]]:
-    """Interior positions of a sequence with a slot: ``(tokens, slot)``, ascending."""
-    if boundary_slots is None:
-        return []
-    row = boundary_slots[span.index].tolist()
-    length = span.end - span.start
-    ends = ((number + 1) * every for number in range(len(row)))
-    return [
-        (end, slot)
-        for end, slot in zip(ends, row, strict=True)
-        if slot >= 0 and end <= length
-    ]
+class DraftStates:
+    """States along drafts, vectorised over rows, as if each were run by itself."""
+
+    def __init__(self, drafts: Drafts) -> None:
+        """Read the main states; padding rows get zeros."""
+        self._drafts = drafts
+        pool, slots = drafts.pool, drafts.slots
+        main = pool[slots.long().clamp(min=0)].float()
+        main[slots < 0] = 0
+        self._states = [main]
+
+    def origin(self, draft: int) -> torch.Tensor:
+        """``[N, *state]``, float32: what each row's draft starts from."""
+        parents = self._drafts.parents
+        if parents is None:
+            return self._states[-1]
+        column = parents[:, draft].long() + 1
+        row = torch.arange(column.numel(), device=column.device)
+        return torch.stack(self._states)[column, row]
+
+    def append(self, states: torch.Tensor) -> None:
+        """Add the states after the next draft, rounded as a slot would round them."""
+        self._states.append(states.to(self._drafts.pool.dtype).float())
+
+    def write(self) -> None:
+        """Put all states into their slots, in the order of the drafts."""
+        pool, targets = self._drafts.pool, self._drafts.draft_slots
+        for draft, states in enumerate(self._states[1:]):
+            keep = targets[:, draft] >= 0
+            pool[targets[keep, draft].long()] = states[keep].to(pool.dtype)
 
 
-def parent_of(parents: torch.Tensor | None, row: int, draft: int) -> int:
-    """The draft that a draft follows; -1 for the main state."""
-    return draft - 1 if parents is None else int(parents[row, draft])
+def _boundaries(sequences: Sequences, index: int, tokens: int) -> dict[int, int]:
+    table = sequences.boundary_slots
+    if table is None:
+        return {}
+    ends = (sequences.every * (column + 1) for column in range(table.shape[1]))
+    pairs = zip(ends, table[index].tolist(), strict=True)
+    return {end: slot for end, slot in pairs if slot >= 0 and end <= tokens}

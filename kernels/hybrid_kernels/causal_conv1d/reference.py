@@ -3,119 +3,92 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
 import torch
 from torch.nn import functional
 
-from hybrid_kernels._common.varlen import (
-    boundaries,
-    parent_of,
-    read_state,
-    spans,
-    write_state,
-)
+from hybrid_kernels._common import operation
+from hybrid_kernels._common.checks import check_shape, require
+from hybrid_kernels._common.tables import Drafts, Sequences
+from hybrid_kernels._common.varlen import DraftStates, spans, write_state
+
+Activation = Literal["silu"] | None
 
 
-def prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    activation: str | None,
-    boundary_slots: torch.Tensor | None,
-    boundary_every: int,
-    out: torch.Tensor,
-) -> None:
-    """Convolve each sequence behind its state."""
-    width = weight.shape[1]
-    out.zero_()
-    for span in spans(cu_seqlens):
-        past = read_state(pool, slots, has_initial, span.index)
-        line = torch.cat([past, x[span.start : span.end].float().T], dim=1)
-        if span.end > span.start:
-            out[span.start : span.end] = _convolve(line, weight, bias, activation).T
-        # Column `tokens` of `line` is the oldest of the W - 1 inputs before it.
-        ends = [*boundaries(boundary_slots, span, boundary_every)]
-        ends.append((span.end - span.start, int(slots[span.index])))
-        for tokens, slot in ends:
-            write_state(pool, slot, line[:, tokens : tokens + width - 1])
+@dataclass(frozen=True)
+class Operands(operation.Operands):
+    """Tokens of `D` channels and `W` taps for each channel."""
 
+    PER_TOKEN: ClassVar[tuple[str, ...]] = ("x",)
+    DIMENSIONS: ClassVar[int] = 1
 
-def step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each behind its parent's state."""
-    if parents is None and x.shape[1] == 1:
-        _step_at_once(
-            x[:, 0], weight, bias, pool, slots, draft_slots[:, 0], activation, out[:, 0]
+    x: torch.Tensor
+    """``[..., D]``."""
+    weight: torch.Tensor
+    """``[D, W]``."""
+    bias: torch.Tensor | None
+    """``[D]``."""
+    activation: Activation
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the output is shaped like."""
+        return self.x
+
+    @property
+    def taps(self) -> int:
+        """`W`."""
+        return self.weight.shape[1]
+
+    def check(self, pool: torch.Tensor) -> None:
+        """Require the operands to fit each other and the pool.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        channels, taps = self.x.shape[-1], self.weight.shape[-1]
+        check_shape("weight", self.weight, (channels, taps))
+        require(2 <= taps <= 5, f"weight has {taps} taps, expected 2 to 5")
+        check_shape("pool", pool, (pool.shape[0], channels, taps - 1))
+        if self.bias is not None:
+            check_shape("bias", self.bias, (channels,))
+        known = self.activation in (None, "silu")
+        require(known, f"unknown activation {self.activation!r}")
+
+    def convolve(self, line: torch.Tensor) -> torch.Tensor:
+        """``[..., D, W - 1 + n]`` inputs to ``[..., D, n]`` outputs, float32."""
+        result = functional.conv1d(
+            line.reshape(-1, *line.shape[-2:]),
+            self.weight.float()[:, None],
+            None if self.bias is None else self.bias.float(),
+            groups=self.weight.shape[0],
         )
-        return
-    for row in range(x.shape[0]):
-        main = read_state(pool, slots, None, row)
-        states: list[torch.Tensor] = []
-        for draft in range(x.shape[1]):
-            parent = parent_of(parents, row, draft)
-            past = main if parent < 0 else states[parent]
-            line = torch.cat([past, x[row, draft].float()[:, None]], dim=1)
-            out[row, draft] = _weigh(line, weight, bias, activation)
-            states.append(line[:, 1:].to(pool.dtype).float())
-        for draft, state in enumerate(states):
-            write_state(pool, int(draft_slots[row, draft]), state)
+        return functional.silu(result) if self.activation == "silu" else result
 
 
-def _step_at_once(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    targets: torch.Tensor,
-    activation: str | None,
-    out: torch.Tensor,
-) -> None:
-    """One token for each row, vectorised over rows."""
-    past = pool[slots.long().clamp(min=0)].float()
-    past[slots < 0] = 0
-    lines = torch.cat([past, x.float()[..., None]], dim=2)
-    out.copy_(_weigh(lines, weight, bias, activation))
-    keep = targets >= 0
-    pool[targets[keep].long()] = lines[keep, :, 1:].to(pool.dtype)
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
+    """Convolve each sequence behind its state."""
+    inputs, pool = operands.taps - 1, sequences.pool
+    out.zero_()
+    for span in spans(sequences):
+        tokens = operands.x[span.start : span.end].float()
+        line = torch.cat([span.state, tokens.T], dim=1)
+        if span.tokens:
+            out[span.start : span.end] = operands.convolve(line)[0].T
+        # Column `end` of `line` is the oldest of the W - 1 inputs before it.
+        for end, slot in (*span.keep.items(), (span.tokens, span.slot)):
+            write_state(pool, slot, line[:, end : end + inputs])
 
 
-def _weigh(
-    lines: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-) -> torch.Tensor:
-    """``[..., D, W]`` to ``[..., D]``: the output for one token behind its past."""
-    result = (lines * weight.float()).sum(-1)
-    if bias is not None:
-        result = result + bias.float()
-    return functional.silu(result) if activation == "silu" else result
-
-
-def _convolve(
-    line: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-) -> torch.Tensor:
-    """``[D, W - 1 + T]`` to ``[D, T]``."""
-    result = functional.conv1d(
-        line[None],
-        weight.float()[:, None],
-        None if bias is None else bias.float(),
-        groups=line.shape[0],
-    )[0]
-    return functional.silu(result) if activation == "silu" else result
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each behind its parent's state, vectorised over rows."""
+    states = DraftStates(drafts)
+    for draft in range(out.shape[1]):
+        token = operands.x[:, draft].float()[..., None]
+        line = torch.cat([states.origin(draft), token], dim=2)
+        if len(line):
+            out[:, draft] = operands.convolve(line)[..., 0]
+        states.append(line[..., 1:])
+    states.write()

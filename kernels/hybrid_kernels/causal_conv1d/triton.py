@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton convolution: prefill in two launches, decode and verify in one."""
+"""Triton convolution; prefill, decode and verify take one launch each."""
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
@@ -10,145 +10,42 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 32
-_CHANNELS = 128
+from hybrid_kernels._common.chunk_kernels import find
+from hybrid_kernels._common.linear_chunk import boundary_table, flags, most_chunks
+from hybrid_kernels._common.tables import Drafts, Sequences
+from hybrid_kernels.causal_conv1d.reference import Operands
+
+_TOKENS = 16
+_CHANNELS = 256
+_WARPS = 4
 _STEP_CHANNELS = 256
 _STEP_WARPS = 4
 
 
 @triton.jit
-def _sequence_of(token, cu_seqlens, sequences, search_steps):
-    """The sequence that holds each token, by bisection over the running sums."""
-    low = tl.zeros_like(token)
-    high = low + sequences
-    for _ in range(search_steps):
-        middle = (low + high) // 2
-        below = tl.load(cu_seqlens + middle) <= token
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-    return low
-
-
-@triton.jit
-def _prefill_kernel(
+def _write_state(
     x,
-    weight,
-    bias,
-    cu_seqlens,
     pool,
-    slots,
-    has_initial,
-    out,
-    tokens,
-    channels,
-    sequences,
-    search_steps,
-    x_token,
-    x_channel,
-    weight_channel,
-    weight_tap,
-    pool_slot,
-    pool_channel,
-    pool_input,
-    out_token,
-    out_channel,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    SILU: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    live = channel < channels
-    sequence = _sequence_of(token, cu_seqlens, sequences, search_steps)
-    start = tl.load(cu_seqlens + sequence).to(tl.int32)
-    valid = token < tl.load(cu_seqlens + sequences)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    stateful = valid & (slot >= 0)
-    if HAS_INITIAL:
-        stateful = stateful & (tl.load(has_initial + sequence) != 0)
-
-    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(WIDTH):
-        source = token - (WIDTH - 1) + tap
-        inside = valid & (source >= start)
-        value = tl.load(
-            x + source[:, None].to(tl.int64) * x_token + channel[None, :] * x_channel,
-            mask=inside[:, None] & live[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        before = stateful & (source < start)
-        column = source - start + (WIDTH - 1)
-        value += tl.load(
-            pool
-            + slot[:, None] * pool_slot
-            + channel[None, :] * pool_channel
-            + column[:, None] * pool_input,
-            mask=before[:, None] & live[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        scale = tl.load(
-            weight + channel * weight_channel + tap * weight_tap, mask=live, other=0.0
-        ).to(tl.float32)
-        total += value * scale[None, :]
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    total = tl.where(valid[:, None], total, 0.0)
-    tl.store(
-        out + token[:, None].to(tl.int64) * out_token + channel[None, :] * out_channel,
-        total.to(out.dtype.element_ty),
-        mask=(token < tokens)[:, None] & live[None, :],
-    )
-
-
-@triton.jit
-def _state_kernel(
-    x,
-    cu_seqlens,
-    pool,
-    slots,
-    has_initial,
-    boundary_slots,
-    channels,
-    boundaries,
-    every,
+    channel,
+    live,
+    start,
+    end,
+    initial,
+    stateful,
+    target,
     x_token,
     x_channel,
     pool_slot,
     pool_channel,
     pool_input,
-    boundary_row,
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    CHANNELS: tl.constexpr,
 ):
-    """Write the state at one boundary (``part < boundaries``) or at the end."""
-    sequence = tl.program_id(0) // (boundaries + 1)
-    part = tl.program_id(0) % (boundaries + 1)
-    start = tl.load(cu_seqlens + sequence).to(tl.int64)
-    length = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - start
-    initial = tl.load(slots + sequence).to(tl.int64)
-    target = initial
-    end = length
-    if part < boundaries:
-        end = ((part + 1) * every).to(tl.int64)
-        target = tl.load(boundary_slots + sequence * boundary_row + part).to(tl.int64)
-    stateful = (initial >= 0).to(tl.int32)
-    if HAS_INITIAL:
-        stateful *= tl.load(has_initial + sequence)
-
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    """Write the state after `end` tokens of a sequence to the slot `target`."""
     column = tl.arange(0, INPUTS)
-    # Conditions on the whole program are folded into the bounds.
-    columns = tl.where((target >= 0) & (end <= length), WIDTH - 1, 0)
-    mask = (channel < channels)[:, None] & (column < columns)[None, :]
+    mask = live[:, None] & (column < tl.where(target >= 0, WIDTH - 1, 0))[None, :]
     source = end - (WIDTH - 1) + column
-    kept = source < tl.where(stateful != 0, 0, -WIDTH)
+    kept = source < tl.where(stateful, 0, -WIDTH)
     place = channel[:, None].to(tl.int64) * pool_channel
     value = tl.load(
         x + (start + source)[None, :] * x_token + channel[:, None] * x_channel,
@@ -160,14 +57,151 @@ def _state_kernel(
         mask=mask & kept[None, :],
         other=0.0,
     )
-    # A short sequence shifts its own state: every thread reads before any writes.
+    # A short sequence shifts its own state, and outputs came from it: every thread
+    # reads before any writes.
     tl.debug_barrier()
     value = tl.where((source < 0)[None, :], old, value)
-    tl.store(
-        pool + target * pool_slot + place + column[None, :] * pool_input,
-        value,
-        mask=mask,
-    )
+    place += target * pool_slot
+    tl.store(pool + place + column[None, :] * pool_input, value, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "sequences", "search_steps", "boundaries", "every"]
+)
+def _prefill_kernel(
+    x,
+    weight,
+    bias,
+    cu_seqlens,
+    pool,
+    slots,
+    has_initial,
+    boundary_slots,
+    out,
+    tokens,
+    channels,
+    sequences,
+    search_steps,
+    boundaries,
+    every,
+    x_token,
+    x_channel,
+    weight_channel,
+    weight_tap,
+    pool_slot,
+    pool_channel,
+    pool_input,
+    boundary_row,
+    out_token,
+    out_channel,
+    WIDTH: tl.constexpr,
+    INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """`TOKENS` tokens of a sequence, and the states that end among them.
+
+    The sequence's first program reads the old state and writes the final one, so
+    that no program writes what another reads. Padding counts as a sequence more.
+    """
+    number = tl.program_id(0)
+    sequence = find(number, cu_seqlens, sequences + 1, search_steps, TOKENS)
+    padding = sequence == sequences
+    start = tl.load(cu_seqlens + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, sequences)).to(tl.int64)
+    whole = tl.where(padding, tokens, end) - start
+    first = (number - start // TOKENS - sequence) * TOKENS
+    stop = tl.minimum(first + TOKENS, whole)
+    # Padding reads entry 0, which exists if there are programs at all.
+    entry = tl.where(padding, 0, sequence)
+    slot = tl.load(slots + entry).to(tl.int64)
+    stateful = (slot >= 0) & (sequence != sequences)
+    if HAS_INITIAL:
+        stateful = stateful & (tl.load(has_initial + entry) != 0)
+
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    live = channel < channels
+    if first < whole:
+        token = first + tl.arange(0, TOKENS)
+        inside = token < stop
+        total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+        if HAS_BIAS:
+            shift = tl.load(bias + channel, mask=live, other=0.0)
+            total += shift.to(tl.float32)[None, :]
+        for tap in tl.static_range(WIDTH):
+            source = token - (WIDTH - 1) + tap
+            mask = (inside & (source >= 0))[:, None] & live[None, :]
+            row = x + (start + source)[:, None] * x_token
+            value = tl.load(row + channel[None, :] * x_channel, mask=mask, other=0.0)
+            value = value.to(tl.float32)
+            if first == 0:
+                before = inside & (source < tl.where(stateful, 0, -WIDTH))
+                column = (source + WIDTH - 1)[:, None] * pool_input
+                value += tl.load(
+                    pool + slot * pool_slot + channel[None, :] * pool_channel + column,
+                    mask=before[:, None] & live[None, :],
+                    other=0.0,
+                ).to(tl.float32)
+            scale = tl.load(
+                weight + channel * weight_channel + tap * weight_tap,
+                mask=live,
+                other=0.0,
+            ).to(tl.float32)
+            total += value * scale[None, :]
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        total = tl.where(padding, 0.0, total)
+        row = out + (start + token)[:, None] * out_token
+        tl.store(
+            row + channel[None, :] * out_channel,
+            total.to(out.dtype.element_ty),
+            mask=inside[:, None] & live[None, :],
+        )
+
+    if sequence != sequences:
+        for part in range(first // every, stop // every):
+            if part < boundaries:
+                target = tl.load(boundary_slots + sequence * boundary_row + part)
+                _write_state(
+                    x,
+                    pool,
+                    channel,
+                    live,
+                    start,
+                    (part + 1) * every,
+                    slot,
+                    stateful,
+                    target.to(tl.int64),
+                    x_token,
+                    x_channel,
+                    pool_slot,
+                    pool_channel,
+                    pool_input,
+                    WIDTH,
+                    INPUTS,
+                )
+        if first == 0:
+            _write_state(
+                x,
+                pool,
+                channel,
+                live,
+                start,
+                whole,
+                slot,
+                stateful,
+                slot,
+                x_token,
+                x_channel,
+                pool_slot,
+                pool_channel,
+                pool_input,
+                WIDTH,
+                INPUTS,
+            )
 
 
 @triton.jit
@@ -298,111 +332,76 @@ def _step_kernel(
             tl.store(place + 3 * pool_input, past3, mask=keep)
 
 
-def prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    activation: str | None,
-    boundary_slots: torch.Tensor | None,
-    boundary_every: int,
-    out: torch.Tensor,
-) -> None:
-    """Convolve, then write states: a program may not write what another reads."""
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
+    """One launch."""
+    x, weight, pool = operands.x, operands.weight, sequences.pool
     tokens, channels = x.shape
-    sequences = slots.numel()
-    if sequences == 0 or channels == 0:
+    count = sequences.count
+    if count == 0 or channels == 0:
         out.zero_()
         return
-    if has_initial is not None:
-        has_initial = has_initial.view(torch.uint8)
-    blocks = triton.cdiv(channels, _CHANNELS)
-    if tokens:
-        _prefill_kernel[(triton.cdiv(tokens, _TOKENS), blocks)](
-            x,
-            weight,
-            bias,
-            cu_seqlens,
-            pool,
-            slots,
-            has_initial,
-            out,
-            tokens,
-            channels,
-            sequences,
-            sequences.bit_length(),
-            *x.stride(),
-            *weight.stride(),
-            *pool.stride(),
-            *out.stride(),
-            WIDTH=weight.shape[1],
-            HAS_BIAS=bias is not None,
-            HAS_INITIAL=has_initial is not None,
-            SILU=activation == "silu",
-            TOKENS=_TOKENS,
-            CHANNELS=_CHANNELS,
-        )
-    count = 0 if boundary_slots is None else boundary_slots.shape[1]
-    _state_kernel[(sequences * (count + 1), blocks)](
+    table, boundaries, boundary_row = boundary_table(sequences)
+    # One more than there are sequences: padding behind them.
+    programs = most_chunks(tokens, sequences, _TOKENS) + 1
+    _prefill_kernel[(programs, triton.cdiv(channels, _CHANNELS))](
         x,
-        cu_seqlens,
+        weight,
+        operands.bias,
+        sequences.cu_seqlens,
         pool,
-        slots,
-        has_initial,
-        # Never read if there are none, but the kernel wants a pointer.
-        slots if boundary_slots is None else boundary_slots,
+        sequences.slots,
+        flags(sequences),
+        table,
+        out,
+        tokens,
         channels,
         count,
-        boundary_every,
+        count.bit_length(),
+        boundaries,
+        sequences.every,
         *x.stride(),
+        *weight.stride(),
         *pool.stride(),
-        0 if boundary_slots is None else boundary_slots.stride(0),
-        WIDTH=weight.shape[1],
+        boundary_row,
+        *out.stride(),
+        WIDTH=operands.taps,
         INPUTS=4,
-        HAS_INITIAL=has_initial is not None,
+        HAS_BIAS=operands.bias is not None,
+        HAS_INITIAL=sequences.has_initial is not None,
+        SILU=operands.activation == "silu",
+        TOKENS=_TOKENS,
         CHANNELS=_CHANNELS,
+        num_warps=_WARPS,
     )
 
 
-def step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    activation: str | None,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each behind its parent's state."""
-    rows, drafts, channels = x.shape
-    if rows == 0 or drafts == 0:
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each behind its parent's state; one launch."""
+    x, weight, parents = operands.x, operands.weight, drafts.parents
+    rows, count, channels = x.shape
+    if rows == 0 or count == 0:
         return
     _step_kernel[(rows, triton.cdiv(channels, _STEP_CHANNELS))](
         x,
         weight,
-        bias,
-        pool,
-        slots,
-        draft_slots,
+        operands.bias,
+        drafts.pool,
+        drafts.slots,
+        drafts.draft_slots,
         parents,
         out,
         channels,
-        drafts,
+        count,
         *x.stride(),
         *weight.stride(),
-        *pool.stride(),
-        *draft_slots.stride(),
+        *drafts.pool.stride(),
+        *drafts.draft_slots.stride(),
         *((0, 0) if parents is None else parents.stride()),
         *out.stride(),
-        WIDTH=weight.shape[1],
-        HAS_BIAS=bias is not None,
+        WIDTH=operands.taps,
+        HAS_BIAS=operands.bias is not None,
         HAS_PARENTS=parents is not None,
-        SILU=activation == "silu",
+        SILU=operands.activation == "silu",
         CHANNELS=_STEP_CHANNELS,
         num_warps=_STEP_WARPS,
     )

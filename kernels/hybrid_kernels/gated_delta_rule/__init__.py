@@ -13,8 +13,8 @@ the chunked form follows its section 3.3.
 Shapes: `H` key heads, `HV` value heads (a multiple of `H`; key head `h` serves
 value heads ``h * HV / H`` and following), `K` up to 256, `V`, `N` sequences, `T`
 packed tokens, `S` slots. The pool is ``[S, HV, V, K]`` with any strides. Queries,
-keys and values are contiguous along their last dimension, free elsewhere. See
-`hybrid_kernels` for slots, padding rows and rounding.
+keys and values are contiguous along their last dimension, free elsewhere.
+`hybrid_kernels` describes the arguments that all operations share.
 
 Matrix products of `prefill` take their operands in `k`'s type, with float32 sums:
 bfloat16 inputs give bfloat16 accuracy, float32 inputs float32 accuracy.
@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybrid_kernels._common.checks import check_shape, on_gpu, require
-from hybrid_kernels._common.linear_checks import check_batch, check_drafts, check_heads
-from hybrid_kernels.gated_delta_rule import reference
+from hybrid_kernels._common import operation
+from hybrid_kernels._common.tables import Drafts, Sequences
+from hybrid_kernels.gated_delta_rule.reference import operands
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ def prefill(
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
+    rate: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
     round_boundaries: bool = False,
@@ -57,22 +59,18 @@ def prefill(
         q: ``[T, H, K]``.
         k: ``[T, H, K]``.
         v: ``[T, HV, V]``.
-        g: ``[T, HV]``, log decay, at most 0.
-        beta: ``[T, HV]``, between 0 and 1.
-        cu_seqlens: ``[N + 1]``, int32 or int64, starting at 0. Rows after the last
-            sequence are padding; their output is unspecified.
-        pool: ``[S, HV, V, K]``.
-        slots: ``[N]``, no repeats among the non-negative.
-        has_initial: ``[N]`` bool; False starts from zeros whatever the slot
-            holds. None means True for all.
-        boundary_slots: ``[N, C]``; the state after ``64 * (c + 1)`` tokens of
-            sequence `n` is also written to ``boundary_slots[n, c]``. Negative
-            entries, and entries beyond the sequence, are skipped.
-        round_boundaries: round the running state to the pool's type every 64
-            tokens, so that resuming from a boundary gives the bits of one long
-            prefill. Changes nothing for a float32 pool.
+        g: ``[T, HV]``, log decay, at most 0; with `rate`, the projection it is
+            made of.
+        beta: ``[T, HV]``, between 0 and 1; with `rate`, before the logistic
+            function.
+        rate: ``[HV]``; fuses the layer's gates: the log decay is
+            ``rate * softplus(g + bias)``, that is ``rate = -exp(A_log)``, and beta
+            is passed through the logistic function.
+        bias: ``[HV]`` or None, used with `rate` only.
         scale: ``K ** -0.5`` if None.
         normalise: divide queries and keys by their 2-norm first.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
+            as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, HV, V]``, written if given.
 
     Returns:
@@ -81,23 +79,14 @@ def prefill(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    require(v.ndim == 3, f"v has {v.ndim} dimensions, expected 3")
-    check_heads(q, k, v, pool)
-    check_shape("g", g, tuple(v.shape[:2]))
-    check_shape("beta", beta, tuple(v.shape[:2]))
-    check_batch(cu_seqlens, slots, has_initial, boundary_slots)
-    result = v.new_empty(v.shape) if out is None else out
-    check_shape("out", result, tuple(v.shape))
-    operands = (q, k, v, g, beta, cu_seqlens, pool, slots, has_initial)
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
-    options = (boundary_slots, round_boundaries, factor, normalise, result)
-    if on_gpu(v):
-        from hybrid_kernels.gated_delta_rule import triton
-
-        triton.prefill(*operands, *options)
-    else:
-        reference.prefill(*operands, *options)
-    return result
+    return operation.prefill(
+        __name__,
+        operands(q, k, v, g, beta, rate, bias, scale, normalise),
+        Sequences(
+            cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
+        ),
+        out,
+    )
 
 
 def update(
@@ -117,22 +106,15 @@ def update(
 ) -> torch.Tensor:
     """Run one new token per sequence and advance its state in place.
 
-    With `out` given nothing is allocated; the call can be captured.
-
     Args:
         q: ``[N, H, K]``.
         k: ``[N, H, K]``.
         v: ``[N, HV, V]``.
-        g: ``[N, HV]``, log decay; with `rate`, the projection `a` it is made of.
-        beta: ``[N, HV]``; with `rate`, before the logistic function.
+        g: ``[N, HV]``, as for `prefill`.
+        beta: ``[N, HV]``, as for `prefill`.
         pool: ``[S, HV, V, K]``.
         slots: ``[N]``, no repeats among the non-negative.
-        rate: ``[HV]``; fuses the layer's gates: the log decay is
-            ``rate * softplus(g + bias)``, that is ``rate = -exp(A_log)``, and beta
-            is passed through the logistic function.
-        bias: ``[HV]`` or None, used with `rate` only.
-        scale: ``K ** -0.5`` if None.
-        normalise: divide queries and keys by their 2-norm first.
+        rate, bias, scale, normalise: as for `prefill`.
         out: ``[N, HV, V]``, written if given.
 
     Returns:
@@ -141,25 +123,8 @@ def update(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    require(v.ndim == 3, f"v has {v.ndim} dimensions, expected 3")
-    result = v.new_empty(v.shape) if out is None else out
-    check_shape("slots", slots, (v.shape[0],))
-    verify(
-        q[:, None],
-        k[:, None],
-        v[:, None],
-        g[:, None],
-        beta[:, None],
-        pool,
-        slots,
-        slots[:, None],
-        rate=rate,
-        bias=bias,
-        scale=scale,
-        normalise=normalise,
-        out=result[:, None],
-    )
-    return result
+    tokens = operands(q, k, v, g, beta, rate, bias, scale, normalise)
+    return operation.update(__name__, tokens, pool, slots, out)
 
 
 def verify(
@@ -181,26 +146,15 @@ def verify(
 ) -> torch.Tensor:
     """Run `L` draft tokens per sequence; the state after each gets its own slot.
 
-    On a GPU the same bits as `update` when the path to a draft is replayed token
-    by token. With `out` given nothing is allocated; the call can be captured.
-
     Args:
         q: ``[N, L, H, K]``.
         k: ``[N, L, H, K]``.
         v: ``[N, L, HV, V]``.
-        g: ``[N, L, HV]``, as for `update`.
-        beta: ``[N, L, HV]``, as for `update`.
+        g: ``[N, L, HV]``, as for `prefill`.
+        beta: ``[N, L, HV]``, as for `prefill`.
         pool: ``[S, HV, V, K]``.
-        slots: ``[N]``, the main state of each sequence; read only.
-        draft_slots: ``[N, L]``; a negative entry keeps no state. For a chain
-            ``slots[i]`` may be among row `i`; otherwise all slots differ.
-        parents: ``[N, L]``, the draft each draft follows, -1 for the main state;
-            parents come before children and keep their state in a slot. None
-            means a chain.
-        rate: ``[HV]`` or None, as for `update`.
-        bias: ``[HV]`` or None, as for `update`.
-        scale: ``K ** -0.5`` if None.
-        normalise: divide queries and keys by their 2-norm first.
+        slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
+        rate, bias, scale, normalise: as for `prefill`.
         out: ``[N, L, HV, V]``, written if given.
 
     Returns:
@@ -209,23 +163,6 @@ def verify(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    require(v.ndim == 4, f"v has {v.ndim} dimensions, expected 4")
-    check_heads(q, k, v, pool)
-    check_shape("g", g, tuple(v.shape[:3]))
-    check_shape("beta", beta, tuple(v.shape[:3]))
-    check_drafts(v.shape[0], v.shape[1], slots, draft_slots, parents)
-    require(bias is None or rate is not None, "bias is used with rate only")
-    for name, vector in (("rate", rate), ("bias", bias)):
-        if vector is not None:
-            check_shape(name, vector, (v.shape[2],))
-    result = v.new_empty(v.shape) if out is None else out
-    check_shape("out", result, tuple(v.shape))
-    factor = k.shape[-1] ** -0.5 if scale is None else scale
-    operands = (q, k, v, g, beta, rate, bias, pool, slots, draft_slots, parents)
-    if on_gpu(v):
-        from hybrid_kernels.gated_delta_rule import triton
-
-        triton.steps(*operands, factor, normalise, result)
-    else:
-        reference.steps(*operands, factor, normalise, result)
-    return result
+    tokens = operands(q, k, v, g, beta, rate, bias, scale, normalise)
+    drafts = Drafts(pool, slots, draft_slots, parents)
+    return operation.verify(__name__, tokens, drafts, out)

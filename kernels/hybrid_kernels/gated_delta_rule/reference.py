@@ -1,44 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain PyTorch gated delta rule; the CPU path."""
+"""Plain PyTorch gated delta rule; the CPU path.
+
+The recurrence is `hybrid_kernels._common.linear`'s, with one decay per head.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
-from hybrid_kernels._common import linear
+from hybrid_kernels._common.linear import Operands, prefill, steps
 
-
-def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    scale: float,
-    normalise: bool,
-    out: torch.Tensor,
-) -> None:
-    """Chunk by chunk, vectorised over heads."""
-    batch = linear.tokens(q, k, v, g, beta, scale=scale, normalise=normalise)
-    linear.prefill(
-        batch,
-        cu_seqlens,
-        pool,
-        slots,
-        has_initial,
-        boundary_slots,
-        round_boundaries,
-        out,
-    )
+__all__ = ["gates", "operands", "prefill", "steps"]
 
 
-def steps(
+def operands(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -46,19 +22,21 @@ def steps(
     beta: torch.Tensor,
     rate: torch.Tensor | None,
     bias: torch.Tensor | None,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
     normalise: bool,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    if rate is not None:
-        g, beta = gates(g, beta, rate, bias)
-    batch = linear.tokens(q, k, v, g, beta, scale=scale, normalise=normalise)
-    linear.steps(batch, pool, slots, draft_slots, parents, out)
+) -> Operands:
+    """The layer as an instance of the shared recurrence."""
+    return Operands(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        rate=rate,
+        bias=bias,
+        scale=k.shape[-1] ** -0.5 if scale is None else scale,
+        normalise=normalise,
+    )
 
 
 def gates(
@@ -66,4 +44,4 @@ def gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log decay and beta from a layer's projections."""
     shifted = a.float() if bias is None else a.float() + bias.float()
-    return rate.float() * linear.softplus(shifted), b.float().sigmoid()
+    return rate.float() * functional.softplus(shifted), b.float().sigmoid()

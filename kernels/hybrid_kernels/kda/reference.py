@@ -1,60 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain PyTorch Kimi delta attention; the CPU path.
 
-The same recurrence as the gated delta rule; `hybrid_kernels._common.linear` tells
-the two apart by the decay's last dimension.
+The recurrence is `hybrid_kernels._common.linear`'s, with one decay per key channel:
+it tells the two delta rules apart by the decay's dimensions.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hybrid_kernels._common import linear
+from hybrid_kernels._common.checks import require
+from hybrid_kernels._common.linear import Operands, prefill, steps
+from hybrid_kernels.gated_delta_rule import reference as scalar
+
+__all__ = ["operands", "prefill", "steps"]
 
 
-def prefill(
+def operands(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    scale: float,
+    rate: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: float | None,
     normalise: bool,
-    out: torch.Tensor,
-) -> None:
-    """Chunk by chunk, vectorised over heads."""
-    linear.prefill(
-        linear.tokens(q, k, v, g, beta, scale=scale, normalise=normalise),
-        cu_seqlens,
-        pool,
-        slots,
-        has_initial,
-        boundary_slots,
-        round_boundaries,
-        out,
-    )
-
-
-def steps(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    scale: float,
-    normalise: bool,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    batch = linear.tokens(q, k, v, g, beta, scale=scale, normalise=normalise)
-    linear.steps(batch, pool, slots, draft_slots, parents, out)
+) -> Operands:
+    """The layer as an instance of the shared recurrence."""
+    require(g.ndim == v.ndim, f"the decay has {g.ndim} dimensions, expected {v.ndim}")
+    return scalar.operands(q, k, v, g, beta, rate, bias, scale, normalise)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton Kimi delta attention.
 
-Decode runs on the kernel of the shared recurrence. Prefill differs from the gated
-delta rule in how pairs of tokens interact: their decay differs per key channel, so
-``sum_k a[i] b[j] exp(G[i] - G[j])`` is no product of a matrix and a scalar mask.
-`_pairs_kernel` splits the exponent at the first token of 16 rows; both halves are
-then at most 0 for all earlier columns, so nothing overflows and the matrix units
-apply. The 16 columns of the rows' own block are summed one by one.
+Decode runs on the kernel of the shared recurrence, as does the passing of states.
+Prefill differs from the gated delta rule in how pairs of tokens interact: their
+decay differs per key channel, so ``sum_k a[i] b[j] exp(G[i] - G[j])`` is no product
+of a matrix and a scalar mask. `_pair` splits the exponent at a token between `j`
+and `i`. Both halves are then at most 0, so nothing overflows however fast the
+layer forgets, and the matrix units apply. For every pair of a chunk to have such a
+token, pairs are sorted by the size of the blocks that part them: 32, 16, ... 1.
 """
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
@@ -18,24 +19,97 @@ import torch
 import triton
 import triton.language as tl
 
-from hybrid_kernels._common import chunk_kernels, linear_step
+from hybrid_kernels._common import chunk_kernels
 from hybrid_kernels._common import linear_chunk as chunk
-from hybrid_kernels._common.linear import EPSILON
-from hybrid_kernels._common.varlen import CHUNK
+from hybrid_kernels._common.linear import EPSILON, Operands
+from hybrid_kernels._common.linear_step import sigmoid, softplus, steps
+from hybrid_kernels._common.tables import CHUNK, Sequences
+from hybrid_kernels._common.triangular import below, invert
 
-_PART = 16
+__all__ = ["prefill", "steps"]
+
+INTRA = chunk.Tunings(
+    narrow=chunk.Tuning(columns=64, warps=8, stages=1, channels=32),
+    wide=chunk.Tuning(columns=32, warps=8, stages=1, channels=32),
+    widest=chunk.Tuning(columns=32, warps=8, stages=1, channels=32),
+)
 
 
 @triton.jit
-def _prepare_kernel(
+def _pairs(
+    query,
+    key,
+    total,
+    lower,
+    weight,
+    SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add `CHANNELS` channels of all pairs of a row and an earlier column.
+
+    In one turn, a token is a row in one block or a column in the block before, never
+    both, so one factor serves both.
+    """
+    row = tl.arange(0, SIZE)
+    for shift in range(6):
+        # The last column before the rows that it is parted from.
+        pivot = ((row >> (shift + 1)) << (shift + 1)) + (1 << shift) - 1
+        base = tl.gather(total, tl.broadcast_to(pivot[:, None], (SIZE, CHANNELS)), 0)
+        later = ((row >> shift) & 1) == 1
+        factor = tl.exp(tl.where(later[:, None], total - base, base - total))
+        keys = (key * factor).to(TYPE)
+        queries = (query * factor).to(TYPE)
+        parted = below(SIZE, shift)
+        products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+        lower += tl.where(parted, products, 0.0)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        weight += tl.where(parted, products, 0.0)
+    return lower, weight
+
+
+@triton.jit
+def _running_sums(
+    g,
+    place,
+    mask,
+    rate,
+    bias,
+    head,
+    bias_head,
+    channel,
+    in_k,
+    HAS_RATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Running sums of log decays over a chunk; constant beyond its end."""
+    decay = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RATE:
+        if HAS_BIAS:
+            shift = tl.load(bias + head * bias_head + channel, mask=in_k, other=0.0)
+            decay += shift.to(tl.float32)[None, :]
+        decay = softplus(decay) * tl.load(rate + head).to(tl.float32)
+        decay = tl.where(mask, decay, 0.0)
+    return tl.cumsum(decay, 0)
+
+
+@triton.jit(do_not_specialize=chunk_kernels.COUNTS)
+def _intra_kernel(
     q,
     k,
+    v,
     g,
+    beta,
+    rate,
+    bias,
     cu_seqlens,
-    offsets,
-    unit_q,
-    unit_k,
-    totals,
+    grown_q,
+    end_k,
+    w,
+    u,
+    weights,
+    ends,
     scale,
     epsilon,
     sequences,
@@ -46,188 +120,146 @@ def _prepare_kernel(
     q_head,
     k_token,
     k_head,
-    g_token,
-    g_head,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
-    """Scaled queries and keys per value head, and running sums of log decays."""
-    head = tl.program_id(1)
-    first, length = chunk_kernels.locate(
-        tl.program_id(0), cu_seqlens, offsets, sequences, search_steps, SIZE
-    )
-    if length > 0:
-        position = tl.arange(0, SIZE)
-        channel = tl.arange(0, BLOCK_K)
-        mask = (position < length)[:, None] & (channel < K)[None, :]
-        token = (first + position)[:, None]
-        source = q + token * q_token + (head // group) * q_head + channel[None, :]
-        query = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        source = k + token * k_token + (head // group) * k_head + channel[None, :]
-        key = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        if NORMALISE:
-            query *= tl.rsqrt(tl.sum(query * query, axis=1) + epsilon)[:, None]
-            key *= tl.rsqrt(tl.sum(key * key, axis=1) + epsilon)[:, None]
-        source = g + token * g_token + head * g_head + channel[None, :]
-        decay = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        place = (token * heads + head) * K + channel[None, :]
-        element = unit_q.dtype.element_ty
-        tl.store(unit_q + place, (query * scale).to(element), mask=mask)
-        tl.store(unit_k + place, key.to(element), mask=mask)
-        tl.store(totals + place, tl.cumsum(decay, 0), mask=mask)
-
-
-@triton.jit
-def _pairs_kernel(
-    unit_q,
-    unit_k,
-    totals,
-    beta,
-    cu_seqlens,
-    offsets,
-    lower,
-    weight,
-    sequences,
-    search_steps,
-    heads,
-    beta_token,
-    beta_head,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """16 rows of both ``[64, 64]`` interaction matrices of one chunk."""
-    parts: tl.constexpr = SIZE // PART
-    head = tl.program_id(1)
-    part = tl.program_id(0) % parts
-    first, length = chunk_kernels.locate(
-        tl.program_id(0) // parts, cu_seqlens, offsets, sequences, search_steps, SIZE
-    )
-    start = part * PART
-    if start < length:
-        base = (first * heads + head) * K
-        stride = heads * K
-        channel = tl.arange(0, BLOCK_K)
-        in_k = channel < K
-        row = start + tl.arange(0, PART)
-        column = tl.arange(0, SIZE)
-        rows = base + row[:, None] * stride + channel[None, :]
-        mask = (row < length)[:, None] & in_k[None, :]
-        query = tl.load(unit_q + rows, mask=mask, other=0.0).to(tl.float32)
-        key = tl.load(unit_k + rows, mask=mask, other=0.0).to(tl.float32)
-        total = tl.load(totals + rows, mask=mask, other=0.0)
-
-        split = tl.load(totals + base + start * stride + channel, mask=in_k, other=0.0)
-        columns = base + column[None, :] * stride + channel[:, None]
-        mask = in_k[:, None] & (column < start)[None, :]
-        right = tl.load(unit_k + columns, mask=mask, other=0.0)
-        decay = tl.load(totals + columns, mask=mask, other=0.0)
-        decay = tl.where(mask, split[:, None] - decay, 0.0)
-        element = unit_k.dtype.element_ty
-        right = (right.to(tl.float32) * tl.exp(decay)).to(element)
-        grow = tl.exp(tl.minimum(total - split[None, :], 0.0))
-        keys = tl.dot((key * grow).to(element), right, input_precision=PRECISION)
-        queries = tl.dot((query * grow).to(element), right, input_precision=PRECISION)
-        for index in range(PART):
-            # Beyond the chunk may lie another sequence, or nothing.
-            known = channel < tl.where(start + index < length, K, 0)
-            place = base + (start + index) * stride + channel
-            other = tl.load(unit_k + place, mask=known, other=0.0).to(tl.float32)
-            sums = tl.load(totals + place, mask=known, other=0.0)
-            # Rows before the column are masked below; keep their exponents small.
-            near = tl.exp(tl.minimum(total - sums[None, :], 0.0)) * other[None, :]
-            at = column[None, :] == start + index
-            keys += tl.where(at, tl.sum(key * near, axis=1)[:, None], 0.0)
-            queries += tl.where(at, tl.sum(query * near, axis=1)[:, None], 0.0)
-
-        token = first + row
-        rate = tl.load(
-            beta + token * beta_token + head * beta_head, mask=row < length, other=0.0
-        ).to(tl.float32)
-        place = (token[:, None] * heads + head) * SIZE + column[None, :]
-        mask = (row < length)[:, None] & (column < SIZE)[None, :]
-        keys = tl.where(row[:, None] > column[None, :], keys * rate[:, None], 0.0)
-        queries = tl.where(row[:, None] >= column[None, :], queries, 0.0)
-        tl.store(lower + place, keys, mask=mask)
-        tl.store(weight + place, queries.to(weight.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _correct_kernel(
-    unit_k,
-    v,
-    totals,
-    beta,
-    lower,
-    cu_seqlens,
-    offsets,
-    w,
-    u,
-    sequences,
-    search_steps,
-    heads,
     v_token,
     v_head,
+    g_token,
+    g_head,
     beta_token,
     beta_head,
+    bias_head,
     K: tl.constexpr,
     V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SIZE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_RATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Solve the chunk's system: erasing keys ``W`` and corrected values ``U``."""
+    """All that one chunk's tokens do to each other, for any start state."""
     head = tl.program_id(1)
+    number = tl.program_id(0)
     first, length = chunk_kernels.locate(
-        tl.program_id(0), cu_seqlens, offsets, sequences, search_steps, SIZE
+        number, cu_seqlens, sequences, search_steps, SIZE
     )
     if length > 0:
+        element: tl.constexpr = end_k.dtype.element_ty
         position = tl.arange(0, SIZE)
         inside = position < length
         token = first + position
-        line = token[:, None] * heads + head
-        tile = tl.load(
-            lower + line * SIZE + position[None, :], mask=inside[:, None], other=0.0
-        )
-        element = unit_k.dtype.element_ty
-        solved = chunk_kernels.invert(tile, SIZE, INVERSE).to(element)
-        rate = tl.load(
+        q += (head // group) * q_head
+        k += (head // group) * k_head
+        lower = tl.zeros((SIZE, SIZE), tl.float32)
+        weight = tl.zeros((SIZE, SIZE), tl.float32)
+        own = tl.zeros((SIZE,), tl.float32)
+        norm_q = tl.zeros((SIZE,), tl.float32)
+        norm_k = tl.zeros((SIZE,), tl.float32)
+        for start in range(0, K, CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)
+            in_k = channel < K
+            mask = inside[:, None] & in_k[None, :]
+            place = token[:, None] * q_token + channel[None, :]
+            query = tl.load(q + place, mask=mask, other=0.0).to(tl.float32)
+            place = token[:, None] * k_token + channel[None, :]
+            key = tl.load(k + place, mask=mask, other=0.0).to(tl.float32)
+            place = token[:, None] * g_token + head * g_head + channel[None, :]
+            total = _running_sums(
+                g,
+                place,
+                mask,
+                rate,
+                bias,
+                head,
+                bias_head,
+                channel,
+                in_k,
+                HAS_RATE,
+                HAS_BIAS,
+            )
+            own += tl.sum(query * key, axis=1)
+            if NORMALISE:
+                norm_q += tl.sum(query * query, axis=1)
+                norm_k += tl.sum(key * key, axis=1)
+            lower, weight = _pairs(
+                query, key, total, lower, weight, SIZE, CHANNELS, element, PRECISION
+            )
+
+        # Products are linear in queries and keys, so norms can wait until here.
+        size_q = tl.full((SIZE,), 1.0, tl.float32) * scale
+        size_k = tl.full((SIZE,), 1.0, tl.float32)
+        if NORMALISE:
+            size_q *= tl.rsqrt(norm_q + epsilon)
+            size_k *= tl.rsqrt(norm_k + epsilon)
+        rate_v = tl.load(
             beta + token * beta_token + head * beta_head, mask=inside, other=0.0
         ).to(tl.float32)
-        for start in tl.static_range(0, K, BLOCK_K):
-            channel = start + tl.arange(0, BLOCK_K)
-            mask = inside[:, None] & (channel < K)[None, :]
-            place = line * K + channel[None, :]
-            key = tl.load(unit_k + place, mask=mask, other=0.0).to(tl.float32)
-            key *= tl.exp(tl.load(totals + place, mask=mask, other=0.0))
-            key = (key * rate[:, None]).to(element)
+        if HAS_RATE:
+            rate_v = tl.where(inside, sigmoid(rate_v), 0.0)
+        line = token[:, None] * heads + head
+        itself = position[:, None] == position[None, :]
+        weight += tl.where(itself, own[:, None], 0.0)
+        weight *= size_q[:, None] * size_k[None, :]
+        tl.store(
+            weights + line * SIZE + position[None, :],
+            weight.to(element),
+            mask=inside[:, None],
+        )
+        lower *= (size_k * rate_v)[:, None] * size_k[None, :]
+        solved = invert(lower, SIZE, INVERSE).to(element)
+
+        for start in range(0, K, CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)
+            in_k = channel < K
+            mask = inside[:, None] & in_k[None, :]
+            place = token[:, None] * g_token + head * g_head + channel[None, :]
+            total = _running_sums(
+                g,
+                place,
+                mask,
+                rate,
+                bias,
+                head,
+                bias_head,
+                channel,
+                in_k,
+                HAS_RATE,
+                HAS_BIAS,
+            )
+            grow = tl.exp(total)
+            row = line * K + channel[None, :]
+            place = token[:, None] * q_token + channel[None, :]
+            query = tl.load(q + place, mask=mask, other=0.0).to(tl.float32)
+            query *= size_q[:, None] * grow
+            tl.store(grown_q + row, query.to(element), mask=mask)
+            place = token[:, None] * k_token + channel[None, :]
+            key = tl.load(k + place, mask=mask, other=0.0).to(tl.float32)
+            key *= size_k[:, None]
+            last = tl.sum(tl.where((position == SIZE - 1)[:, None], total, 0.0), axis=0)
+            tl.store(ends + (number * heads + head) * K + channel, last, mask=in_k)
+            final = key * tl.exp(last[None, :] - total)
+            tl.store(end_k + row, final.to(element), mask=mask)
+            key = (key * rate_v[:, None] * grow).to(element)
             result = tl.dot(solved, key, input_precision=PRECISION)
-            tl.store(w + place, result.to(element), mask=mask)
+            tl.store(w + row, result.to(element), mask=mask)
         for start in tl.static_range(0, V, BLOCK_V):
             column = start + tl.arange(0, BLOCK_V)
             mask = inside[:, None] & (column < V)[None, :]
             source = v + token[:, None] * v_token + head * v_head + column[None, :]
             value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            value = (value * rate[:, None]).to(element)
+            value = (value * rate_v[:, None]).to(element)
             result = tl.dot(solved, value, input_precision=PRECISION)
             tl.store(u + line * V + column[None, :], result.to(element), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=chunk_kernels.COUNTS)
 def _output_kernel(
-    unit_q,
-    totals,
-    weight,
+    grown_q,
+    weights,
     u,
     states,
     cu_seqlens,
-    offsets,
     out,
     sequences,
     search_steps,
@@ -241,11 +273,12 @@ def _output_kernel(
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Outputs of one chunk, from its start state and its own tokens."""
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // blocks).to(tl.int64)
     number = tl.program_id(1)
     first, length = chunk_kernels.locate(
-        number, cu_seqlens, offsets, sequences, search_steps, SIZE
+        number, cu_seqlens, sequences, search_steps, SIZE
     )
     if length > 0:
         position = tl.arange(0, SIZE)
@@ -260,15 +293,12 @@ def _output_kernel(
             channel = start + tl.arange(0, BLOCK_K)
             in_k = channel < K
             mask = inside[:, None] & in_k[None, :]
-            place = line * K + channel[None, :]
-            query = tl.load(unit_q + place, mask=mask, other=0.0).to(tl.float32)
-            query *= tl.exp(tl.load(totals + place, mask=mask, other=0.0))
+            query = tl.load(grown_q + line * K + channel[None, :], mask=mask, other=0.0)
             mask = in_k[:, None] & in_v[None, :]
             state = tl.load(starts + channel[:, None] * V, mask=mask, other=0.0)
-            query = query.to(state.dtype)
             result += tl.dot(query, state, input_precision=PRECISION)
         tile = tl.load(
-            weight + line * SIZE + position[None, :], mask=inside[:, None], other=0.0
+            weights + line * SIZE + position[None, :], mask=inside[:, None], other=0.0
         )
         mask = inside[:, None] & in_v[None, :]
         value = tl.load(u + line * V + column[None, :], mask=mask, other=0.0)
@@ -280,227 +310,100 @@ def _output_kernel(
         )
 
 
-def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    scale: float,
-    normalise: bool,
-    out: torch.Tensor,
-) -> None:
-    """Five launches: prepare, pairs, correct, pass states, output."""
-    if slots.numel() == 0:
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
+    """Solve chunks, pass states, compute outputs: three launches."""
+    if sequences.count == 0:
         return
-    batch = chunk.Batch(
-        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
-    )
-    offsets = chunk.chunk_offsets(cu_seqlens)
-    unit_q, unit_k, totals = _prepare(q, k, v, g, batch, offsets, scale, normalise)
-    lower, weight = _pairs(unit_q, unit_k, totals, beta, batch, offsets)
-    w, u = _correct(unit_k, v, totals, beta, lower, batch, offsets)
-    states = chunk.pass_states(unit_k, u, totals, None, w, batch, offsets)
-    _outputs(unit_q, totals, weight, u, states, batch, offsets, out)
+    prepared, grown_q, weights = _solve(operands, sequences)
+    states = chunk.pass_states(prepared, sequences)
+    _outputs(grown_q, weights, prepared.v, states, sequences, out)
 
 
-def steps(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    scale: float,
-    normalise: bool,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    linear_step.launch(
+def _solve(
+    operands: Operands, sequences: Sequences
+) -> tuple[chunk.Prepared, torch.Tensor, torch.Tensor]:
+    """Tokens for the passing of states, grown queries and weights of pairs."""
+    q, k, v, g, beta = operands.q, operands.k, operands.v, operands.g, operands.beta
+    assert beta is not None
+    rate, bias = operands.rate, operands.bias
+    tokens, heads, width = v.shape
+    depth, chunks = k.shape[-1], chunk.most_chunks(tokens, sequences)
+    grown_q, end_k, w = (k.new_empty(tokens, heads, depth) for _ in range(3))
+    u = k.new_empty(tokens, heads, width)
+    weights = k.new_empty(tokens, heads, CHUNK)
+    ends = torch.empty(chunks, heads, depth, dtype=torch.float32, device=k.device)
+    tuning = INTRA.of(k)
+    blocks = chunk.Blocks.of(k, width, tuning)
+    _intra_kernel[(chunks, heads)](
         q,
         k,
         v,
         g,
         beta,
-        pool,
-        slots,
-        draft_slots,
-        parents,
-        out,
-        scale=scale,
-        normalise=normalise,
-        extras=linear_step.Extras(),
-    )
-
-
-def _search(batch: chunk.Batch) -> tuple[int, int]:
-    return batch.sequences, batch.sequences.bit_length()
-
-
-def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    batch: chunk.Batch,
-    offsets: torch.Tensor,
-    scale: float,
-    normalise: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, heads, _ = v.shape
-    depth = k.shape[-1]
-    unit_q = torch.empty(tokens, heads, depth, dtype=k.dtype, device=k.device)
-    unit_k = torch.empty_like(unit_q)
-    totals = torch.empty_like(unit_q, dtype=torch.float32)
-    grid = (chunk.most_chunks(tokens, batch.sequences), heads)
-    _prepare_kernel[grid](
-        q,
-        k,
-        g,
-        batch.cu_seqlens,
-        offsets,
-        unit_q,
-        unit_k,
-        totals,
-        scale,
+        rate,
+        bias,
+        sequences.cu_seqlens,
+        grown_q,
+        end_k,
+        w,
+        u,
+        weights,
+        ends,
+        operands.scale,
         EPSILON,
-        *_search(batch),
+        *chunk.search(sequences),
         heads,
         heads // k.shape[1],
         *q.stride()[:2],
         *k.stride()[:2],
-        *g.stride()[:2],
-        K=depth,
-        BLOCK_K=max(16, triton.next_power_of_2(depth)),
-        SIZE=CHUNK,
-        NORMALISE=normalise,
-        num_warps=8,
-    )
-    return unit_q, unit_k, totals
-
-
-def _pairs(
-    unit_q: torch.Tensor,
-    unit_k: torch.Tensor,
-    totals: torch.Tensor,
-    beta: torch.Tensor,
-    batch: chunk.Batch,
-    offsets: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, heads, depth = unit_k.shape
-    shape = (tokens, heads, CHUNK)
-    lower = torch.empty(shape, dtype=torch.float32, device=unit_k.device)
-    weight = torch.empty(shape, dtype=unit_k.dtype, device=unit_k.device)
-    blocks = chunk.Blocks.of(unit_k, depth, chunk.CORRECT)
-    parts = CHUNK // _PART
-    grid = (chunk.most_chunks(tokens, batch.sequences) * parts, heads)
-    _pairs_kernel[grid](
-        unit_q,
-        unit_k,
-        totals,
-        beta,
-        batch.cu_seqlens,
-        offsets,
-        lower,
-        weight,
-        *_search(batch),
-        heads,
-        *beta.stride(),
-        K=depth,
-        BLOCK_K=blocks.k,
-        SIZE=CHUNK,
-        PART=_PART,
-        PRECISION=blocks.precision,
-        num_warps=4,
-    )
-    return lower, weight
-
-
-def _correct(
-    unit_k: torch.Tensor,
-    v: torch.Tensor,
-    totals: torch.Tensor,
-    beta: torch.Tensor,
-    lower: torch.Tensor,
-    batch: chunk.Batch,
-    offsets: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, heads, width = v.shape
-    depth = unit_k.shape[-1]
-    w = torch.empty_like(unit_k)
-    u = torch.empty(v.shape, dtype=unit_k.dtype, device=v.device)
-    blocks = chunk.Blocks.of(unit_k, width, chunk.CORRECT)
-    _correct_kernel[(chunk.most_chunks(tokens, batch.sequences), heads)](
-        unit_k,
-        v,
-        totals,
-        beta,
-        lower,
-        batch.cu_seqlens,
-        offsets,
-        w,
-        u,
-        *_search(batch),
-        heads,
         *v.stride()[:2],
+        *g.stride()[:2],
         *beta.stride(),
+        0 if bias is None else bias.stride(0),
         K=depth,
         V=width,
-        BLOCK_K=min(64, blocks.k),
+        CHANNELS=blocks.part,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
+        NORMALISE=operands.normalise,
+        HAS_RATE=rate is not None,
+        HAS_BIAS=bias is not None,
         PRECISION=blocks.precision,
         INVERSE=blocks.inverse,
-        num_warps=chunk.CORRECT.warps,
-        num_stages=blocks.stages,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )
-    return w, u
+    return chunk.Prepared(end_k, u, w=w, ends=ends), grown_q, weights
 
 
 def _outputs(
-    unit_q: torch.Tensor,
-    totals: torch.Tensor,
-    weight: torch.Tensor,
+    grown_q: torch.Tensor,
+    weights: torch.Tensor,
     u: torch.Tensor,
     states: torch.Tensor,
-    batch: chunk.Batch,
-    offsets: torch.Tensor,
+    sequences: Sequences,
     out: torch.Tensor,
 ) -> None:
     tokens, heads, width = u.shape
-    depth = unit_q.shape[-1]
-    blocks = chunk.Blocks.of(unit_q, width, chunk.OUTPUT)
-    grid = (
-        triton.cdiv(width, blocks.v) * heads,
-        chunk.most_chunks(tokens, batch.sequences),
-    )
-    _output_kernel[grid](
-        unit_q,
-        totals,
-        weight,
+    tuning = chunk.OUTPUT.of(grown_q)
+    blocks = chunk.Blocks.of(grown_q, width, tuning)
+    programs = triton.cdiv(width, blocks.v) * heads
+    _output_kernel[(programs, chunk.most_chunks(tokens, sequences))](
+        grown_q,
+        weights,
         u,
         states,
-        batch.cu_seqlens,
-        offsets,
+        sequences.cu_seqlens,
         out,
-        *_search(batch),
+        *chunk.search(sequences),
         heads,
         *out.stride()[:2],
-        K=depth,
+        K=grown_q.shape[-1],
         V=width,
         BLOCK_K=blocks.part,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
         PRECISION=blocks.precision,
-        num_warps=chunk.OUTPUT.warps,
-        num_stages=blocks.stages,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
     )

@@ -12,7 +12,7 @@ Sources: Qin et al. 2024, "Lightning Attention-2", arXiv:2401.04658; Sun et al.
 Shapes: `H` key heads, `HV` value heads (a multiple of `H`), `K` up to 256, `V`,
 `N` sequences, `T` packed tokens, `S` slots. The pool is ``[S, HV, V, K]`` with any
 strides. Queries, keys and values are contiguous along their last dimension, free
-elsewhere. See `hybrid_kernels` for slots, padding rows and rounding.
+elsewhere. `hybrid_kernels` describes the arguments that all operations share.
 
 Matrix products of `prefill` take their operands in `k`'s type, with float32 sums.
 """
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybrid_kernels._common.checks import check_shape, on_gpu, require
-from hybrid_kernels._common.linear_checks import check_batch, check_drafts, check_heads
-from hybrid_kernels.lightning_attention import reference
+from hybrid_kernels._common import operation
+from hybrid_kernels._common.tables import Drafts, Sequences
+from hybrid_kernels.lightning_attention.reference import operands
 
 if TYPE_CHECKING:
     import torch
@@ -53,18 +53,9 @@ def prefill(
         k: ``[T, H, K]``.
         v: ``[T, HV, V]``.
         decay: ``[HV]``, log decay per token, at most 0.
-        cu_seqlens: ``[N + 1]``, int32 or int64, starting at 0. Rows after the last
-            sequence are padding; their output is unspecified.
-        pool: ``[S, HV, V, K]``.
-        slots: ``[N]``, no repeats among the non-negative.
-        has_initial: ``[N]`` bool; False starts from zeros. None: all True.
-        boundary_slots: ``[N, C]``; the state after ``64 * (c + 1)`` tokens of
-            sequence `n` is also written to ``boundary_slots[n, c]``. Negative
-            entries, and entries beyond the sequence, are skipped.
-        round_boundaries: round the running state to the pool's type every 64
-            tokens, so that resuming from a boundary gives the bits of one long
-            prefill. Changes nothing for a float32 pool.
         scale: multiplies the output.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
+            as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, HV, V]``, written if given.
 
     Returns:
@@ -73,21 +64,14 @@ def prefill(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    require(v.ndim == 3, f"v has {v.ndim} dimensions, expected 3")
-    check_heads(q, k, v, pool)
-    check_shape("decay", decay, (v.shape[1],))
-    check_batch(cu_seqlens, slots, has_initial, boundary_slots)
-    result = v.new_empty(v.shape) if out is None else out
-    check_shape("out", result, tuple(v.shape))
-    operands = (q, k, v, decay, cu_seqlens, pool, slots, has_initial)
-    options = (boundary_slots, round_boundaries, scale, result)
-    if on_gpu(v):
-        from hybrid_kernels.lightning_attention import triton
-
-        triton.prefill(*operands, *options)
-    else:
-        reference.prefill(*operands, *options)
-    return result
+    return operation.prefill(
+        __name__,
+        operands(q, k, v, decay, scale),
+        Sequences(
+            cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
+        ),
+        out,
+    )
 
 
 def update(
@@ -102,8 +86,6 @@ def update(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run one new token per sequence and advance its state in place.
-
-    With `out` given nothing is allocated; the call can be captured.
 
     Args:
         q: ``[N, H, K]``.
@@ -121,21 +103,8 @@ def update(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    require(v.ndim == 3, f"v has {v.ndim} dimensions, expected 3")
-    result = v.new_empty(v.shape) if out is None else out
-    check_shape("slots", slots, (v.shape[0],))
-    verify(
-        q[:, None],
-        k[:, None],
-        v[:, None],
-        decay,
-        pool,
-        slots,
-        slots[:, None],
-        scale=scale,
-        out=result[:, None],
-    )
-    return result
+    tokens = operands(q, k, v, decay, scale)
+    return operation.update(__name__, tokens, pool, slots, out)
 
 
 def verify(
@@ -153,21 +122,13 @@ def verify(
 ) -> torch.Tensor:
     """Run `L` draft tokens per sequence; the state after each gets its own slot.
 
-    On a GPU the same bits as `update` when the path to a draft is replayed token
-    by token. With `out` given nothing is allocated; the call can be captured.
-
     Args:
         q: ``[N, L, H, K]``.
         k: ``[N, L, H, K]``.
         v: ``[N, L, HV, V]``.
         decay: ``[HV]``.
         pool: ``[S, HV, V, K]``.
-        slots: ``[N]``, the main state of each sequence; read only.
-        draft_slots: ``[N, L]``; a negative entry keeps no state. For a chain
-            ``slots[i]`` may be among row `i`; otherwise all slots differ.
-        parents: ``[N, L]``, the draft each draft follows, -1 for the main state;
-            parents come before children and keep their state in a slot. None
-            means a chain.
+        slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
         scale: multiplies the output.
         out: ``[N, L, HV, V]``, written if given.
 
@@ -177,17 +138,6 @@ def verify(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    require(v.ndim == 4, f"v has {v.ndim} dimensions, expected 4")
-    check_heads(q, k, v, pool)
-    check_shape("decay", decay, (v.shape[2],))
-    check_drafts(v.shape[0], v.shape[1], slots, draft_slots, parents)
-    result = v.new_empty(v.shape) if out is None else out
-    check_shape("out", result, tuple(v.shape))
-    operands = (q, k, v, decay, pool, slots, draft_slots, parents, scale, result)
-    if on_gpu(v):
-        from hybrid_kernels.lightning_attention import triton
-
-        triton.steps(*operands)
-    else:
-        reference.steps(*operands)
-    return result
+    tokens = operands(q, k, v, decay, scale)
+    drafts = Drafts(pool, slots, draft_slots, parents)
+    return operation.verify(__name__, tokens, drafts, out)

@@ -1,54 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain PyTorch linear attention with constant decay; the CPU path."""
+"""Plain PyTorch linear attention with constant decay; the CPU path.
+
+The recurrence is `hybrid_kernels._common.linear`'s, with a decay that does not
+depend on the token.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from hybrid_kernels._common import linear
+from hybrid_kernels._common.checks import check_shape
+from hybrid_kernels._common.linear import Operands, prefill, steps
+
+__all__ = ["operands", "prefill", "steps"]
 
 
-def prefill(
+def operands(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     decay: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
     scale: float,
-    out: torch.Tensor,
-) -> None:
-    """Chunk by chunk, vectorised over heads."""
-    g = decay.expand(v.shape[:-1])
-    linear.prefill(
-        linear.tokens(q, k, v, g, None, scale=scale),
-        cu_seqlens,
-        pool,
-        slots,
-        has_initial,
-        boundary_slots,
-        round_boundaries,
-        out,
-    )
-
-
-def steps(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    g = decay.expand(v.shape[:-1])
-    batch = linear.tokens(q, k, v, g, None, scale=scale)
-    linear.steps(batch, pool, slots, draft_slots, parents, out)
+) -> Operands:
+    """The layer as an instance of the shared recurrence."""
+    check_shape("decay", decay, tuple(v.shape[-2:-1]))
+    # A view with stride 0 over tokens: nothing is written out.
+    return Operands(q, k, v, decay.expand(v.shape[:-1]), scale=scale)

@@ -3,85 +3,101 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
-from hybrid_kernels._common.varlen import (
-    CHUNK,
-    boundaries,
-    parent_of,
-    read_state,
-    spans,
-    write_state,
-)
+from hybrid_kernels._common import operation
+from hybrid_kernels._common.checks import check_last_contiguous, check_shape
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels._common.varlen import DraftStates, spans, write_state
 
 
-def prefill(
-    x: torch.Tensor,
-    input_gate: torch.Tensor,
-    recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    out: torch.Tensor,
-) -> None:
-    """Token by token, vectorised over channels."""
-    decay, gated = _gates(x, input_gate, recurrence_gate, rate)
-    inflow = gated * (1 - decay.square()).clamp(min=0).sqrt()
-    for span in spans(cu_seqlens):
-        state = read_state(pool, slots, has_initial, span.index)
-        slot = int(slots[span.index])
-        fresh = slot < 0
-        if has_initial is not None:
-            fresh = fresh or not bool(has_initial[span.index])
-        keep = dict(boundaries(boundary_slots, span))
-        for done, token in enumerate(range(span.start, span.end), start=1):
-            enters = gated[token] if fresh and done == 1 else inflow[token]
-            state = decay[token] * state + enters
-            out[token] = state
-            if round_boundaries and done % CHUNK == 0:
+@dataclass(frozen=True)
+class Operands(operation.Operands):
+    """Tokens of `D` channels."""
+
+    PER_TOKEN: ClassVar[tuple[str, ...]] = ("x", "input_gate", "recurrence_gate")
+    DIMENSIONS: ClassVar[int] = 1
+
+    x: torch.Tensor
+    """``[..., D]``."""
+    input_gate: torch.Tensor
+    """``[..., D]``, before the logistic function."""
+    recurrence_gate: torch.Tensor
+    """``[..., D]``, before the logistic function."""
+    rate: torch.Tensor
+    """``[D]``, negative."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the output is shaped like."""
+        return self.x
+
+    def check(self, pool: torch.Tensor) -> None:
+        """Require the operands to fit each other and the pool.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        channels = self.x.shape[-1]
+        check_shape("rate", self.rate, (channels,))
+        check_shape("pool", pool, (pool.shape[0], channels))
+        for name in self.PER_TOKEN:
+            tensor = getattr(self, name)
+            check_shape(name, tensor, tuple(self.x.shape))
+            check_last_contiguous(name, tensor)
+
+    def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The decay ``a``, and the gated input before its factor; float32."""
+        decay = (self.rate.float() * self.recurrence_gate.float().sigmoid()).exp()
+        return decay, self.x.float() * self.input_gate.float().sigmoid()
+
+
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
+    """Chunk by chunk, vectorised over channels and, by doubling, over tokens."""
+    decay, gated = operands.gates()
+    inflow = _inflow(decay, gated)
+    pool = sequences.pool
+    for span in spans(sequences):
+        state = span.state
+        if span.fresh and span.tokens:
+            inflow[span.start] = gated[span.start]
+        for start in range(span.start, span.end, CHUNK):
+            end = min(start + CHUNK, span.end)
+            lines = _scan(decay[start:end], inflow[start:end], state)
+            out[start:end] = lines
+            state = lines[-1]
+            done = end - span.start
+            if sequences.round_boundaries and done % CHUNK == 0:
                 state = state.to(pool.dtype).float()
-            if done in keep:
-                write_state(pool, keep[done], state)
-        write_state(pool, slot, state)
+            write_state(pool, span.keep.get(done, -1), state)
+        write_state(pool, span.slot, state)
 
 
-def steps(
-    x: torch.Tensor,
-    input_gate: torch.Tensor,
-    recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    decay, gated = _gates(x, input_gate, recurrence_gate, rate)
-    inflow = gated * (1 - decay.square()).clamp(min=0).sqrt()
-    for row in range(x.shape[0]):
-        main = read_state(pool, slots, None, row)
-        states: list[torch.Tensor] = []
-        for draft in range(x.shape[1]):
-            parent = parent_of(parents, row, draft)
-            past = main if parent < 0 else states[parent]
-            state = decay[row, draft] * past + inflow[row, draft]
-            out[row, draft] = state
-            states.append(state.to(pool.dtype).float())
-        for draft, state in enumerate(states):
-            write_state(pool, int(draft_slots[row, draft]), state)
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each from its parent's state, vectorised over rows."""
+    decay, gated = operands.gates()
+    inflow, states = _inflow(decay, gated), DraftStates(drafts)
+    for draft in range(out.shape[1]):
+        state = decay[:, draft] * states.origin(draft) + inflow[:, draft]
+        out[:, draft] = state
+        states.append(state)
+    states.write()
 
 
-def _gates(
-    x: torch.Tensor,
-    input_gate: torch.Tensor,
-    recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decay ``a``, and the gated input before its factor."""
-    decay = (rate.float() * recurrence_gate.float().sigmoid()).exp()
-    return decay, x.float() * input_gate.float().sigmoid()
+def _inflow(decay: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
+    return gated * (1 - decay.square()).clamp(min=0).sqrt()
+
+
+def _scan(
+    decay: torch.Tensor, inflow: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """States after each of ``[C, D]`` tokens."""
+    decay, lines, reach = decay.clone(), inflow.clone(), 1
+    while reach < len(lines):
+        lines[reach:] = lines[reach:] + decay[reach:] * lines[:-reach]
+        decay[reach:] = decay[reach:] * decay[:-reach]
+        reach *= 2
+    return lines + decay * state

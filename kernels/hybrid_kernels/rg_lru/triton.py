@@ -15,19 +15,21 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid_kernels._common.linear_chunk import boundary_table, flags, rounds
 from hybrid_kernels._common.linear_step import sigmoid
-from hybrid_kernels._common.varlen import CHUNK
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels.rg_lru.reference import Operands
 
 _CHANNELS = 32
 _STEP_CHANNELS = 256
 
 
 @triton.jit
-def _gates(x, input_gate, recurrence_gate, place, rate, mask):
+def _gates(x, input_gate, recurrence_gate, rate, mask):
     """The decay ``a``, the gated input and its factor ``sqrt(1 - a^2)``."""
-    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    enter = tl.load(input_gate + place, mask=mask, other=0.0).to(tl.float32)
-    keep = tl.load(recurrence_gate + place, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    enter = tl.load(input_gate, mask=mask, other=0.0).to(tl.float32)
+    keep = tl.load(recurrence_gate, mask=mask, other=0.0).to(tl.float32)
     decay = tl.exp(rate * sigmoid(keep))
     factor = tl.sqrt(tl.maximum(1.0 - decay * decay, 0.0))
     return decay, value * sigmoid(enter), factor
@@ -38,7 +40,7 @@ def _join(left_decay, left, right_decay, right):
     return left_decay * right_decay, left * right_decay + right
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["boundaries"])
 def _prefill_kernel(
     x,
     input_gate,
@@ -53,6 +55,8 @@ def _prefill_kernel(
     channels,
     boundaries,
     x_token,
+    input_gate_token,
+    recurrence_gate_token,
     pool_slot,
     pool_channel,
     boundary_row,
@@ -84,9 +88,13 @@ def _prefill_kernel(
         length = tl.minimum(tokens - first, SIZE)
         token = first + position
         mask = (position < length)[:, None] & live[None, :]
-        place = (start + token)[:, None] * x_token + channel[None, :]
+        place = (start + token)[:, None]
         decay, value, factor = _gates(
-            x, input_gate, recurrence_gate, place, speed[None, :], mask
+            x + place * x_token + channel[None, :],
+            input_gate + place * input_gate_token + channel[None, :],
+            recurrence_gate + place * recurrence_gate_token + channel[None, :],
+            speed[None, :],
+            mask,
         )
         factor = tl.where((token == first_token)[:, None], 1.0, factor)
         # Beyond the end the state stays as it is.
@@ -127,6 +135,10 @@ def _step_kernel(
     drafts,
     x_row,
     x_draft,
+    input_gate_row,
+    input_gate_draft,
+    recurrence_gate_row,
+    recurrence_gate_draft,
     pool_slot,
     pool_channel,
     draft_slots_row,
@@ -159,9 +171,15 @@ def _step_kernel(
                 known = channel < tl.where(origin >= 0, channels, 0)
                 source = pool + origin * pool_slot + within
                 state = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        place = row * x_row + draft * x_draft + channel
         decay, value, factor = _gates(
-            x, input_gate, recurrence_gate, place, speed, live
+            x + row * x_row + draft * x_draft + channel,
+            input_gate + row * input_gate_row + draft * input_gate_draft + channel,
+            recurrence_gate
+            + row * recurrence_gate_row
+            + draft * recurrence_gate_draft
+            + channel,
+            speed,
+            live,
         )
         state = decay * state + value * factor
         place = row * out_row + draft * out_draft + channel
@@ -174,97 +192,65 @@ def _step_kernel(
         state = rounded.to(tl.float32)
 
 
-def prefill(
-    x: torch.Tensor,
-    input_gate: torch.Tensor,
-    recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    out: torch.Tensor,
-) -> None:
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
     """One launch."""
-    channels, sequences = x.shape[1], slots.numel()
-    if sequences == 0 or channels == 0:
+    x, pool = operands.x, sequences.pool
+    channels = x.shape[1]
+    if sequences.count == 0 or channels == 0:
         return
-    input_gate, recurrence_gate = _like(input_gate, x), _like(recurrence_gate, x)
-    flags = None if has_initial is None else has_initial.view(torch.uint8)
-    table = boundary_slots
-    _prefill_kernel[(triton.cdiv(channels, _CHANNELS), sequences)](
+    table, boundaries, boundary_row = boundary_table(sequences)
+    _prefill_kernel[(triton.cdiv(channels, _CHANNELS), sequences.count)](
         x,
-        input_gate,
-        recurrence_gate,
-        rate,
-        cu_seqlens,
+        operands.input_gate,
+        operands.recurrence_gate,
+        operands.rate,
+        sequences.cu_seqlens,
         pool,
-        slots,
-        flags,
-        # Never read if there are none, but the kernel wants a pointer.
-        slots if table is None else table,
+        sequences.slots,
+        flags(sequences),
+        table,
         out,
         channels,
-        0 if table is None else table.shape[1],
+        boundaries,
         x.stride(0),
+        operands.input_gate.stride(0),
+        operands.recurrence_gate.stride(0),
         *pool.stride(),
-        0 if table is None else table.stride(0),
+        boundary_row,
         out.stride(0),
         SIZE=CHUNK,
         CHANNELS=_CHANNELS,
-        HAS_INITIAL=flags is not None,
-        ROUND=round_boundaries and pool.dtype != torch.float32,
+        HAS_INITIAL=sequences.has_initial is not None,
+        ROUND=rounds(sequences),
     )
 
 
-def steps(
-    x: torch.Tensor,
-    input_gate: torch.Tensor,
-    recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    rows, drafts, channels = x.shape
-    if rows == 0 or drafts == 0 or channels == 0:
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each from its parent's state; one launch."""
+    x, parents = operands.x, drafts.parents
+    rows, count, channels = x.shape
+    if rows == 0 or count == 0 or channels == 0:
         return
     _step_kernel[(triton.cdiv(channels, _STEP_CHANNELS), rows)](
         x,
-        _like(input_gate, x),
-        _like(recurrence_gate, x),
-        rate,
-        pool,
-        slots,
-        draft_slots,
+        operands.input_gate,
+        operands.recurrence_gate,
+        operands.rate,
+        drafts.pool,
+        drafts.slots,
+        drafts.draft_slots,
         parents,
         out,
         channels,
-        drafts,
+        count,
         *x.stride()[:2],
-        *pool.stride(),
-        *draft_slots.stride(),
+        *operands.input_gate.stride()[:2],
+        *operands.recurrence_gate.stride()[:2],
+        *drafts.pool.stride(),
+        *drafts.draft_slots.stride(),
         *((0, 0) if parents is None else parents.stride()),
         *out.stride()[:2],
         CHANNELS=_STEP_CHANNELS,
         HAS_PARENTS=parents is not None,
         num_warps=2,
     )
-
-
-def _like(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A gate with the strides of `x`, which the kernels use for all three.
-
-    Raises:
-        ValueError: if they differ; nothing is copied behind the caller's back.
-    """
-    if gate.stride() != x.stride():
-        raise ValueError(
-            f"gates have strides {gate.stride()}, x has {x.stride()}; they must agree"
-        )
-    return gate

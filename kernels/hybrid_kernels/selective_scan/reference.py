@@ -4,32 +4,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
-from hybrid_kernels._common.varlen import (
-    CHUNK,
-    boundaries,
-    parent_of,
-    read_state,
-    spans,
-    write_state,
-)
+from hybrid_kernels._common import operation
+from hybrid_kernels._common.checks import check_last_contiguous, check_shape
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels._common.varlen import DraftStates, spans, write_state
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The operands of one call; see the package's text for shapes."""
+class Operands(operation.Operands):
+    """Tokens of `C` channels with `D` state dimensions each."""
+
+    PER_TOKEN: ClassVar[tuple[str, ...]] = ("x", "dt", "b", "c", "gate")
+    DIMENSIONS: ClassVar[int] = 1
 
     x: torch.Tensor
+    """``[..., C]``."""
     dt: torch.Tensor
+    """``[..., C]``, before softplus."""
     a: torch.Tensor
+    """``[C, D]``, negative."""
     b: torch.Tensor
+    """``[..., D]``."""
     c: torch.Tensor
+    """``[..., D]``."""
     skip: torch.Tensor | None
+    """``[C]``."""
     gate: torch.Tensor | None
+    """``[..., C]``."""
     bias: torch.Tensor | None
+    """``[C]``, added to `dt`."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the output is shaped like."""
+        return self.x
+
+    def check(self, pool: torch.Tensor) -> None:
+        """Require the operands to fit each other and the pool.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        lead, channels, depth = self.x.shape[:-1], self.x.shape[-1], self.b.shape[-1]
+        shapes: dict[str, tuple[int, ...]] = {
+            "x": (*lead, channels),
+            "dt": (*lead, channels),
+            "gate": (*lead, channels),
+            "b": (*lead, depth),
+            "c": (*lead, depth),
+            "a": (channels, depth),
+            "skip": (channels,),
+            "bias": (channels,),
+        }
+        for name, shape in shapes.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                check_shape(name, tensor, shape)
+                check_last_contiguous(name, tensor)
+        check_shape("pool", pool, (pool.shape[0], channels, depth))
 
     def times(self) -> torch.Tensor:
         """Softplus of the time steps, float32."""
@@ -45,63 +82,42 @@ class Inputs:
         return y if self.gate is None else y * functional.silu(self.gate.float())
 
 
-def prefill(
-    inputs: Inputs,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    out: torch.Tensor,
-) -> None:
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
     """Token by token, vectorised over channels."""
-    result = torch.zeros_like(inputs.x, dtype=torch.float32)
-    time = inputs.times()
-    for span in spans(cu_seqlens):
-        state = read_state(pool, slots, has_initial, span.index)
-        keep = dict(boundaries(boundary_slots, span))
+    result = torch.zeros_like(out, dtype=torch.float32)
+    time, pool = operands.times(), sequences.pool
+    for span in spans(sequences):
+        state = span.state
         for done, token in enumerate(range(span.start, span.end), start=1):
-            result[token], state = _token(inputs, time, token, state)
-            if round_boundaries and done % CHUNK == 0:
+            result[token], state = _advance(operands, time, token, state)
+            if sequences.round_boundaries and done % CHUNK == 0:
                 state = state.to(pool.dtype).float()
-            if done in keep:
-                write_state(pool, keep[done], state)
-        write_state(pool, int(slots[span.index]), state)
-    out.copy_(inputs.finish(result))
+            write_state(pool, span.keep.get(done, -1), state)
+        write_state(pool, span.slot, state)
+    out.copy_(operands.finish(result))
 
 
-def steps(
-    inputs: Inputs,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    result = torch.zeros_like(inputs.x, dtype=torch.float32)
-    time = inputs.times()
-    for row in range(draft_slots.shape[0]):
-        main = read_state(pool, slots, None, row)
-        states: list[torch.Tensor] = []
-        for draft in range(draft_slots.shape[1]):
-            parent = parent_of(parents, row, draft)
-            past = main if parent < 0 else states[parent]
-            result[row, draft], state = _token(inputs, time, (row, draft), past)
-            states.append(state.to(pool.dtype).float())
-        for draft, state in enumerate(states):
-            write_state(pool, int(draft_slots[row, draft]), state)
-    out.copy_(inputs.finish(result))
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each from its parent's state, vectorised over rows."""
+    result = torch.zeros_like(out, dtype=torch.float32)
+    time, states = operands.times(), DraftStates(drafts)
+    for draft in range(out.shape[1]):
+        index = (slice(None), draft)
+        result[index], state = _advance(operands, time, index, states.origin(draft))
+        states.append(state)
+    states.write()
+    out.copy_(operands.finish(result))
 
 
-def _token(
-    inputs: Inputs,
+def _advance(
+    operands: Operands,
     time: torch.Tensor,
-    index: int | tuple[int, int],
+    index: int | tuple[slice, int],
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    step = time[index][:, None]
-    inflow = step * inputs.x[index].float()[:, None] * inputs.b[index].float()
-    state = state * (step * inputs.a.float()).exp() + inflow
-    return state @ inputs.c[index].float(), state
+    """Outputs ``[..., C]`` and states ``[..., C, D]`` after one token."""
+    step = time[index][..., None]
+    inflow = step * operands.x[index].float()[..., None]
+    inflow = inflow * operands.b[index].float()[..., None, :]
+    state = state * (step * operands.a.float()).exp() + inflow
+    return (state @ operands.c[index].float()[..., None])[..., 0], state

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid_kernels._common.linear_chunk import boundary_table, flags, rounds
 from hybrid_kernels._common.linear_step import sigmoid, softplus
-from hybrid_kernels._common.varlen import CHUNK
-from hybrid_kernels.selective_scan.reference import Inputs
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels.selective_scan.reference import Operands
 
 _CHANNELS = 32
 
@@ -49,7 +50,7 @@ def _vector(pointer, channel, live, GIVEN: tl.constexpr, CHANNELS: tl.constexpr)
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["boundaries"])
 def _prefill_kernel(
     x,
     dt,
@@ -251,106 +252,89 @@ def _step_kernel(
         state = rounded.to(tl.float32)
 
 
-def prefill(
-    inputs: Inputs,
-    cu_seqlens: torch.Tensor,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    has_initial: torch.Tensor | None,
-    boundary_slots: torch.Tensor | None,
-    round_boundaries: bool,
-    out: torch.Tensor,
-) -> None:
+def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
     """One launch."""
-    channels, sequences = inputs.x.shape[1], slots.numel()
-    if sequences == 0 or channels == 0:
+    x, gate, pool = operands.x, operands.gate, sequences.pool
+    channels = x.shape[1]
+    if sequences.count == 0 or channels == 0:
         return
-    flags = None if has_initial is None else has_initial.view(torch.uint8)
-    table, gate = boundary_slots, inputs.gate
-    _prefill_kernel[(triton.cdiv(channels, _CHANNELS), sequences)](
-        *_operands(inputs),
-        cu_seqlens,
+    table, boundaries, boundary_row = boundary_table(sequences)
+    _prefill_kernel[(triton.cdiv(channels, _CHANNELS), sequences.count)](
+        *_tensors(operands),
+        sequences.cu_seqlens,
         pool,
-        slots,
-        flags,
-        # Never read if there are none, but the kernel wants a pointer.
-        slots if table is None else table,
+        sequences.slots,
+        flags(sequences),
+        table,
         out,
         channels,
         pool.shape[2],
-        0 if table is None else table.shape[1],
-        inputs.x.stride(0),
-        inputs.dt.stride(0),
-        inputs.a.stride(0),
-        inputs.b.stride(0),
-        inputs.c.stride(0),
+        boundaries,
+        x.stride(0),
+        operands.dt.stride(0),
+        operands.a.stride(0),
+        operands.b.stride(0),
+        operands.c.stride(0),
         0 if gate is None else gate.stride(0),
         *pool.stride(),
-        0 if table is None else table.stride(0),
+        boundary_row,
         out.stride(0),
         SIZE=CHUNK,
         CHANNELS=_CHANNELS,
         DEPTH=triton.next_power_of_2(pool.shape[2]),
-        HAS_SKIP=inputs.skip is not None,
+        HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        HAS_BIAS=inputs.bias is not None,
-        HAS_INITIAL=flags is not None,
-        ROUND=round_boundaries and pool.dtype != torch.float32,
+        HAS_BIAS=operands.bias is not None,
+        HAS_INITIAL=sequences.has_initial is not None,
+        ROUND=rounds(sequences),
         num_warps=1,
     )
 
 
-def steps(
-    inputs: Inputs,
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    draft_slots: torch.Tensor,
-    parents: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """One or more tokens per sequence, each from its parent's state."""
-    rows, drafts, channels = inputs.x.shape
-    if rows == 0 or drafts == 0 or channels == 0:
+def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
+    """Run ``[N, L]`` tokens, each from its parent's state; one launch."""
+    x, gate, parents, pool = operands.x, operands.gate, drafts.parents, drafts.pool
+    rows, count, channels = x.shape
+    if rows == 0 or count == 0 or channels == 0:
         return
-    gate = inputs.gate
     _step_kernel[(triton.cdiv(channels, _CHANNELS), rows)](
-        *_operands(inputs),
+        *_tensors(operands),
         pool,
-        slots,
-        draft_slots,
+        drafts.slots,
+        drafts.draft_slots,
         parents,
         out,
         channels,
         pool.shape[2],
-        drafts,
-        *inputs.x.stride()[:2],
-        *inputs.dt.stride()[:2],
-        inputs.a.stride(0),
-        *inputs.b.stride()[:2],
-        *inputs.c.stride()[:2],
+        count,
+        *x.stride()[:2],
+        *operands.dt.stride()[:2],
+        operands.a.stride(0),
+        *operands.b.stride()[:2],
+        *operands.c.stride()[:2],
         *((0, 0) if gate is None else gate.stride()[:2]),
         *pool.stride(),
-        *draft_slots.stride(),
+        *drafts.draft_slots.stride(),
         *((0, 0) if parents is None else parents.stride()),
         *out.stride()[:2],
         CHANNELS=_CHANNELS,
         DEPTH=triton.next_power_of_2(pool.shape[2]),
-        HAS_SKIP=inputs.skip is not None,
+        HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        HAS_BIAS=inputs.bias is not None,
+        HAS_BIAS=operands.bias is not None,
         HAS_PARENTS=parents is not None,
         num_warps=1,
     )
 
 
-def _operands(inputs: Inputs) -> tuple[torch.Tensor | None, ...]:
+def _tensors(operands: Operands) -> tuple[torch.Tensor | None, ...]:
     return (
-        inputs.x,
-        inputs.dt,
-        inputs.a,
-        inputs.b,
-        inputs.c,
-        inputs.skip,
-        inputs.gate,
-        inputs.bias,
+        operands.x,
+        operands.dt,
+        operands.a,
+        operands.b,
+        operands.c,
+        operands.skip,
+        operands.gate,
+        operands.bias,
     )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every state layer on a GPU: accuracy, capture, strides, and bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hybrid_kernels import causal_conv1d
+
+from tests.kernels.common import cu_seqlens, on, path_to, relative_error
+from tests.kernels.layers import LARGE, Layer, names
+
+# Relative error in the 2-norm against float64 on the same (rounded) inputs.
+BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+# Decode sums in float32 whatever the inputs: only the output is rounded.
+STEP_BOUNDS = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+TREE = torch.tensor([[-1, 0, 0, 1, -1]])
+
+layers = pytest.mark.parametrize("layer", LARGE, ids=names(LARGE))
+# One shape of each operation, those of models.
+KEPT = [LARGE[2], LARGE[6], LARGE[10], *LARGE[14:15], *LARGE[16:]]
+some = pytest.mark.parametrize("layer", KEPT, ids=names(KEPT))
+dtypes = pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
+pools = pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def make(layer: Layer, *lead: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return layer.make(*lead, dtype=dtype, device="cuda")
+
+
+def states(layer: Layer, slots: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A pool; the convolution's holds inputs, so in their type."""
+    return layer.states(slots, dtype, "cuda")
+
+
+def nan(layer: Layer, *lead: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full((*lead, *layer.out), float("nan"), device="cuda", dtype=dtype)
+
+
+@layers
+@dtypes
+def test_prefill_is_close_to_float64(layer: Layer, dtype: torch.dtype) -> None:
+    lengths = [1, 63, 257, 0, 400]
+    inputs = make(layer, sum(lengths), dtype=dtype)
+    conv = layer.module is causal_conv1d
+    pool = states(layer, 8, dtype if conv else torch.float32)
+    before = pool.clone()
+    slots = torch.tensor([4, 0, 2, 1, 3])
+    table = torch.full((5, 6), -1)
+    table[4, 5] = 6
+    out = layer.prefill(
+        inputs,
+        **on("cuda", {"cu_seqlens": cu_seqlens(lengths), "slots": slots}),
+        pool=pool,
+        boundary_slots=table.cuda(),
+        out=nan(layer, sum(lengths), dtype=dtype),
+    )
+    start = 0
+    for slot, length in zip(slots.tolist(), lengths, strict=True):
+        mine = layer.part(inputs, slice(start, start + length))
+        expected, final = layer.define(mine, before[slot])
+        if length:
+            got = out[start : start + length]
+            assert relative_error(got, expected) < BOUNDS[dtype]
+        assert relative_error(pool[slot], final) < BOUNDS[dtype]
+        if length == 400:
+            final = layer.define(layer.part(mine, slice(384)), before[slot])[1]
+            assert relative_error(pool[6], final) < BOUNDS[dtype]
+        start += length
+    assert torch.equal(pool[5], before[5])
+
+
+@layers
+@dtypes
+def test_update_is_close_to_float64(layer: Layer, dtype: torch.dtype) -> None:
+    inputs, pool = make(layer, 33, dtype=dtype), states(layer, 40)
+    slots = torch.randperm(40)[:33]
+    slots[5] = -1
+    before = pool.clone()
+    out = layer.update(
+        inputs, pool=pool, slots=slots.cuda(), out=nan(layer, 33, dtype=dtype)
+    )
+    for row, slot in enumerate(slots.tolist()):
+        mine = layer.part(inputs, slice(row, row + 1))
+        state = torch.zeros_like(before[0]) if slot < 0 else before[slot]
+        expected, final = layer.define(mine, state)
+        assert relative_error(out[row], expected[0]) < STEP_BOUNDS[dtype]
+        if slot >= 0:
+            assert relative_error(pool[slot], final) < 5e-6
+
+
+@some
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_captured_verify_gives_the_bits_of_replayed_updates(
+    layer: Layer, tree: bool
+) -> None:
+    inputs, out = make(layer, 3, 5), nan(layer, 3, 5)
+    pool = states(layer, 20, torch.bfloat16)
+    parents = TREE.repeat(3, 1).cuda() if tree else None
+    slots = torch.full((3,), -1, device="cuda")
+    drafts = torch.full((3, 5), -1, device="cuda")
+    tables = {"slots": slots, "draft_slots": drafts, "parents": parents}
+    graph = capture(lambda: layer.verify(inputs, **tables, pool=pool, out=out))
+    slots.copy_(torch.arange(3))
+    drafts.copy_(torch.arange(3, 18).view(3, 5))
+    before = pool.clone()
+    graph.replay()
+    for draft in range(5):
+        replayed = before[:3].clone()
+        for node in path_to(draft, TREE[0].tolist() if tree else None):
+            step = layer.part(inputs, (slice(None), node))
+            y = layer.update(step, pool=replayed, slots=slots)
+        assert torch.equal(out[:, draft], y)
+        assert torch.equal(pool[drafts[:, draft]], replayed)
+
+
+@some
+def test_captured_update_replays_with_new_slots(layer: Layer) -> None:
+    inputs, out, pool = make(layer, 8), nan(layer, 8), states(layer, 12)
+    slots = torch.full((8,), -1, device="cuda")
+    graph = capture(lambda: layer.update(inputs, pool=pool, slots=slots, out=out))
+    slots.copy_(torch.tensor([3, 7, -1, 0, 1, 2, 11, 10]))
+    expected = pool.clone()
+    wanted = layer.update(inputs, pool=expected, slots=slots)
+    graph.replay()
+    assert torch.equal(out, wanted)
+    assert torch.equal(pool, expected)
+
+
+@some
+def test_captured_prefill_replays_with_new_lengths(layer: Layer) -> None:
+    inputs, out, pool = make(layer, 300), nan(layer, 300), states(layer, 3)
+    slots = torch.arange(3, device="cuda")
+    cu = cu_seqlens([100, 100, 100], "cuda")
+    tables = {"cu_seqlens": cu, "slots": slots}
+    graph = capture(lambda: layer.prefill(inputs, **tables, pool=pool, out=out))
+    cu.copy_(torch.tensor([0, 7, 7, 300]))
+    expected = pool.clone()
+    wanted = layer.prefill(inputs, **tables, pool=expected)
+    graph.replay()
+    assert torch.equal(out, wanted)
+    assert torch.equal(pool, expected)
+
+
+@some
+@pools
+def test_bits_ignore_the_batch_and_the_cached_prefix(
+    layer: Layer, pool_dtype: torch.dtype
+) -> None:
+    lengths = [300, 5, 700]
+    inputs = make(layer, sum(lengths))
+    if layer.module is causal_conv1d:
+        pool_dtype = torch.bfloat16
+    pool = states(layer, 8, pool_dtype)
+    alone = pool.clone()
+    table = torch.full((3, 4), -1)
+    table[0, 3] = 6
+    slots = torch.arange(3, device="cuda")
+    together = layer.prefill(
+        inputs,
+        cu_seqlens=cu_seqlens(lengths, "cuda"),
+        pool=pool,
+        slots=slots,
+        boundary_slots=table.cuda(),
+        **layer.rounding,
+    )
+    for start, origin, states_then in ((0, 0, alone), (256, 6, pool)):
+        mine = layer.prefill(
+            layer.part(inputs, slice(start, 300)),
+            cu_seqlens=cu_seqlens([300 - start], "cuda"),
+            pool=states_then,
+            slots=slots[:1] + origin,
+            **layer.rounding,
+        )
+        assert torch.equal(together[start:300], mine)
+        assert torch.equal(pool[0], states_then[origin])
+    many, rows = make(layer, 64), torch.arange(64, device="cuda")
+    batch_states = states(layer, 64, pool_dtype)
+    single = batch_states[:1].clone()
+    batch = layer.update(many, pool=batch_states, slots=rows)
+    one = layer.update(layer.part(many, slice(1)), pool=single, slots=rows[:1])
+    assert torch.equal(batch[:1], one)
+    assert torch.equal(batch_states[:1], single)
+
+
+@some
+def test_slots_a_hundred_megabytes_apart(layer: Layer) -> None:
+    """30 slots, so that offsets pass 2**31 in bytes, and 2**31 elements for bytes."""
+    stride = 100 * 2**20 // 4
+    small = states(layer, 30)
+    room = torch.empty(30 * stride, device="cuda")
+    pool = room.as_strided(small.shape, (stride, *small.stride()[1:])).copy_(small)
+    inputs, slots = make(layer, 100), torch.tensor([29], device="cuda")
+    table = torch.tensor([[28]], device="cuda")
+    drafts = make(layer, 1, 3)
+    for each in (pool, small):
+        layer.prefill(
+            inputs,
+            cu_seqlens=cu_seqlens([100], "cuda"),
+            pool=each,
+            slots=slots,
+            boundary_slots=table,
+        )
+        targets = torch.tensor([[27, 26, 25]], device="cuda")
+        layer.verify(drafts, pool=each, slots=slots, draft_slots=targets)
+        layer.update(layer.part(inputs, slice(1)), pool=each, slots=slots)
+    assert torch.equal(pool, small)
+
+
+def capture(work: Any) -> torch.cuda.CUDAGraph:
+    """Run once, which compiles, and capture."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
