@@ -78,13 +78,12 @@ def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
     read: set[int] = set()
     written: set[int] = set()
     for command in commands:
-        target = command.destination if isinstance(command, Copy) else command.index
-        source = {command.source} if isinstance(command, Copy) else set()
+        source, target = _rows(command)
         apart = (
             batch
             and type(batch[0]) is type(command)
             and batch[0].pool is command.pool
-            and target not in read | written
+            and not target & (read | written)
             and not source & written
         )
         if batch and not apart:
@@ -92,9 +91,19 @@ def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
             batch, read, written = [], set(), set()
         batch.append(command)
         read |= source
-        written.add(target)
+        written |= target
     if batch:
         yield batch
+
+
+def _rows(command: Command) -> tuple[set[int], set[int]]:
+    """Rows that a command reads, and rows that it writes."""
+    match command:
+        case Zero(_, index):
+            return set(), {index}
+        case Copy(_, source, destination):
+            return {source}, {destination}
+    raise TypeError(f"{command!r} is no command for this pool")
 
 
 def kv_tensors(pool: Any) -> list[torch.Tensor]:
