@@ -55,14 +55,13 @@ def write_nemotron_h(folder: Path, seed: int = 0) -> Path:
         expand=2,
         chunk_size=64,
     )
-    names = {"M": "mamba", "*": "attention", "-": "mlp"}
-    # SGLang's own configuration class knows the names of published checkpoints,
-    # which transformers reads and does not write.
+    # The pattern alone, as in published checkpoints: SGLang's configuration class and
+    # transformers (which of them, by version) disagree on the names of layer types.
     return _write(
         config,
         folder,
         seed,
-        layers_block_type=[names[kind] for kind in pattern],
+        layers_block_type=None,
         hybrid_override_pattern=pattern,
         mamba_n_groups=config.n_groups,
     )
