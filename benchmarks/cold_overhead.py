@@ -65,9 +65,9 @@ SHAPES = (
     Shape("long answers", requests=16, prompt=40, answer=96),
 )
 GPU_SHAPES = (
-    Shape("long prompts", requests=192, prompt=600, answer=8),
-    Shape("long answers", requests=40, prompt=40, answer=96),
-    Shape("long answers", requests=128, prompt=40, answer=96, concurrency=32),
+    Shape("long prompts", requests=64, prompt=600, answer=8),
+    Shape("long answers", requests=16, prompt=40, answer=96),
+    Shape("long answers", requests=64, prompt=40, answer=96, concurrency=32),
 )
 GPU_FLAGS = (
     "--gpu-memory-utilization=0.05",  # how much must be free at the start, no more

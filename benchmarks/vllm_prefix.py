@@ -210,8 +210,8 @@ def say(result: dict[str, Any]) -> None:
 class Side:
     """A configuration, its engine process, and what was measured."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
-        """Start the process; `wait_until_ready` waits."""
+    def __init__(self, name: str, args: argparse.Namespace, lane: int) -> None:
+        """Start the process, the `lane`-th of those that run together."""
         self.name = name
         self.outcomes: dict[str, list[dict[str, Any]]] = {}
         self.facts: dict[str, Any] | None = None
@@ -221,7 +221,7 @@ class Side:
         variables = {
             "HYBRID_PLUGIN": "1" if name == PLUGIN else "0",
             # Engines that start together must not write to one compile cache.
-            "VLLM_CACHE_ROOT": str(SCRATCH / "cache" / args.model / name),
+            "VLLM_CACHE_ROOT": str(SCRATCH / f"cache-{lane}"),
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         }
         self._process = subprocess.Popen(
@@ -291,8 +291,8 @@ def take_turns(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[
     """Start engines, and measure round after round; yields after each round."""
     with ExitStack() as stack:
         sides = []
-        for name in names:
-            sides.append(Side(name, args))
+        for lane, name in enumerate(names):
+            sides.append(Side(name, args, lane))
             stack.callback(sides[-1].stop)
         for side in sides:
             side.wait_until_ready()
@@ -318,8 +318,13 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         "machine": machine(),
         "results": results,
     }
-    args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(results) + "\n")
+    write(args.out, ".json", json.dumps(document, indent=1))
+    write(args.out, ".md", table(results))
+
+
+def write(out: Path, suffix: str, text: str) -> None:
+    """Write a file beside others; the name may have a dot in it, as models do."""
+    out.with_name(out.name + suffix).write_text(text + "\n")
 
 
 def median_of(result: dict[str, Any], workload: str, field: str) -> float:
