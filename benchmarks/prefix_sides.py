@@ -44,7 +44,9 @@ class Side:
         self.name = name
         self.outcomes: dict[str, list[dict[str, Any]]] = {}
         self.facts: dict[str, Any] | None = None
-        """What the engine says about itself; None unless it runs."""
+        """What the engine says about itself; None if it did not start."""
+        self.died_in: str | None = None
+        """The workload during which the engine ended."""
         self._process = subprocess.Popen(
             command,
             env={**os.environ, **variables},
@@ -59,14 +61,15 @@ class Side:
 
     def run(self, workload: str, seed: int) -> None:
         """Send one round of a workload, unless the engine failed."""
-        if self.facts is None:
+        if self.facts is None or self.died_in is not None:
             return
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"name": workload, "seed": seed}) + "\n")
         self._process.stdin.flush()
         outcome = self._listen()
         if outcome is None:
-            self.facts = None
+            print(self.name, workload, "died", file=sys.stderr, flush=True)
+            self.died_in = workload
             return
         self.outcomes.setdefault(workload, []).append(outcome)
         print(self.name, workload, outcome, file=sys.stderr, flush=True)
@@ -85,7 +88,8 @@ class Side:
         """What goes to the results file."""
         if self.facts is None:
             return {"failed": True}
-        return {**self.facts, "workloads": self.outcomes}
+        died = {} if self.died_in is None else {"died in": self.died_in}
+        return {**self.facts, **died, "workloads": self.outcomes}
 
     def _listen(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
@@ -98,13 +102,13 @@ class Side:
 def take_turns(
     sides: Sequence[Side], rounds: int, workloads: Sequence[str] = tuple(WORKLOADS)
 ) -> Iterator[int]:
-    """Measure engines that run, round after round; yields after each."""
+    """Measure engines that run, round after round; yields after each workload."""
     for seed in range(rounds):
         for number, workload in enumerate(workloads):
             first = (seed + number) % len(sides)
             for side in [*sides[first:], *sides[:first]]:
                 side.run(workload, seed)
-        yield seed
+            yield seed
 
 
 def table(results: Mapping[str, Any], base: str) -> str:
@@ -128,7 +132,9 @@ def table(results: Mapping[str, Any], base: str) -> str:
 def _row(workload: str, name: str, results: Mapping[str, Any], base: str) -> str:
     rounds = results[name].get("workloads", {}).get(workload)
     if not rounds:
-        return f"| {workload} | {name} | did not run | | | | |"
+        died = results[name].get("died in")
+        why = "did not run" if died is None else f"its engine died in `{died}`"
+        return f"| {workload} | {name} | {why} | | | | |"
     fields = Outcome.__dataclass_fields__
     value = {field: statistics.median(r[field] for r in rounds) for field in fields}
     share = 100 * value["cached_tokens"] / value["prompt_tokens"]
