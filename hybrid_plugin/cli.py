@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid_plugin.doctor import command as doctor
+
 if TYPE_CHECKING:
     from hybrid_plugin.demo.engines import Engine
 
@@ -28,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
+    doctor.add_parser(commands)
     return parser
 
 

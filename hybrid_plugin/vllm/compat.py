@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from hybrid_plugin.compatibility.standing import untested
 from hybrid_plugin.config import ConfigError, switched_off_by_environment
 from hybrid_plugin.hookpoints import Contract, resolve
 from hybrid_plugin.vllm import hooks
@@ -73,6 +74,16 @@ def _platform_hooks() -> tuple[Contract, ...]:
     return hooks.CPU_HOOKS if current_platform.is_cpu() else ()
 
 
+def _warn_if_untested() -> None:
+    from vllm import __version__
+
+    remark = untested("vllm", __version__)
+    if remark is not None:
+        from vllm.logger import init_logger
+
+        init_logger("vllm.hybrid_plugin").warning("vLLM %s is %s.", __version__, remark)
+
+
 # ------------------------------------------------------------------ the patches
 
 
@@ -101,6 +112,7 @@ def patch_config() -> None:
             activation.activate(config)
             if activation.is_active(config):
                 require(hooks.ENGINE_HOOKS, hooks.WORKER_HOOKS, _platform_hooks())
+                _warn_if_untested()
                 patch_engine()
         original(config)
 

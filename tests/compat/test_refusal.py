@@ -112,5 +112,19 @@ def test_other_models_need_none_of_it(
     VllmConfig.try_verify_and_update_config(SimpleNamespace(model_config=None))
 
 
+def test_untested_version_is_served_with_a_warning(
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.32.77")
+    with pytest.raises(AttributeError):  # vLLM itself wants more of a configuration
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert (
+        "vLLM 0.32.77 is not in the compatibility matrix: all hook points hold, but no "
+        "test has run on it."
+    ) in caplog.messages
+
+
 def test_nothing_is_refused_as_installed() -> None:
     assert hooks.problems(hooks.HOOKS) == []

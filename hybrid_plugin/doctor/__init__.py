@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hybrid-plugin doctor`: would serving work here, and if not, why not?"""

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM and the plugin would do with a model, without loading weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.doctor.outlook import Outlook, Prospect
+from hybrid_plugin.vllm import activation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from hybrid_plugin.core.layout import CacheLayout
+
+
+def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
+    """Configure an engine as `vllm serve MODEL FLAGS` does, and lay its cache out.
+
+    Args:
+        model: a folder with a config.json, or a name vLLM takes.
+        flags: of `vllm serve`.
+        cache_bytes: of both pools together, on one rank.
+    """
+    try:
+        config = _configure(model, flags)
+    except (Exception, SystemExit) as error:
+        return _failure(error)
+    if not activation.is_active(config):
+        return _why_not(config)
+    if config.parallel_config.world_size > 1:
+        note = "sizes are worked out for one rank; leave the parallel sizes out"
+        return Outlook(Prospect.SERVED, note=note)
+    try:
+        layout = _lay_out(config)
+    except ConfigError as error:
+        return Outlook(Prospect.REFUSED, str(error))
+    except Exception as error:
+        note = f"vLLM could not build the model without weights ({error!r})"
+        return Outlook(Prospect.SERVED, note=note)
+    return _sized(config, layout, cache_bytes)
+
+
+def _configure(model: str, flags: Sequence[str]) -> VllmConfig:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    parsed = parser.parse_args(["serve", model, *flags])
+    parsed.model = model
+    args = AsyncEngineArgs.from_cli_args(parsed)
+    return args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _failure(error: BaseException) -> Outlook:
+    """vLLM wraps what the plugin raises while it validates a configuration."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConfigError):
+            return Outlook(Prospect.REFUSED, str(cause))
+        cause = cause.__cause__ or cause.__context__
+    if "hybrid-plugin" in str(error) or "hybrid_plugin" in str(error):
+        return Outlook(Prospect.REFUSED, str(error))
+    if isinstance(error, SystemExit):
+        return Outlook(Prospect.FAILS, "vLLM does not take these flags; see above.")
+    return Outlook(Prospect.FAILS, str(error) or repr(error))
+
+
+def _why_not(config: VllmConfig) -> Outlook:
+    options = activation.read_options(config)
+    idle = activation.reason_to_stay_idle(config, options)
+    if idle is not None:
+        return Outlook(Prospect.LEFT_ALONE, idle)
+    return Outlook(Prospect.REFUSED, next(activation.conflicts(config)))
+
+
+def _lay_out(config: VllmConfig) -> CacheLayout:
+    """Build the model without memory, and plan for the layers that it has."""
+    import torch
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from hybrid_plugin.vllm import page_size, planning
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+    ):
+        meeting_point = f"file://{Path(folder, 'rank0')}"
+        init_distributed_environment(1, 0, meeting_point, 0, "gloo")
+        initialize_model_parallel(1, 1)
+        with torch.device("meta"):
+            initialize_model(config)
+    page_size.choose(config)
+    layers = config.compilation_config.static_forward_context
+    specs = {
+        name: spec
+        for name, layer in layers.items()
+        if isinstance(layer, AttentionLayerBase)
+        and (spec := layer.get_kv_cache_spec(config)) is not None
+    }
+    return planning.make_layout(planning.make_groups(specs))
+
+
+def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:
+    from hybrid_plugin.vllm import planning
+
+    longest = config.model_config.max_model_len
+    try:
+        sizes = planning.pool_sizes(
+            layout, config, activation.read_options(config), cache_bytes
+        )
+    except ConfigError as error:
+        return Outlook(
+            Prospect.REFUSED, str(error), layout=layout, max_model_len=longest
+        )
+    return Outlook(Prospect.SERVED, layout=layout, sizes=sizes, max_model_len=longest)
