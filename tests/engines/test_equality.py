@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.engines.conftest import DRIVER, StartServer
@@ -11,23 +16,44 @@ from tests.engines.reference import Reference, make_reference, replay
 
 pytestmark = pytest.mark.engine
 
-MODELS = {} if DRIVER is None else DRIVER.models
-VARIANTS = {} if DRIVER is None else DRIVER.variants
+
+def pairs() -> Iterator[Any]:
+    """Models, and the variants that each is tested with."""
+    if DRIVER is None:
+        return
+    everything = "HYBRID_TEST_ALL" in os.environ
+    for name, model in DRIVER.models.items():
+        for title, variant in DRIVER.variants.items():
+            if everything or model.quick is None or title in model.quick:
+                yield pytest.param(name, variant, id=f"{name}: {title}")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+PAIRS = list(pairs())
+MODELS = dict.fromkeys(pair.values[0] for pair in PAIRS)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    """Those made so far, by model."""
+    return {}
+
+
+@pytest.fixture
 def reference(
     request: pytest.FixtureRequest,
+    references: dict[str, Reference],
     start_server: StartServer,
     driver: Driver,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> Reference:
     """The stock engine without a cache, four requests at a time."""
-    folder = tmp_path_factory.mktemp("model")
-    return make_reference(start_server, driver, request.param, folder)
+    name = request.param
+    if name not in references:
+        references[name] = make_reference(start_server, driver, name, tmp_path)
+    return references[name]
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("reference", "variant"), PAIRS, indirect=["reference"])
 def test_greedy_answers_equal_stock(
     start_server: StartServer, reference: Reference, variant: Variant
 ) -> None:
@@ -35,6 +61,7 @@ def test_greedy_answers_equal_stock(
         "plugin",
         options=variant.options,
         flags=variant.flags,
+        environment=variant.environment,
         dtype=reference.dtype,
         model=reference.model,
     ) as server:
@@ -50,6 +77,7 @@ def test_greedy_answers_equal_stock(
         assert metrics["preemptions"] > 0
 
 
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
 def test_answers_change_when_snapshots_are_zeroed(
     start_server: StartServer, reference: Reference
 ) -> None:

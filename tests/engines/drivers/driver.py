@@ -30,6 +30,8 @@ class Setup:
     max_running: int = 16
     flags: Sequence[str] = ()
     """In the engine's own words: from its driver only."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The same."""
     fault: str | None = None
     """See `faults`."""
 
@@ -43,6 +45,8 @@ class Model:
     dtype: str
     bound: float
     """Nats that the reference may lose at a first difference; 0 for equal."""
+    quick: tuple[str, ...] | None = None
+    """Variants that it is tested with unless HYBRID_TEST_ALL is set; None for all."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,9 @@ class Variant:
     least_reuse: float
     """Share of prompt tokens that must come from the cache."""
     flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     preempts: bool = False
-    """Whether the pools are so small that sequences must be preempted."""
+    """Whether sequences must be preempted."""
 
 
 @dataclass(frozen=True)

@@ -57,22 +57,24 @@ FLAGS = (
     ),
 )
 
+PREEMPTION = "overlap, preemption"
+SINGLE_TOKENS = "page of 1, no overlap"
+
 MODELS = {
-    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE),
-    "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
-    "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0),
+    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE, (PREEMPTION,)),
+    "mamba-2, float32": Model("nemotron_h", "float32", 0.0, (SINGLE_TOKENS,)),
+    "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, ()),
 }
 
 VARIANTS = {
-    "overlap, preemption": Variant(
-        # Pages for few of the eleven sequences it has slots for.
+    PREEMPTION: Variant(
         {"kv_pages": 1280 // PAGE_SIZE, "state_slots": 12},
         0.05,
+        # SGLang reserves pages for answers; by itself it preempts hardly ever.
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
         preempts=True,
     ),
-    "page of 1, no overlap": Variant(
-        {"page_size": 1}, 0.4, ("--disable-overlap-schedule",)
-    ),
+    SINGLE_TOKENS: Variant({"page_size": 1}, 0.4, ("--disable-overlap-schedule",)),
 }
 
 REFUSALS = {
@@ -150,7 +152,9 @@ class SglangDriver:
 
             load_plugins()
             # Hooks last as long as their process; a stock server's has none.
-            none = {} if setup.plugin else {step: [] for step in hooks._HOOKS}
+            none: dict[str, Any] = {}
+            if not setup.plugin:
+                none = {step: [] for step in hooks._HOOKS}
             try:
                 with patch.dict(hooks._HOOKS, none):
                     arguments = prepare_server_args(flags)
@@ -184,6 +188,7 @@ class SglangDriver:
         }
         if setup.dtype == "float32":
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
+        variables |= setup.environment
         return Launch(command, variables | fault_environment(setup.fault))
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:

@@ -189,6 +189,7 @@ class VllmDriver:
         if setup.dtype == "float32":
             # Without it, Triton rounds float32 operands to 10 bits of mantissa.
             variables["TRITON_F32_DEFAULT"] = "ieee"
+        variables |= setup.environment
         return Launch(command, variables | fault_environment(setup.fault))
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
