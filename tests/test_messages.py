@@ -73,4 +73,3 @@ def test_dashboard_is_explained() -> None:
     rows = [line.split("|")[1] for line in section.splitlines() if "|" in line][2:]
     explained = [name.strip() for row in rows for name in row.split(",")]
     assert sorted(explained) == sorted(titles)
-
