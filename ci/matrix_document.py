@@ -80,13 +80,13 @@ def page(checked: Sequence[Checked], shims: Sequence[Shim]) -> str:
 
 
 def _note(row: Row) -> str:
-    return f"* {TITLES[row.engine]} {row.version}, {row.platform}: {row.note}"
+    return f"* {TITLES[row.engine]} {row.version}, {row.platform}: {row.note.strip()}"
 
 
 def _shim_table(shims: Sequence[Shim]) -> list[str]:
     lines = ["## Shims", ""]
     lines += ["What the adapters change in the engines, and until when.  A test fails"]
-    lines += ["once no row that is served or refused-for-now needs one.", ""]
+    lines += ["once no supported row needs one.", ""]
     lines += ["| function | symptom without it | delete when |", "|---|---|---|"]
     lines += [f"| `{s.function}` | {s.symptom} | {s.delete_when} |" for s in shims]
     return lines
