@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.prefix_workloads import WORKLOADS, Ask, Outcome, run_once
@@ -145,6 +146,11 @@ def _row(workload: str, name: str, results: Mapping[str, Any], base: str) -> str
         f"| {workload} | {name} | {share:.1f} % | {value['ttft_ms_p50']:.1f} | "
         f"{value['ttft_ms_p95']:.1f} | {value['wall_s']:.2f} | {ratio} |"
     )
+
+
+def write(out: Path, suffix: str, text: str) -> None:
+    """Write a file beside others; the name may have a dot in it, as models do."""
+    out.with_name(out.name + suffix).write_text(text + "\n")
 
 
 def machine() -> dict[str, str]:

@@ -27,6 +27,7 @@ from benchmarks.prefix_sides import (
     machine,
     table,
     take_turns,
+    write,
 )
 from benchmarks.prefix_workloads import VOCABULARY, WORKLOADS, Ask, Reply, warm_up
 
@@ -265,8 +266,8 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         "machine": machine(),
         "results": results,
     }
-    args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(table(results, DEFAULT) + "\n")
+    write(args.out, ".json", json.dumps(document, indent=1))
+    write(args.out, ".md", table(results, DEFAULT))
 
 
 def main() -> int:

@@ -15,27 +15,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prefix_workloads import (
-    VOCABULARY,
-    WORKLOADS,
-    Ask,
-    Outcome,
-    Reply,
-    run_once,
-    warm_up,
+from benchmarks.prefix_sides import (
+    Side,
+    answer_until_closed,
+    machine,
+    table,
+    take_turns,
+    write,
 )
+from benchmarks.prefix_workloads import VOCABULARY, Ask, Reply, warm_up
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,7 @@ async def serve(args: argparse.Namespace) -> None:
     ask = asker(engine)
     await warm_up(ask)
     block_size = engine.vllm_config.cache_config.block_size
-    say({"vllm": __version__, "block_size": block_size})
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        say(asdict(await run_once(ask=ask, **json.loads(line))))
+    await answer_until_closed(ask, {"vllm": __version__, "block_size": block_size})
     engine.shutdown()
 
 
@@ -195,83 +190,20 @@ def asker(engine: Any) -> Ask:
     return ask
 
 
-MARK = "RESULT "
-"""Begins the lines that are meant for us: libraries print what they like."""
-
-
-def say(result: dict[str, Any]) -> None:
-    """Answer the process that takes the measurements."""
-    print(MARK + json.dumps(result), flush=True)
-
-
 # ------------------------------------------------------------ taking measurements
 
 
-class Side:
-    """A configuration, its engine process, and what was measured."""
-
-    def __init__(self, name: str, args: argparse.Namespace, lane: int) -> None:
-        """Start the process, the `lane`-th of those that run together."""
-        self.name = name
-        self.outcomes: dict[str, list[dict[str, Any]]] = {}
-        self.facts: dict[str, Any] | None = None
-        """Version and block size; None unless the engine runs."""
-        command = [sys.executable, "-m", "benchmarks.vllm_prefix", "--one", name]
-        command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
-        variables = {
-            "HYBRID_PLUGIN": "1" if name == PLUGIN else "0",
-            # Engines that start together must not write to one compile cache.
-            "VLLM_CACHE_ROOT": str(SCRATCH / f"cache-{lane}"),
-            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        }
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def wait_until_ready(self) -> None:
-        """Wait until the engine is warm, or has failed to start."""
-        self.facts = self._listen()
-
-    def run(self, workload: str, seed: int) -> None:
-        """Send one round of a workload, unless the engine failed."""
-        if self.facts is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"name": workload, "seed": seed}) + "\n")
-        self._process.stdin.flush()
-        outcome = self._listen()
-        if outcome is None:
-            self.facts = None
-            return
-        self.outcomes.setdefault(workload, []).append(outcome)
-        print(self.name, workload, outcome, file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def result(self) -> dict[str, Any]:
-        """What goes to the results file."""
-        if self.facts is None:
-            return {"failed": True}
-        return {**self.facts, "workloads": self.outcomes}
-
-    def _listen(self) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return dict(json.loads(line.removeprefix(MARK)))
-        return None
+def start(name: str, args: argparse.Namespace, lane: int) -> Side:
+    """Start one configuration's engine, the `lane`-th of those that run together."""
+    command = [sys.executable, "-m", "benchmarks.vllm_prefix", "--one", name]
+    command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
+    variables = {
+        "HYBRID_PLUGIN": "1" if name == PLUGIN else "0",
+        # Engines that start together must not write to one compile cache.
+        "VLLM_CACHE_ROOT": str(SCRATCH / f"cache-{lane}"),
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    }
+    return Side(name, command, variables)
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
@@ -279,29 +211,19 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     write_model(args.model)
     names = args.only or [*STOCK, PLUGIN]
     results: dict[str, Any] = {}
-    for start in range(0, len(names), args.at_once):
-        for sides in take_turns(names[start : start + args.at_once], args):
-            results |= {side.name: side.result() for side in sides}
-            if args.out:
-                save(args, results)
+    for begin in range(0, len(names), args.at_once):
+        with ExitStack() as stack:
+            sides = []
+            for lane, name in enumerate(names[begin : begin + args.at_once]):
+                sides.append(start(name, args, lane))
+                stack.callback(sides[-1].stop)
+            for side in sides:
+                side.wait_until_ready()
+            for _ in take_turns(sides, args.rounds):
+                results |= {side.name: side.result() for side in sides}
+                if args.out:
+                    save(args, results)
     return results
-
-
-def take_turns(names: Sequence[str], args: argparse.Namespace) -> Iterator[list[Side]]:
-    """Start engines, and measure round after round; yields after each round."""
-    with ExitStack() as stack:
-        sides = []
-        for lane, name in enumerate(names):
-            sides.append(Side(name, args, lane))
-            stack.callback(sides[-1].stop)
-        for side in sides:
-            side.wait_until_ready()
-        for seed in range(args.rounds):
-            for number, workload in enumerate(WORKLOADS):
-                first = (seed + number) % len(sides)
-                for side in [*sides[first:], *sides[:first]]:
-                    side.run(workload, seed)
-            yield sides
 
 
 # ----------------------------------------------------------------------- results
@@ -319,61 +241,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         "results": results,
     }
     write(args.out, ".json", json.dumps(document, indent=1))
-    write(args.out, ".md", table(results))
-
-
-def write(out: Path, suffix: str, text: str) -> None:
-    """Write a file beside others; the name may have a dot in it, as models do."""
-    out.with_name(out.name + suffix).write_text(text + "\n")
-
-
-def median_of(result: dict[str, Any], workload: str, field: str) -> float:
-    """Median of one field over the rounds of a workload."""
-    return float(statistics.median(r[field] for r in result["workloads"][workload]))
-
-
-def paired(result: dict[str, Any], base: dict[str, Any], workload: str) -> str:
-    """Median over the rounds of wall time by the base's in the same round."""
-    if "workloads" not in base:
-        return ""
-    rounds = zip(
-        result["workloads"][workload], base["workloads"][workload], strict=True
-    )
-    return f"{statistics.median(a['wall_s'] / b['wall_s'] for a, b in rounds):.2f}x"
-
-
-def row(workload: str, name: str, results: dict[str, Any]) -> str:
-    """One Markdown row."""
-    result = results[name]
-    if "workloads" not in result:
-        return f"| {workload} | {name} | did not run | | | | |"
-    fields = Outcome.__dataclass_fields__
-    value = {field: median_of(result, workload, field) for field in fields}
-    share = 100 * value["cached_tokens"] / value["prompt_tokens"]
-    return (
-        f"| {workload} | {name} | {share:.1f} % | {value['ttft_ms_p50']:.1f} | "
-        f"{value['ttft_ms_p95']:.1f} | {value['wall_s']:.2f} | "
-        f"{paired(result, results.get(DEFAULT, {}), workload)} |"
-    )
-
-
-def table(results: dict[str, Any]) -> str:
-    """One Markdown row per workload and configuration."""
-    lines = [
-        "| workload | configuration | cached | TTFT p50 ms | TTFT p95 ms | wall s | "
-        f"wall / {DEFAULT} |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [row(w, name, results) for w in WORKLOADS for name in results]
-    return "\n".join(lines)
-
-
-def machine() -> dict[str, str]:
-    """What this ran on."""
-    import torch
-
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    return {"device": name, "torch": torch.__version__}
+    write(args.out, ".md", table(results, DEFAULT))
 
 
 def main() -> int:
@@ -394,7 +262,7 @@ def main() -> int:
     if args.one:
         asyncio.run(serve(args))
     else:
-        print(table(run_all(args)))
+        print(table(run_all(args), DEFAULT))
     return 0
 
 
