@@ -294,8 +294,9 @@ sglang:mamba_used_tokens{model_name="m"} 6.0
 sglang:num_running_reqs{model_name="m"} 2.0
 """
     metrics, engine = Metrics(text), SglangEngine()
-    assert engine.levels(metrics, plugin=True) == Levels(3, 2, 2, None)
-    assert engine.levels(metrics, plugin=False) == Levels(3, 6, 2, None)
+    assert engine.levels(metrics, plugin=True) == Levels(3, 2, 2, 0)
+    assert engine.levels(metrics, plugin=False) == Levels(3, 6, 2, 0)
+    assert engine.levels(Metrics(""), plugin=True) == Levels()
 
 
 def test_cli_says_what_is_missing(

@@ -27,11 +27,12 @@ class SglangEngine:
     max_model_len: int = 2048
     max_running: int = 64
     stock_flags: Sequence[str] = (
-        "--mamba-radix-cache-strategy=extra_buffer",
+        "--mamba-radix-cache-strategy=extra_buffer_lazy",
         "--mamba-track-interval=64",
     )
-    """What helps stock SGLang on these workloads: states kept inside prompts, and
-    while decoding at every 64 tokens, its least, instead of every 256."""
+    """What helps stock SGLang on these workloads: states kept inside prompts, with
+    slots for them taken as late as possible, and while decoding at every 64 tokens,
+    its least, instead of every 256."""
 
     name: str = "sglang"
     request_extra: Mapping[str, Any] = field(default_factory=dict)
@@ -96,11 +97,15 @@ class SglangEngine:
             tokens = metrics.total("sglang:kv_used_tokens")
             pages = None if tokens is None else tokens / PAGE_SIZE
             slots = metrics.total("sglang:mamba_used_tokens")
+        running = metrics.total("sglang:num_running_reqs")
+        retracted = metrics.total("sglang:num_retracted_requests_total")
+        if retracted is None and running is not None:
+            retracted = 0.0  # the counter appears with the first
         return Levels(
             pages=whole(pages),
             slots=whole(slots),
-            running=whole(metrics.total("sglang:num_running_reqs")),
-            preemptions=whole(metrics.total("sglang:num_retracted_requests_total")),
+            running=whole(running),
+            preemptions=whole(retracted),
         )
 
 
