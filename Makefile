@@ -6,6 +6,7 @@ VENV ?= .venv-vllm
 SGLANG_VENV ?= .venv-sglang
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
+GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 SGLANG_BIN := $(SGLANG_VENV)/bin
@@ -17,13 +18,14 @@ DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang test lint contracts clean
+.PHONY: help demo demo-sglang test test-gpu lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   serve a small hybrid model with and without the plugin; compare"
 	@echo "make demo-sglang  the same on SGLang"
 	@echo "make test   check style and types, run all tests"
+	@echo "make test-gpu  test the kernels on this machine's GPU (GPU_PYTHON=...)"
 	@echo "make lint   check style and types only"
 	@echo "make contracts  check what we rely on in each engine version (downloads)"
 	@echo "make clean  delete what the others made, the environments too"
@@ -43,6 +45,10 @@ test: lint contracts $(SGLANG_DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
 	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/engines
+
+# On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
+test-gpu:
+	PYTHONPATH=.:kernels $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/gpu/kernels
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
