@@ -40,8 +40,11 @@ class MissingName:
     """`module:function` within this package."""
 
 
-def _replace(target: str, ours: str, *parameters: str) -> Replacement:
-    return Replacement(HookPoint(f"{_OPS}.{target}", parameters, closed=True), ours)
+def _replace(
+    target: str, ours: str, *parameters: str, mentions: tuple[str, ...] = ()
+) -> Replacement:
+    point = HookPoint(f"{_OPS}.{target}", parameters, closed=True, mentions=mentions)
+    return Replacement(point, ours)
 
 
 _TRACK = (
@@ -209,6 +212,8 @@ REPLACEMENTS = (
         "cache_steps",
         "retrieve_parent_token",
         "intermediate_state_indices",
+        # Its base class has an abstract one of the same signature.
+        mentions=("_kernel",),
     ),
     _replace(
         "mamba.mamba_state_scatter_triton:track_mamba_states_if_needed",
