@@ -41,9 +41,9 @@ class MissingName:
 
 
 def _replace(
-    target: str, ours: str, *parameters: str, mentions: tuple[str, ...] = ()
+    target: str, ours: str, *parameters: str, own: bool = False
 ) -> Replacement:
-    point = HookPoint(f"{_OPS}.{target}", parameters, closed=True, mentions=mentions)
+    point = HookPoint(f"{_OPS}.{target}", parameters, closed=True, own=own)
     return Replacement(point, ours)
 
 
@@ -213,7 +213,7 @@ REPLACEMENTS = (
         "retrieve_parent_token",
         "intermediate_state_indices",
         # Its base class has an abstract one of the same signature.
-        mentions=("_kernel",),
+        own=True,
     ),
     _replace(
         "mamba.mamba_state_scatter_triton:track_mamba_states_if_needed",
