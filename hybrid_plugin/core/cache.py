@@ -29,6 +29,7 @@ from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tokens import Pages, Tokens, as_tokens
+from hybrid_plugin.core.tuning import AlphaTuner
 from hybrid_plugin.core.windows import WindowGroup, WindowTable
 
 __all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
@@ -48,6 +49,7 @@ class HybridCache(MakesRoom):
         events: where to note which pages come and go; by default nowhere.
         elastic: moves memory between pages and slots, whose granules it was told
             of; by default every pool keeps its memory.
+        tuner: sets the weight of a `FlopAware` eviction policy.
     """
 
     pages: PagePool
@@ -59,6 +61,7 @@ class HybridCache(MakesRoom):
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
     elastic: ElasticController | None = None
+    tuner: AlphaTuner | None = None
     tree: MambaRadixCache = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _commands: list[Command] = field(init=False, default_factory=list)
@@ -288,6 +291,8 @@ class HybridCache(MakesRoom):
             self.slots.free_running(sequence.slot)
         if sequence.locked is not None:
             self.tree.unlock(sequence.locked)
+        if sequence.cacheable and computed > 0:
+            self._tell_tuner(sequence, tokens, computed)
 
     def flush(self) -> bool:
         """Forget everything cached.
@@ -515,6 +520,15 @@ class HybridCache(MakesRoom):
         self._attach(node, sequence, sequence.slot, is_turn_end=True)
         self._supersede(sequence.origin)
         return True
+
+    def _tell_tuner(
+        self, sequence: LiveSequence, tokens: Sequence[int], computed: int
+    ) -> None:
+        """Let the tuner replay a sequence that ended; it may change its mind."""
+        if self.tuner is not None and self.tuner.observe(
+            tokens, computed, sequence.prompt_length, sequence.namespace
+        ):
+            self.tree.rank_again()
 
     def _supersede(self, origin: Node | None) -> None:
         """Let the last turn's end go first, now that this turn's end is there.

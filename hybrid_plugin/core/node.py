@@ -9,6 +9,9 @@ from typing import cast
 
 from hybrid_plugin.core.tokens import Pages, Tokens
 
+ADMISSION = 1 << 20
+"""What one admission adds to a tree's clock: more than it can have uses."""
+
 
 @dataclass(slots=True, eq=False)
 class Snapshot:

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 
 from hybrid_plugin.core.events import EventLog
 from hybrid_plugin.core.eviction import LeastRecentlyUsed, UsedFirst
-from hybrid_plugin.core.node import Node, Snapshot
+from hybrid_plugin.core.node import ADMISSION, Node, Snapshot
 from hybrid_plugin.core.order import PriorityOrder
 from hybrid_plugin.core.tokens import Pages, Tokens, common_units
 
 _NO_PAGES: Pages = array("i")
-
-_ADMISSION = 1 << 20
-"""What one admission adds to the clock: more than it can have uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,15 +418,23 @@ class MambaRadixCache:
         """Leaves that may be evicted, the first to go first."""
         return iter(self._leaves)
 
+    def rank_again(self) -> None:
+        """Ask the policy for all priorities anew; it changed its mind."""
+        for node in list(self._leaves):
+            self._rank_leaf(node)
+        for node in list(self.snapshots()):
+            self._unrank_snapshot(node)
+            self._rank_snapshot(node)
+
     # -------------------------------------------------------------------- ages
 
     def begin_admission(self) -> None:
         """Count one admission, the unit of every age."""
-        self.clock = (self.clock // _ADMISSION + 1) * _ADMISSION
+        self.clock = (self.clock // ADMISSION + 1) * ADMISSION
 
     def age(self, used_at: int) -> int:
         """Admissions since the clock stood at `used_at`."""
-        return self.clock // _ADMISSION - used_at // _ADMISSION
+        return self.clock // ADMISSION - used_at // ADMISSION
 
     def kv_age(self) -> int | None:
         """Age of the leaf that would be evicted next; None if there is none."""
