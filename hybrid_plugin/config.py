@@ -39,10 +39,25 @@ class HybridConfig:
         None,
         "Tokens in a KV page; by default 16, or the least the attention backend takes.",
     )
+    elastic: bool | None = _option(
+        False,
+        "Whether memory moves between KV pages and state slots while the engine runs.",
+    )
+    gpu_memory_budget: int | None = _option(
+        None,
+        "Bytes that pages and slots may take together on each rank; by default all "
+        "that the engine has for its cache.",
+    )
+    kv_pages_floor: int | None = _option(
+        None, "KV pages that state slots never take the memory of, with elastic pools."
+    )
+    state_slots_floor: int | None = _option(
+        None, "State slots that KV pages never take the memory of, with elastic pools."
+    )
     state_memory_ratio: float | None = _option(
         None,
-        "Share of the cache memory for state slots, between 0 and 1; by default "
-        "what serves the most sequences of a typical length.",
+        "Share of the cache memory for state slots, between 0 and 1, without elastic "
+        "pools; by default what serves the most sequences of a typical length.",
     )
     kv_pages: int | None = _option(
         None, "Exact number of KV pages, with state_slots, instead of a split."
@@ -82,6 +97,17 @@ class HybridConfig:
             raise ConfigError(
                 "kv_pages and state_slots fix both pools together: give both or none."
             )
+        fixed = next((n for n in _FIXED if getattr(self, n) is not None), None)
+        if self.elastic and fixed is not None:
+            raise ConfigError(
+                f"{fixed} fixes the pools, and elastic pools move: set elastic to "
+                f"false, or leave {fixed} out."
+            )
+        floor = next((n for n in _FLOORS if getattr(self, n) is not None), None)
+        if not self.is_elastic and floor is not None:
+            raise ConfigError(
+                f"{floor} is for elastic pools: leave it out, or set elastic to true."
+            )
         if self.kv_pages is not None and ratio is not None:
             raise ConfigError(
                 "state_memory_ratio splits the memory that kv_pages and state_slots "
@@ -96,6 +122,13 @@ class HybridConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether memory moves between the pools, as far as the options say."""
+        if self.elastic is not None:
+            return self.elastic
+        return all(getattr(self, name) is None for name in _FIXED)
 
     def snapshot_policy(self, page_size: int) -> SnapshotPolicy:
         """The policy these options describe, for pages of `page_size` tokens."""
@@ -125,8 +158,13 @@ class HybridConfig:
         return cls(**options)
 
 
+_FIXED = ("state_memory_ratio", "kv_pages", "state_slots")
+_FLOORS = ("kv_pages_floor", "state_slots_floor")
 _LEAST = {
     "page_size": 1,
+    "gpu_memory_budget": 1,
+    "kv_pages_floor": 1,
+    "state_slots_floor": 1,
     "kv_pages": 2,
     "state_slots": 2,
     "branch_snapshot_min_tokens": 1,

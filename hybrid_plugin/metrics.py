@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 
+from hybrid_plugin.core.budget import ElasticStats
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.commands import Pool
 
 _POOLS = {"pages": "KV pages", "slots": "State slots"}
 _KINDS = {
@@ -31,12 +32,32 @@ _TOTALS = {
     "pages_evicted": "KV pages that left the prefix cache for want of room.",
     "refusals": "Admissions and growths that found no room.",
     "preemptions": "Sequences preempted.",
+    "moves": "Granules of memory that pools got or lost.",
+    "moved_bytes": "Bytes of them.",
+    "granules_emptied": "Granules emptied by moving what was cached in them.",
+    "move_seconds": "Time a rank spent on moving memory.",
 }
+_MICROSECONDS = {"move_seconds": 1e-6}
+"""Totals that are sent as whole numbers of a smaller unit, and that unit."""
 
 
 def snapshot_of(cache: HybridCache) -> dict[str, int]:
-    """All numbers `CacheMetrics` publishes, by name."""
-    return cache.levels() | cache.stats.as_dict()
+    """All numbers `CacheMetrics` publishes, by name; whole numbers, as engines send.
+
+    `mapped_pages` and `mapped_slots`, bytes, are there where pools share memory.
+    """
+    elastic, mapped = cache.elastic, {}
+    stats = ElasticStats() if elastic is None else elastic.stats
+    if elastic is not None:
+        sizes = elastic.mapped_bytes()
+        mapped = {"mapped_pages": sizes[Pool.KV], "mapped_slots": sizes[Pool.STATE]}
+    moved = {
+        "moves": stats.moves,
+        "moved_bytes": stats.moved_bytes,
+        "granules_emptied": stats.granules_emptied,
+        "move_seconds": round(stats.device_seconds / _MICROSECONDS["move_seconds"]),
+    }
+    return cache.levels() | cache.stats.as_dict() | moved | mapped
 
 
 class CacheMetrics:
@@ -46,7 +67,7 @@ class CacheMetrics:
         """Create the metrics of an engine told from others by `labels`."""
         self._gauges, self._counters = _collectors(tuple(labels))
         self._labels = dict(labels)
-        self._published = dict.fromkeys(CacheStats().as_dict(), 0)
+        self._published = dict.fromkeys(_TOTALS, 0)
 
     def publish(self, numbers: Mapping[str, int]) -> None:
         """Set gauges, and advance counters to the totals in `numbers`."""
@@ -54,8 +75,12 @@ class CacheMetrics:
             for kind in _KINDS:
                 gauge = self._gauges[pool].labels(**self._labels, kind=kind)
                 gauge.set(numbers[f"{pool}_{kind}"])
+            if f"mapped_{pool}" in numbers:
+                mapped = self._gauges["mapped"].labels(**self._labels, kind=pool)
+                mapped.set(numbers[f"mapped_{pool}"])
         for name, before in self._published.items():
-            self._counters[name].labels(**self._labels).inc(numbers[name] - before)
+            grown = (numbers[name] - before) * _MICROSECONDS.get(name, 1)
+            self._counters[name].labels(**self._labels).inc(grown)
             self._published[name] = numbers[name]
 
 
@@ -74,6 +99,12 @@ def _collectors(
         )
         for pool, title in _POOLS.items()
     }
+    gauges["mapped"] = Gauge(
+        "hybrid_cache_mapped_bytes",
+        "Bytes of memory that the pages, and the slots, have, where they share it",
+        [*label_names, "kind"],
+        multiprocess_mode="mostrecent",
+    )
     counters = {
         name: Counter(f"hybrid_cache_{name}", text, label_names)
         for name, text in _TOTALS.items()

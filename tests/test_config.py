@@ -29,6 +29,8 @@ def test_all_options_are_taken() -> None:
     options: dict[str, Any] = {
         "enabled": True,
         "page_size": 32,
+        "elastic": False,
+        "gpu_memory_budget": 1 << 30,
         "state_memory_ratio": 0.25,
         "branch_snapshot_min_tokens": 64,
         "prompt_snapshot_min_tokens": 512,
@@ -88,6 +90,28 @@ def test_ratio_inside_its_range(ratio: float) -> None:
 def test_exact_sizes_come_in_pairs(name: str) -> None:
     with pytest.raises(ConfigError, match="give both or none"):
         HybridConfig.from_mapping({name: 8})
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"state_memory_ratio": 0.5}, {"kv_pages": 8, "state_slots": 4}],
+    ids=["ratio", "exact"],
+)
+def test_pools_are_fixed_or_elastic(fixed: dict[str, Any]) -> None:
+    assert not HybridConfig(elastic=None, **fixed).is_elastic
+    assert not HybridConfig(elastic=False, **fixed).is_elastic
+    with pytest.raises(ConfigError, match="fixes the pools, and elastic pools move"):
+        HybridConfig(elastic=True, **fixed)
+
+
+def test_floors_are_for_elastic_pools() -> None:
+    config = HybridConfig(elastic=True, kv_pages_floor=100, state_slots_floor=5)
+    assert config.is_elastic
+    for name in ("kv_pages_floor", "state_slots_floor"):
+        with pytest.raises(ConfigError, match=f"{name} is for elastic pools"):
+            HybridConfig(elastic=False, **{name: 5})
+        with pytest.raises(ConfigError, match="must be at least 1, got 0"):
+            HybridConfig(elastic=True, **{name: 0})
 
 
 def test_exact_sizes_exclude_a_ratio() -> None:

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.metrics import CacheMetrics, snapshot_of
+from tests.core.elastic import ElasticSetup
 from tests.core.support import make_cache, serve, span, start
 
 _ENGINES = itertools.count()
@@ -36,8 +37,23 @@ def test_snapshot_has_every_level_and_total() -> None:
     cache = make_cache(pages=9, slots=5)
     serve(cache, "a", span(0, 10))
     start(cache, "b", span(0, 14))
-    assert snapshot_of(cache) == cache.levels() | cache.stats.as_dict()
-    assert snapshot_of(cache)["hit_tokens"] == 10
+    found = snapshot_of(cache)
+    assert found.items() >= (cache.levels() | cache.stats.as_dict()).items()
+    assert found["hit_tokens"] == 10
+    assert found["moves"] == found["moved_bytes"] == found["move_seconds"] == 0
+    assert "mapped_pages" not in found, "the pools share no memory"
+
+
+def test_snapshot_of_pools_that_share_memory() -> None:
+    cache = ElasticSetup(pages=12).build()
+    serve(cache, "a", span(0, 10))
+    assert cache.elastic is not None
+    cache.elastic.stats.device_seconds = 0.25
+    found = snapshot_of(cache)
+    assert found["mapped_pages"] + found["mapped_slots"] + cache.elastic.slack == 20
+    assert found["moves"] == cache.elastic.stats.moves > 0
+    assert found["move_seconds"] == 250_000, "whole microseconds"
+    assert all(isinstance(number, int) for number in found.values())
 
 
 def test_gauges_follow_the_levels(labels: dict[str, str]) -> None:
@@ -54,6 +70,16 @@ def test_counters_advance_to_the_totals(labels: dict[str, str]) -> None:
     for total in (7, 7, 19):
         metrics.publish(numbers(hit_tokens=total))
         assert value("hit_tokens_total", labels) == total
+
+
+def test_moved_memory_is_published(labels: dict[str, str]) -> None:
+    metrics = CacheMetrics(labels)
+    metrics.publish(numbers(moves=3, move_seconds=250_000))
+    assert value("mapped_bytes", labels, kind="pages") is None
+    metrics.publish(numbers(moves=4, move_seconds=750_000, mapped_pages=5))
+    assert value("moves_total", labels) == 4
+    assert value("move_seconds_total", labels) == pytest.approx(0.75)
+    assert value("mapped_bytes", labels, kind="pages") == 5
 
 
 @pytest.mark.parametrize("name", CacheStats().as_dict())

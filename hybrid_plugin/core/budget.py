@@ -66,7 +66,9 @@ class ElasticStats:
     granules_emptied: int = 0
     """Granules whose cached ids were moved elsewhere."""
     seconds: float = 0.0
-    """Time spent on making room."""
+    """Time spent on deciding, and on evicting what had to go."""
+    device_seconds: float = 0.0
+    """Time a rank spent on moving memory; whoever runs the commands says so."""
 
     def as_dict(self) -> dict[str, float]:
         """Every total by name."""
@@ -167,6 +169,13 @@ class ElasticController:
         """Bytes each pool has now."""
         return {pool: member.bytes for pool, member in self._members.items()}
 
+    def used_bytes(self) -> int:
+        """Bytes of ids that live sequences use."""
+        return sum(
+            m.ids.live * m.share.granule_bytes // m.ids.per_granule
+            for m in self._members.values()
+        )
+
     def notice(self) -> str | None:
         """A sentence, if the balance moved by much since the last one."""
         parts = self._parts()
@@ -200,6 +209,15 @@ class ElasticController:
                 return False
             total += granules * member.share.granule_bytes
         return total <= self.budget
+
+    def most(self, pool: Pool) -> int:
+        """Ids of a pool that could be free at once, if all that is cached went."""
+        member, rest = self._members[pool], self.budget
+        for other in self._members.values():
+            if other is not member:
+                rest -= other.least_granules(0, ()) * other.share.granule_bytes
+        granules = min(rest // member.share.granule_bytes, member.ids.granules)
+        return granules * member.ids.per_granule - member.ids.live - 1
 
     def provide(
         self,

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_plugin.core.spans import FULL_ATTENTION, FullAttention, SlidingWindow, Span
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Attention layers whose KV lives in pages."""
+    """Attention layers whose KV lives in pages.
+
+    Layers that read another layer's KV own none, and belong to no group.
+    """
 
     layers: tuple[str, ...]
     page_bytes: int
     """Bytes of one page of one layer."""
+    span: Span = FULL_ATTENTION
+    """How far back they look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class PoolSizes:
 
     pages: int
     slots: int
+    windows: tuple[int, ...] = ()
+    """Pages of each window group, in the order of `CacheLayout.window_spans`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,19 @@ class CacheLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all attention layers."""
-        return sum(g.page_bytes * len(g.layers) for g in self.attention)
+        """Bytes of one page over all layers with full attention."""
+        return self._page_bytes_of(FULL_ATTENTION)
+
+    @property
+    def window_spans(self) -> tuple[Span, ...]:
+        """The other spans, each of which makes a window group with its own pool."""
+        spans = dict.fromkeys(group.span for group in self.attention)
+        return tuple(span for span in spans if span != FULL_ATTENTION)
+
+    @property
+    def window_page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page of each window group, over all its layers."""
+        return tuple(self._page_bytes_of(span) for span in self.window_spans)
 
     @property
     def slot_bytes(self) -> int:
@@ -64,16 +84,24 @@ class CacheLayout:
         *,
         max_model_len: int,
         state_memory_ratio: float | None = None,
+        chunk: int = 8192,
     ) -> PoolSizes:
-        """Divide `budget` bytes between pages and slots.
+        """Divide `budget` bytes between pages, slots and the pages of windows.
 
         Without a ratio the split is the one that holds the most sequences of a
         typical length, each with its running slot and one snapshot.
 
+        Args:
+            budget: bytes in all.
+            max_model_len: tokens of the longest sequence.
+            state_memory_ratio: share of the budget for slots.
+            chunk: tokens of a prefill step at most; a window group holds them
+                besides its window.
+
         Raises:
             ValueError: if one sequence of `max_model_len` tokens does not fit.
         """
-        least = PoolSizes(pages=self.pages_for(max_model_len) + 1, slots=2)
+        least = self._least(max_model_len, chunk)
         needed = self.bytes_of(least)
         if needed > budget:
             raise ValueError(
@@ -83,23 +111,79 @@ class CacheLayout:
                 "ones included). Give the cache more memory or lower the "
                 "maximum model length."
             )
+        typical = self._typical_bytes(max_model_len)
+        sequences = budget // typical
+        windows = self._window_pages(
+            least, (budget - needed) // typical, self._typical_length(max_model_len)
+        )
+        rest = budget - sum(
+            count * size
+            for count, size in zip(windows, self.window_page_bytes, strict=True)
+        )
         if state_memory_ratio is None:
-            slots = self._automatic_slots(budget, max_model_len)
+            slots = 2 * sequences + 1
         else:
-            slots = int(budget * state_memory_ratio) // self.slot_bytes
-        most = (budget - least.pages * self.page_bytes) // self.slot_bytes
-        slots = min(max(slots, least.slots), most)
-        pages = (budget - slots * self.slot_bytes) // self.page_bytes
-        return PoolSizes(pages=pages, slots=slots)
+            slots = int(budget * state_memory_ratio) // max(self.slot_bytes, 1)
+        if self.slot_bytes:
+            most = (rest - least.pages * self.page_bytes) // self.slot_bytes
+            slots = min(max(slots, least.slots), most)
+        else:
+            slots = least.slots
+        rest -= slots * self.slot_bytes
+        if self.page_bytes:
+            return PoolSizes(rest // self.page_bytes, slots, windows)
+        # Pages that cost nothing only number the tokens of the tree.
+        pages = (2 * sequences + 1) * (least.pages - 1) + 1
+        return PoolSizes(pages, slots, windows)
 
     def bytes_of(self, sizes: PoolSizes) -> int:
         """Bytes that pools of these sizes take."""
-        return sizes.pages * self.page_bytes + sizes.slots * self.slot_bytes
+        windows = zip(sizes.windows, self.window_page_bytes, strict=True)
+        return (
+            sizes.pages * self.page_bytes
+            + sizes.slots * self.slot_bytes
+            + sum(count * size for count, size in windows)
+        )
 
-    def _automatic_slots(self, budget: int, max_model_len: int) -> int:
-        typical = min(max(max_model_len // 4, 1024), 4096, max_model_len)
-        sequence = 2 * self.slot_bytes + self.pages_for(typical) * self.page_bytes
-        return 2 * (budget // sequence) + 1
+    def _page_bytes_of(self, span: Span) -> int:
+        return sum(
+            g.page_bytes * len(g.layers) for g in self.attention if g.span == span
+        )
+
+    def _least(self, max_model_len: int, chunk: int) -> PoolSizes:
+        """What one sequence of the greatest length takes, with the reserved ids."""
+        longest = self.pages_for(max_model_len)
+        step = self.pages_for(min(chunk, max_model_len)) + 1
+        live = [self._live(span, max_model_len) for span in self.window_spans]
+        windows = tuple(min(pages + step, longest) + 1 for pages in live)
+        return PoolSizes(pages=longest + 1, slots=2, windows=windows)
+
+    def _live(self, span: Span, length: int) -> int:
+        """Most pages that a sequence of up to `length` tokens holds in a window."""
+        if isinstance(span, FullAttention):
+            return self.pages_for(length)
+        reach = span.window if isinstance(span, SlidingWindow) else span.chunk
+        return min(self.pages_for(reach) + 1, self.pages_for(length))
+
+    def _typical_length(self, max_model_len: int) -> int:
+        return min(max(max_model_len // 4, 1024), 4096, max_model_len)
+
+    def _typical_bytes(self, max_model_len: int) -> int:
+        """What a sequence of a typical length takes, with one snapshot."""
+        length = self._typical_length(max_model_len)
+        taken = 2 * self.slot_bytes + self.pages_for(length) * self.page_bytes
+        for span, size in zip(self.window_spans, self.window_page_bytes, strict=True):
+            taken += 2 * self._live(span, length) * size
+        return max(taken, 1)
+
+    def _window_pages(
+        self, least: PoolSizes, more: int, length: int
+    ) -> tuple[int, ...]:
+        """Pages of each window group: the least, and two windows a sequence more."""
+        return tuple(
+            pages + 2 * more * self._live(span, length)
+            for pages, span in zip(least.windows, self.window_spans, strict=True)
+        )
 
 
 def _mib(count: int) -> str:

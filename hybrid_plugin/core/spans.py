@@ -10,6 +10,9 @@ from dataclasses import dataclass
 class FullAttention:
     """Every token sees all tokens before it."""
 
+    def __str__(self) -> str:
+        return "full attention"
+
     def first_needed(self, position: int) -> int:
         """The first token whose KV is read to compute token `position`."""
         return 0
@@ -24,6 +27,9 @@ class SlidingWindow:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"a window holds at least 1 token, got {self.window}")
+
+    def __str__(self) -> str:
+        return f"a sliding window of {self.window}"
 
     def first_needed(self, position: int) -> int:
         """The first token whose KV is read to compute token `position`."""
@@ -40,10 +46,15 @@ class ChunkedLocal:
         if self.chunk < 1:
             raise ValueError(f"a chunk holds at least 1 token, got {self.chunk}")
 
+    def __str__(self) -> str:
+        return f"local chunks of {self.chunk}"
+
     def first_needed(self, position: int) -> int:
         """The first token whose KV is read to compute token `position`."""
         return position // self.chunk * self.chunk
 
+
+FULL_ATTENTION = FullAttention()
 
 Span = FullAttention | SlidingWindow | ChunkedLocal
 """`first_needed` never falls as the position grows, so what lies before it is

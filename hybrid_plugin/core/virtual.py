@@ -164,6 +164,22 @@ class VirtualArena(ABC):
         self.held -= idle
         return idle
 
+    def lower(self, usable: int) -> None:
+        """Map at most so many bytes from now on, and give back what that leaves.
+
+        Raises:
+            ValueError: if that is more than so far, or less than is mapped.
+        """
+        if not self.mapped <= usable <= self.usable:
+            raise ValueError(
+                f"{usable} bytes are not between {self.mapped} that are mapped and "
+                f"{self.usable}"
+            )
+        self.budget = usable // self.block_bytes * self.block_bytes + self.block_bytes
+        idle = max(self.held - self.usable, 0)
+        self._destroy(idle // self.block_bytes)
+        self.held -= idle
+
     def map(self, spans: Iterable[Span]) -> Refusal | None:
         """Put memory behind spans that are holes; a refusal changes nothing.
 

@@ -74,7 +74,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "kv_cache_size_tokens",
         "kv_cache_max_concurrency",
     ),
-    *_fields(_SCHEDULING, "scheduler_cls", "async_scheduling"),
+    *_fields(_SCHEDULING, "scheduler_cls", "async_scheduling", "max_num_seqs"),
     *_fields(_SCHEDULING, "enable_chunked_prefill"),
     HookPoint(
         f"{_SCHEDULING}.get_scheduler_cls", ("self",), mentions=("scheduler_cls",)
@@ -190,6 +190,11 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_SCHEDULER}:Scheduler._preempt_request", ("self", "request", "timestamp")
     ),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        own=True,
+    ),
     HookPoint("vllm.v1.core.sched.async_scheduler:AsyncScheduler"),
     HookPoint("vllm.v1.core.sched.output:SchedulerOutput", open=True),
     HookPoint("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens"),
@@ -299,11 +304,18 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         f"{_WORKER}.initialize_from_config", ("self", "kv_cache_config"), closed=True
     ),
     HookPoint(
+        f"{_WORKER}.determine_available_memory", ("self",), closed=True, own=True
+    ),
+    HookPoint(
         f"{_WORKER}.execute_model",
         ("self", "scheduler_output"),
         closed=True,
         own=True,
     ),
+    HookPoint(f"{_WORKER}.sample_tokens", ("self",), own=True),
+    HookPoint(f"{_WORKER}.init_device", ("self",), mentions=("device",), own=True),
+    HookPoint("vllm.v1.outputs:ModelRunnerOutput", open=True),
+    HookPoint("vllm.v1.outputs:AsyncModelRunnerOutput.get_output", ("self",)),
 )
 """What every worker builds on."""
 
@@ -315,6 +327,18 @@ CPU_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint("vllm.v1.worker.cpu_worker:CPUWorker"),
+    HookPoint(
+        "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        ("self",),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(
+        "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+        ("self",),
+        mentions=("device",),
+        own=True,
+    ),
 )
 """What the CPU worker builds on: importing it takes a CPU build."""
 

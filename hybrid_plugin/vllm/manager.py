@@ -65,11 +65,17 @@ def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCac
         for g in config.kv_cache_groups
         if is_page_spec(g.kv_cache_spec)
     )
+    elastic = None
+    if config.shared is None:
+        pages, slots = PagePool(config.pages), SlotPool(config.slots)
+    else:
+        pages, slots, elastic = config.shared.build()
     return HybridCache(
-        pages=PagePool(config.pages),
-        slots=SlotPool(config.slots),
+        pages=pages,
+        slots=slots,
         page_size=page_size,
         policy=options.snapshot_policy(page_size),
+        elastic=elastic,
     )
 
 
@@ -236,8 +242,13 @@ class HybridKVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share in use of the fuller pool, what is cached not counted."""
-        pages, slots = self.cache.pages, self.cache.slots
+        """Share in use of the fuller pool, or of the memory that the pools share.
+
+        What is cached does not count.
+        """
+        pages, slots, elastic = self.cache.pages, self.cache.slots, self.cache.elastic
+        if elastic is not None:
+            return elastic.used_bytes() / elastic.budget
         return max(pages.in_use / pages.usable, slots.running / slots.usable)
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:

@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.worker.utils import create_kv_cache_views
 
-from hybrid_plugin.core.arena import Arena
+from hybrid_plugin.core.arena import Arena, ElasticArena
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.executor import Executor
+from hybrid_plugin.core.virtual import AddressRange, VirtualArena
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
 _EXECUTOR = "hybrid_executor"
+_MEMORY = "hybrid_memory"
+
+
+def lend_memory(config: HybridKVCacheConfig, memory: VirtualArena) -> None:
+    """Have `allocate_pools` share this memory between the pools of `config`."""
+    setattr(config, _MEMORY, memory)
 
 
 def allocate_pools(
@@ -29,7 +36,8 @@ def allocate_pools(
 
     The executor that works on them is kept with `config`, see `executor_of`.
     """
-    memory: dict[bool, torch.Tensor] = {}
+    places = _reserve(config) if config.shared is not None else {}
+    memory = {is_state: place.memory for is_state, place in places.items()}
     views: dict[str, torch.Tensor] = {}
     for tensor in config.kv_cache_tensors:
         assert isinstance(tensor, PoolTensor)
@@ -56,12 +64,52 @@ def allocate_pools(
             kernel_block_size=kernel_block_size,
         )
         views.update(zip(tensor.layers, layer_views, strict=True))
-    arenas = {
-        Pool.KV: Arena(_page_rows(config, memory[False])),
-        Pool.STATE: Arena([memory[True].view(config.slots, -1)]),
+    rows = {
+        Pool.KV: _page_rows(config, memory[False]),
+        Pool.STATE: [memory[True].view(config.slots, -1)],
     }
+    if config.shared is None:
+        arenas = {pool: Arena(parts) for pool, parts in rows.items()}
+    else:
+        arenas = _map_start(config, rows, places)
     setattr(config, _EXECUTOR, Executor(arenas))
     return views
+
+
+def _memory_of(config: HybridKVCacheConfig) -> VirtualArena:
+    memory = getattr(config, _MEMORY, None)
+    assert isinstance(memory, VirtualArena), "the worker lends it before"
+    return memory
+
+
+def _reserve(config: HybridKVCacheConfig) -> dict[bool, AddressRange]:
+    """Addresses of the pages (False) and the slots (True)."""
+    places: dict[bool, AddressRange] = {}
+    for tensor in config.kv_cache_tensors:
+        assert isinstance(tensor, PoolTensor)
+        if tensor.is_state not in places:
+            places[tensor.is_state] = _memory_of(config).reserve(tensor.size)
+    return places
+
+
+def _map_start(
+    config: HybridKVCacheConfig,
+    rows: dict[Pool, list[torch.Tensor]],
+    places: dict[bool, AddressRange],
+) -> dict[Pool, Arena]:
+    """Arenas with the memory that the scheduler takes for granted at the start."""
+    shared, memory = config.shared, _memory_of(config)
+    assert shared is not None
+    memory.lower(shared.budget)
+    kv = ElasticArena(rows[Pool.KV], places[False], memory, shared.pages_per_granule)
+    states = ElasticArena(
+        rows[Pool.STATE], places[True], memory, shared.slots_per_granule
+    )
+    for arena, granules in zip((kv, states), shared.start, strict=True):
+        refusal = arena.map(range(granules))
+        if refusal is not None:
+            raise MemoryError(str(refusal))
+    return {Pool.KV: kv, Pool.STATE: states}
 
 
 def executor_of(config: object) -> Executor:

@@ -15,12 +15,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.elastic_plan import ElasticPlan
 from hybrid_plugin.core.layout import (
     AttentionGroup,
     CacheLayout,
     PoolSizes,
     StateGroup,
 )
+from hybrid_plugin.vllm import elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
 
@@ -45,12 +47,14 @@ class PoolTensor(KVCacheTensor):
 class HybridKVCacheConfig(KVCacheConfig):
     """vLLM's cache configuration with two pools instead of one.
 
-    `num_blocks` is the smaller pool: warm-up and dummy runs hand out ids up to
-    it in every group.
+    `num_blocks` is the smaller pool, or what both have memory for at the start:
+    warm-up and dummy runs hand out ids up to it in every group.
     """
 
     pages: int = 0
     slots: int = 0
+    shared: ElasticPlan | None = None
+    """How the pools share their memory; None where each has its own."""
 
     def num_blocks_of(self, tensor: KVCacheTensor) -> int:
         assert isinstance(tensor, PoolTensor)
@@ -108,10 +112,20 @@ def make_layout(groups: list[KVCacheGroupSpec]) -> CacheLayout:
 
 
 def make_config(
-    vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], sizes: PoolSizes
+    vllm_config: VllmConfig,
+    groups: list[KVCacheGroupSpec],
+    sizes: PoolSizes,
+    shared: ElasticPlan | None = None,
 ) -> HybridKVCacheConfig:
-    """Place the groups' layers: KV layer after layer, states slot after slot."""
-    layout = make_layout(groups)
+    """Place the groups' layers: KV layer after layer, states slot after slot.
+
+    Args:
+        vllm_config: of the engine.
+        groups: of `make_groups`.
+        sizes: ids of each pool.
+        shared: how the pools share their memory, if they do.
+    """
+    layout = make_layout(groups) if shared is None else shared.layout
     tensors: list[KVCacheTensor] = []
     page_offset = slot_offset = 0
     for group in groups:
@@ -144,7 +158,9 @@ def make_config(
             )
             slot_offset += count * state_bytes
     return HybridKVCacheConfig(
-        num_blocks=min(sizes.pages, sizes.slots),
+        num_blocks=(
+            min(sizes.pages, sizes.slots) if shared is None else shared.usable_at_start
+        ),
         kv_cache_tensors=tensors,
         kv_cache_groups=groups,
         prefix_cache_retention_interval=(
@@ -152,6 +168,7 @@ def make_config(
         ),
         pages=sizes.pages,
         slots=sizes.slots,
+        shared=shared,
     )
 
 
@@ -167,26 +184,29 @@ def plan(
     """
     groups = make_groups(worker_specs[0])
     layout = make_layout(groups)
-    sizes = pool_sizes(
-        layout, vllm_config, read_options(vllm_config), min(available_memory)
-    )
-    logger.info(
-        "hybrid-plugin pools: %d KV pages of %d tokens (%.1f MiB) and %d state slots "
-        "of %.1f KiB (%.1f MiB)",
-        sizes.pages,
-        layout.page_size,
-        sizes.pages * layout.page_bytes / 2**20,
-        sizes.slots,
-        layout.slot_bytes / 2**10,
-        sizes.slots * layout.slot_bytes / 2**20,
-    )
-    return [make_config(vllm_config, make_groups(s), sizes) for s in worker_specs]
+    available = min(available_memory)
+    shared = elastic.plan(vllm_config, layout, available)
+    if shared is not None:
+        sizes = shared.sizes
+        _log_shared(shared)
+    else:
+        options = read_options(vllm_config)
+        budget = elastic.limited(available, options)
+        sizes = pool_sizes(layout, vllm_config, options, budget)
+        _log_pools(layout, sizes)
+    return [
+        make_config(vllm_config, make_groups(s), sizes, shared) for s in worker_specs
+    ]
 
 
 def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int, float]:
     """Return (KV tokens that fit, sequences of the maximum length that fit)."""
+    max_model_len = vllm_config.model_config.max_model_len
+    if config.shared is not None:
+        tokens = (config.pages - 1) * config.shared.layout.page_size
+        return tokens, config.shared.sequences(max_model_len)
     layout = make_layout(config.kv_cache_groups)
-    longest = layout.pages_for(vllm_config.model_config.max_model_len)
+    longest = layout.pages_for(max_model_len)
     sequences = min((config.pages - 1) / longest, config.slots - 1)
     return (config.pages - 1) * layout.page_size, sequences
 
@@ -223,6 +243,32 @@ def pool_sizes(
             f"{layout.bytes_of(sizes)} bytes, but only {budget} are free; lower them."
         )
     return sizes
+
+
+def _log_pools(layout: CacheLayout, sizes: PoolSizes) -> None:
+    logger.info(
+        "hybrid-plugin pools: %d KV pages of %d tokens (%.1f MiB) and %d state slots "
+        "of %.1f KiB (%.1f MiB)",
+        sizes.pages,
+        layout.page_size,
+        sizes.pages * layout.page_bytes / 2**20,
+        sizes.slots,
+        layout.slot_bytes / 2**10,
+        sizes.slots * layout.slot_bytes / 2**20,
+    )
+
+
+def _log_shared(shared: ElasticPlan) -> None:
+    logger.info(
+        "hybrid-plugin pools share %.1f MiB: memory moves in granules of %d KV pages "
+        "of %d tokens (%.1f MiB) and of %d state slots (%.1f MiB)",
+        shared.budget / 2**20,
+        shared.pages_per_granule,
+        shared.layout.page_size,
+        shared.page_granule_bytes / 2**20,
+        shared.slots_per_granule,
+        shared.slot_granule_bytes / 2**20,
+    )
 
 
 def _page_groups(groups: list[KVCacheGroupSpec]) -> list[KVCacheGroupSpec]:

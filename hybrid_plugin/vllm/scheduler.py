@@ -9,8 +9,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from hybrid_plugin.vllm import compat
-from hybrid_plugin.vllm.activation import read_options
+from hybrid_plugin.vllm import compat, reports
+from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
@@ -18,6 +18,7 @@ from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 COMMANDS = "hybrid_commands"
@@ -76,10 +77,29 @@ class _OnTwoPools(Scheduler):
         """Schedule a step and give it the commands that must precede it."""
         output = super().schedule(*args, **kwargs)
         setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
+        elastic = self.kv_cache_manager.cache.elastic
+        if elastic is not None and (notice := elastic.notice()) is not None:
+            logger.info("hybrid-plugin: %s.", notice)
         self.kv_cache_manager.step_scheduled(
             self.requests[req_id] for req_id in output.num_scheduled_tokens
         )
         return output
+
+    def update_from_output(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Take a step's output, and what it says about moving memory."""
+        elastic = self.kv_cache_manager.cache.elastic
+        seconds = reports.read(model_runner_output)
+        if elastic is not None and seconds is not None:
+            elastic.stats.device_seconds = seconds
+        return super().update_from_output(
+            scheduler_output, model_runner_output, *args, **kwargs
+        )
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.kv_cache_manager.cache.stats.preemptions += 1

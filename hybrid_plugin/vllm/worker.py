@@ -5,30 +5,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybrid_plugin.vllm import compat
-from hybrid_plugin.vllm.memory import executor_of
+from hybrid_plugin.vllm import compat, elastic, reports
+from hybrid_plugin.vllm.memory import executor_of, lend_memory
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.scheduler import COMMANDS
 
 if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from hybrid_plugin.core.virtual import VirtualArena
 
 
 class RunsCommands:
     """Mixed into each platform's worker, before it in the bases."""
 
     model_runner: Any
+    vllm_config: VllmConfig
+    device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not compat.is_applied():
             raise RuntimeError(compat.HALF_LOADED.format(where="a worker"))
         compat.patch_worker()
         super().__init__(*args, **kwargs)
+        self._memory: VirtualArena | None = None
+        self._reported = 0.0
+
+    def determine_available_memory(self) -> int:
+        """Find the memory for the cache, and take it where the pools share it.
+
+        What was taken is there when the engine core has planned with it, and
+        every rank says how much it really got.
+        """
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        if not elastic.is_wanted(self.vllm_config):
+            return available
+        self._memory = elastic.take_memory(self.vllm_config, available, self.device)
+        return self._memory.held + self._memory.block_bytes
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pools; refuses a configuration that is not ours."""
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
             raise RuntimeError(compat.HALF_LOADED.format(where="the engine core"))
+        if self._memory is not None:
+            if kv_cache_config.shared is None:
+                self._memory.close()
+            else:
+                lend_memory(kv_cache_config, self._memory)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         executor_of(self.model_runner.kv_cache_config)
 
@@ -38,3 +63,12 @@ class RunsCommands:
         if commands:
             executor_of(self.model_runner.kv_cache_config).run(commands)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample, and report what moving memory has cost if that grew."""
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        spent = executor_of(self.model_runner.kv_cache_config).moves.seconds
+        if spent == self._reported:
+            return output
+        self._reported = spent
+        return reports.attach(output, spent)

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from hybrid_plugin.core.host_arena import HostArena
 from hybrid_plugin.core.virtual import AddressRange, Refusal, Span
 from tests.core.profiles import machine_settings
+from tests.core.resident import resident
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="HostArena needs Linux's madvise"
@@ -62,21 +63,6 @@ class Refusing(HostArena):
 
 def blocks(place: AddressRange, *numbers: int, size: int = BLOCK) -> list[Span]:
     return [Span(place, i * size, (i + 1) * size) for i in numbers]
-
-
-def resident(place: AddressRange) -> int:
-    """Bytes of the range that have memory of their own, from the kernel."""
-    total, inside = 0, False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            head = line.split(None, 1)[0]
-            if "-" in head and not head.endswith(":"):
-                start, stop = (int(part, 16) for part in head.split("-"))
-                last = place.address + place.size
-                inside = start < last and stop > place.address
-            elif inside and line.startswith("Rss:"):
-                total += int(line.split()[1]) << 10
-    return total
 
 
 def dies_writing(memory: torch.Tensor, byte: int) -> bool:
@@ -169,6 +155,22 @@ def test_a_mapping_that_fails_half_way_is_undone() -> None:
     assert arena.mapped == 0 and not any(place.backed)
     arena.attachable = 3
     assert arena.map(blocks(place, 0, 2, 4)) is None
+
+
+def test_a_lower_budget_gives_memory_back() -> None:
+    arena = Refusing(9 * BLOCK, BLOCK)
+    arena.left = 8
+    place = arena.reserve(8 * BLOCK)
+    assert arena.hold(8 * BLOCK) is None
+    assert arena.map(blocks(place, 0, 1)) is None
+    arena.lower(5 * BLOCK)
+    assert (arena.usable, arena.held, arena.left) == (5 * BLOCK, 5 * BLOCK, 3)
+    assert arena.map(blocks(place, *range(2, 6))) == Refusal(
+        4 * BLOCK, f"{2 * BLOCK} of {5 * BLOCK} are mapped"
+    )
+    for usable in (BLOCK, 6 * BLOCK):
+        with pytest.raises(ValueError, match="are not between"):
+            arena.lower(usable)
 
 
 def test_idle_memory_goes_back_to_the_system() -> None:

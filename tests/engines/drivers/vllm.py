@@ -83,6 +83,10 @@ REFUSALS = {
         "cannot hold one sequence of 1024 tokens",
         flags=("--kv-cache-memory-bytes=1M",),
     ),
+    "elastic pools too small for one sequence": Refusal(
+        "elastic pools do not fit: ",
+        {"elastic": True, "gpu_memory_budget": 1 << 20},
+    ),
     "plugin excluded from the workers": Refusal(
         "hybrid-plugin is loaded in the server but not in", fault="exclude_workers"
     ),

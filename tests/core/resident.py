@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory addresses really have."""
+
+from __future__ import annotations
+
+from hybrid_plugin.core.virtual import AddressRange
+
+
+def resident(place: AddressRange) -> int:
+    """Bytes of the range that have memory of their own, from the kernel."""
+    total, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            head = line.split(None, 1)[0]
+            if "-" in head and not head.endswith(":"):
+                start, stop = (int(part, 16) for part in head.split("-"))
+                last = place.address + place.size
+                inside = start < last and stop > place.address
+            elif inside and line.startswith("Rss:"):
+                total += int(line.split()[1]) << 10
+    return total
