@@ -8,13 +8,13 @@ deep and over rotating slots, so that launch overhead and the L2 cache stay out 
 the numbers; calls that cannot be captured run eagerly and are marked so. A number
 is the median of repeated replays. Peers that cannot be imported are left out.
 
-``--jobs N`` first compiles everything in `N` processes at a time. Let
-``FLA_CACHE_RESULTS=0`` be set: a peer's choice of variants made then is worthless.
+``--jobs N`` first compiles everything in `N` processes at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +29,7 @@ from kernel_speed.shapes import BATCHES, CHANNELS, DELTA, KDA, PREFILLS, SSD
 from kernel_speed.timing import Point, Row, run, tune_quickly
 
 Make = Callable[[], Point]
+LIBRARIES = ("hybrid_kernels", "fla", "vllm", "sglang", "mamba_ssm", "causal-conv1d")
 
 
 def decodes(batches: tuple[int, ...]) -> Iterator[tuple[str, Make]]:
@@ -69,25 +70,32 @@ def everything(compiling: bool) -> Iterator[tuple[str, Make]]:
     yield from prefills(((1, 128), (8, 16)) if compiling else PREFILLS)
 
 
-def rows(sections: str, compiling: bool) -> Iterator[Row]:
+def rows(sections: str, library: str, compiling: bool) -> Iterator[Row]:
     """Measure, or compile, the points of some sections."""
     for section, make in everything(compiling):
         if sections in section:
-            yield from run(make(), time=not compiling)
+            yield from run(make(), library, time=not compiling)
             torch.cuda.empty_cache()
 
 
 def compile_all(jobs: int, sections: str) -> None:
-    """Fill Triton's cache, each section in a process of its own."""
+    """Fill Triton's cache; each library's layer of each model in its own process."""
     names = sorted({name for name, _ in everything(True) if sections in name})
+    pairs = [
+        (name, library)
+        for name in names
+        for library in (LIBRARIES if name.startswith("prefill") else ("",))
+    ]
+    # Variants chosen while others use the GPU are worthless: fla must forget them.
+    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
 
-    def work(name: str) -> None:
-        flags = ["--compile", "--sections", name]
+    def work(pair: tuple[str, str]) -> None:
+        flags = ["--compile", "--sections", pair[0], "--library", pair[1]]
         command = [sys.executable, __file__, "--out", "-", *flags]
-        subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=False, env=environment)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, names))
+        list(pool.map(work, pairs))
 
 
 def main() -> None:
@@ -95,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sections", default="", help="only those with this in them")
+    parser.add_argument("--library", default="", help="only those that start so")
     parser.add_argument("--jobs", type=int, default=0, help="compile first, so many")
     parser.add_argument("--compile", action="store_true", help="do not measure")
     parser.add_argument("--note", action="append", default=[], help="added to the text")
@@ -104,13 +113,13 @@ def main() -> None:
     torch.manual_seed(0)
     tune_quickly()
     if options.compile:
-        list(rows(options.sections, True))
+        list(rows(options.sections, options.library, True))
         return
     if options.jobs:
         compile_all(options.jobs, options.sections)
         print(f"compiled in {time.monotonic() - started:.0f} s", file=sys.stderr)
     report = Report([], copies.bandwidth(), options.note)
-    for row in rows(options.sections, False):
+    for row in rows(options.sections, options.library, False):
         report.rows.append(row)
         # Written as it grows: a run cut short keeps what it has.
         report.write(options.out)

@@ -58,12 +58,12 @@ def tune_quickly() -> None:
     driver.get_benchmarker = lambda: quick
 
 
-def run(point: Point, time: bool = True) -> Iterator[Row]:
-    """Measure every library, or only run each once, which compiles it."""
+def run(point: Point, only: str = "", time: bool = True) -> Iterator[Row]:
+    """Measure the libraries that start so, or only run each once, which compiles it."""
     saved = point.pool.clone() if point.pool.nbytes < _SMALL else None
     ours: torch.Tensor | None = None
     for library, call in point.calls.items():
-        if call is None:
+        if call is None or not library.startswith(only):
             continue
         try:
             output = call(0).clone()

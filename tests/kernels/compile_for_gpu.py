@@ -5,15 +5,25 @@ The interpreter runs kernels as plain Python and so accepts code that the compil
 refuses: a variable whose type changes in a branch or a loop, a None pointer. This
 script makes the library's calls with a stand-in driver that compiles for sm_90 and
 launches nothing. Run by `test_compile.py` in a process of its own.
+
+It also reads the machine code for a bug of ptxas 12.8, which Triton 3.6 carries: the
+address of a matrix operand in shared memory may be taken from a uniform register
+that nothing has written. Seen in the output kernel with tiles 32 columns wide, whose
+results were then wrong on an H200; which tile sizes are hit cannot be foreseen.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import layers
 import torch
+import triton.backends.nvidia
 import triton.runtime
 from hybrid_kernels import state_copy
 from hybrid_kernels._common import operation
@@ -36,6 +46,30 @@ class Driver:
         return 0
 
 
+DISASSEMBLER = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
+INSTRUCTION = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*?);")
+
+
+def unwritten_registers(machine_code: bytes) -> set[int]:
+    """Uniform registers that are read as numbers and never written."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        command = [str(DISASSEMBLER), "-c", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    written, read = set[int](), set[int]()
+    for name, operands in INSTRUCTION.findall(done.stdout):
+        # A descriptor names four registers, of which not all need mean anything.
+        plain = re.sub(r"gdesc\[UR\d+\]", "", operands)
+        registers = [int(number) for number in re.findall(r"\bUR(\d+)\b", plain)]
+        if re.match(r"UR\d", operands) and re.match(r"U|[RS]2UR|REDUX|VOTE", name):
+            wide = 4 if ".128" in name else 2 if re.search(r"64|WIDE", name) else 1
+            written.update(range(registers[0], registers[0] + wide))
+            registers = registers[1:]
+        read.update(registers)
+    return read - written
+
+
 def compile_only(self: Any, grid: object) -> Any:
     """In place of ``kernel[grid]``."""
 
@@ -45,6 +79,9 @@ def compile_only(self: Any, grid: object) -> Any:
         used = compiled.metadata.shared
         if used > SHARED_MEMORY:
             raise MemoryError(f"{name} wants {used} bytes of shared memory")
+        if DISASSEMBLER.exists():
+            missing = unwritten_registers(compiled.asm["cubin"])
+            assert not missing, f"{name} reads uniform registers {missing} unwritten"
         print(name, used, flush=True)
 
     return launch

@@ -20,7 +20,7 @@ from hybrid_kernels._common.triangular import invert
 __all__ = ["prefill", "steps"]
 
 CORRECT = chunk.Tunings(
-    narrow=chunk.Tuning(columns=64, warps=4, stages=2, channels=64),
+    narrow=chunk.Tuning(columns=128, warps=4, stages=1, channels=128),
     wide=chunk.Tuning(columns=32, warps=4, stages=1, channels=64),
     widest=chunk.Tuning(columns=32, warps=4, stages=1, channels=64),
 )

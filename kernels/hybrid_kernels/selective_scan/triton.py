@@ -31,9 +31,12 @@ def _token(
     time = softplus(tl.load(dt, mask=live, other=0.0).to(tl.float32) + bias)
     entry = tl.load(b, mask=mask, other=0.0).to(tl.float32)
     query = tl.load(c, mask=mask, other=0.0).to(tl.float32)
-    state = state * tl.exp(time[:, None] * rates)
-    state += (time * value)[:, None] * entry[None, :]
-    result = tl.sum(state * query[None, :], axis=1) + value * skip
+    # Written as single instructions, so that no variant of a kernel rounds twice
+    # where another rounds once: verify must give the bits of update.
+    state = tl.fma(
+        state, tl.exp(time[:, None] * rates), (time * value)[:, None] * entry[None, :]
+    )
+    result = tl.fma(value, skip, tl.sum(state * query[None, :], axis=1))
     if HAS_GATE:
         z = tl.load(gate, mask=live, other=0.0).to(tl.float32)
         result *= z * sigmoid(z)
