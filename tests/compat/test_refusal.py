@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import sys
 from collections.abc import Iterator
@@ -21,41 +19,14 @@ from vllm import __version__
 from vllm.config import VllmConfig
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.hookpoints import Contract, HookPoint, Interface, LiveView, resolve
+from hybrid_plugin.hookpoints import Contract
 from hybrid_plugin.vllm import activation, compat, hooks
-from tests.compat.rename import renamed_use
+from tests.compat.take_away import take_away
 
 
 def _used(*groups: tuple[Contract, ...]) -> list[Any]:
     here = [c for group in groups for c in group if c.applies_to(__version__)]
     return [pytest.param(c, id=c.target) for c in here]
-
-
-def _take_away(contract: Contract, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Rename what the contract is about, in this process."""
-    if isinstance(contract, Interface):
-        _rename_use(contract, patch, folder)
-        return
-    assert isinstance(contract, HookPoint)
-    owner, name = resolve(contract.target)
-    if not isinstance(owner, type):
-        patch.delattr(owner, name)
-        return
-    for cls in owner.__mro__[:-1]:
-        if name in vars(cls):
-            patch.delattr(cls, name)
-        if name in inspect.get_annotations(cls):
-            patch.delitem(cls.__annotations__, name)
-
-
-def _rename_use(contract: Interface, patch: pytest.MonkeyPatch, folder: Path) -> None:
-    module = importlib.import_module(contract.user)
-    assert module.__file__ is not None
-    uses = contract.uses(LiveView("vllm"))
-    name = next(n for n in uses if n not in contract.unreached)
-    renamed = folder / "renamed.py"
-    renamed.write_text(renamed_use(Path(module.__file__).read_text(), contract, name))
-    patch.setattr(module, "__file__", str(renamed))
 
 
 @pytest.fixture
@@ -80,7 +51,7 @@ def test_hybrid_model_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    _take_away(contract, monkeypatch, tmp_path)
+    take_away(contract, "vllm", monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
         VllmConfig.try_verify_and_update_config(hybrid_model)
     assert contract.target in str(refusal.value)
@@ -93,7 +64,7 @@ def test_plugin_stays_idle_and_says_why(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _take_away(contract, monkeypatch, tmp_path)
+    take_away(contract, "vllm", monkeypatch, tmp_path)
     compat.patch_config()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -106,7 +77,7 @@ def test_other_models_need_none_of_it(
 ) -> None:
     """vLLM loads plugins in every process, whatever it serves."""
     monkeypatch.setitem(sys.modules, core.__name__, core)
-    _take_away(contract, monkeypatch, tmp_path)
+    take_away(contract, "vllm", monkeypatch, tmp_path)
     compat.apply()
     assert compat.is_applied()
     VllmConfig.try_verify_and_update_config(SimpleNamespace(model_config=None))

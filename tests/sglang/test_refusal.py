@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever we rely on is renamed in the installed SGLang: the server must not start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang import __version__
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.hookpoints import Contract
+from hybrid_plugin.sglang import activation, compat, hooks, register
+from hybrid_plugin.sglang.platform import kernels
+from hybrid_plugin.sglang.platform.hooks import HOOKS as PLATFORM_HOOKS
+from tests.compat.take_away import take_away
+
+
+def _used(*groups: tuple[Contract, ...]) -> list[Any]:
+    once = {c.target: c for group in groups for c in group}
+    here = [c for c in once.values() if c.applies_to(__version__)]
+    return [pytest.param(c, id=c.target) for c in here]
+
+
+@pytest.fixture(autouse=True)
+def hook_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests share this process: what is checked first is what is tested."""
+    monkeypatch.setattr(compat, "_hook", lambda *_: None)
+    monkeypatch.setattr(compat, "_apply", lambda: None)
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(activation.ENABLE_VARIABLE, "1")
+    monkeypatch.setenv(activation.OPTIONS_VARIABLE, "")
+    monkeypatch.setattr(compat, "_ENGINE_HOOKED", False)
+
+
+@pytest.mark.parametrize("contract", _used(hooks.COMMAND_LINE_HOOKS, hooks.HOOKS))
+def test_server_does_not_start(
+    contract: Contract, asked_for: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    take_away(contract, "sglang", monkeypatch, tmp_path)
+    with pytest.raises(SystemExit, match="does not fit SGLang") as refusal:
+        register()
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(PLATFORM_HOOKS))
+def test_platform_does_not_start(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    take_away(contract, "sglang", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="CPU platform does not fit") as refusal:
+        kernels.install()
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(hooks.COMMAND_LINE_HOOKS))
+def test_server_without_the_plugin_starts_and_says_so(
+    contract: Contract,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(activation.ENABLE_VARIABLE, "0")
+    take_away(contract, "sglang", monkeypatch, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert contract.target in caplog.text
