@@ -94,10 +94,28 @@ class Node:
             del self.children[key]
 
     def resume_before(self) -> int:
-        """Tokens at the nearest snapshot on the path before this node; 0 for none."""
+        """Tokens at the nearest snapshot on the path before this node; 0 for none.
+
+        Superseded ones do not count: they are the first to go.
+        """
         node = self.parent
         while node is not None:
-            if node.snapshot is not None:
+            if node._is_wanted():
                 return node.end
             node = node.parent
         return 0
+
+    def alone(self) -> int:
+        """Tokens up to this node's end that nothing else needs.
+
+        They begin where another path branches off, or at the nearest snapshot.
+        """
+        node = self
+        while (parent := node.parent) is not None:
+            if len(parent.children) + len(parent.tails) > 1 or parent._is_wanted():
+                return self.end - parent.end
+            node = parent
+        return self.end
+
+    def _is_wanted(self) -> bool:
+        return self.snapshot is not None and not self.snapshot.is_superseded

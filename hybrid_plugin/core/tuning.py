@@ -22,7 +22,7 @@ from hybrid_plugin.core.tokens import Tokens, as_tokens
 if TYPE_CHECKING:
     from hybrid_plugin.core.cache import HybridCache
 
-ALPHAS = (0.0, 0.1, 0.2, 0.4, 0.8)
+ALPHAS = (0.0, 0.25, 0.5, 1.0)
 TRIAL = 400
 """Sequences that a trial counts, after every copy evicted a snapshot."""
 PAUSE = 10 * TRIAL
@@ -100,8 +100,7 @@ class AlphaTuner:
         self._idle = self._counted = 0
         self._before = {}
         self._copies = {
-            alpha: self._build(FlopAware(self._policy.cost, alpha))
-            for alpha in self._alphas
+            alpha: self._build(self._policy.with_alpha(alpha)) for alpha in self._alphas
         }
 
     def _hits(self) -> dict[float, int]:

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import TypeVar
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
+from hybrid_plugin.core.eviction import FlopAware
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.core.tokens import Pages
@@ -46,6 +47,8 @@ class Setup:
     prompt_end_min: int = 1
     chunk_end_min: int = 1
     max_running: int = 8
+    flop_aware: bool = False
+    """Whether evictions weigh what a snapshot saves."""
 
     @property
     def max_length(self) -> int:
@@ -64,6 +67,9 @@ class Setup:
                 prompt_end_min_tokens=self.prompt_end_min,
                 chunk_end_min_tokens=self.chunk_end_min,
             ),
+            eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
+            if self.flop_aware
+            else None,
         )
 
 

@@ -43,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         branch_min=st.integers(1, 6),
         prompt_end_min=st.integers(1, 12),
         chunk_end_min=st.integers(1, 12),
+        flop_aware=st.booleans(),
     )
     def start(
         self,
@@ -55,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         branch_min: int,
         prompt_end_min: int,
         chunk_end_min: int,
+        flop_aware: bool,
     ) -> None:
         setup = Setup(
             page_size=self.page_size,
@@ -67,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
             branch_min=branch_min,
             prompt_end_min=prompt_end_min,
             chunk_end_min=chunk_end_min,
+            flop_aware=flop_aware,
         )
         self.engine = FakeEngine(setup)
 

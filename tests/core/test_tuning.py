@@ -13,6 +13,10 @@ from tests.core.support import NO_SNAPSHOTS, Tokens, serve, span
 PAGE = 4
 
 
+def weighing(alpha: float) -> FlopAware:
+    return FlopAware(float, token_bytes=1, slot_bytes=1000, alpha=alpha)
+
+
 def build(policy: FlopAware) -> HybridCache:
     """Room for a few snapshots, and KV for everything."""
     rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
@@ -48,28 +52,28 @@ def short_ones_return(cache: HybridCache, rounds: int) -> None:
 
 
 def test_takes_the_weight_that_hits_more() -> None:
-    policy = FlopAware(float, alpha=0.0)
+    policy = weighing(0.0)
     cache = tuned(policy)
     long_ones_return(cache, 8)
     assert policy.alpha == 2.0
 
 
 def test_goes_back_where_recency_is_better() -> None:
-    policy = FlopAware(float, alpha=2.0)
+    policy = weighing(2.0)
     cache = tuned(policy)
     short_ones_return(cache, 8)
     assert policy.alpha == 0.0
 
 
 def test_the_cache_hits_more_with_a_tuner() -> None:
-    plain, with_tuner = build(FlopAware(float, 0.0)), tuned(FlopAware(float, 0.0))
+    plain, with_tuner = build(weighing(0.0)), tuned(weighing(0.0))
     for cache in (plain, with_tuner):
         long_ones_return(cache, 30)
     assert with_tuner.stats.hit_tokens > plain.stats.hit_tokens
 
 
 def test_rests_between_trials() -> None:
-    policy = FlopAware(float, alpha=0.0)
+    policy = weighing(0.0)
     cache = tuned(policy, pause=100)
     long_ones_return(cache, 8)
     assert policy.alpha == 2.0
@@ -81,7 +85,7 @@ def test_rests_between_trials() -> None:
 
 
 def test_counts_nothing_before_all_copies_evict() -> None:
-    policy = FlopAware(float, alpha=0.5)
+    policy = weighing(0.5)
     cache = tuned(policy, trial=1)
     for first in (0, 100, 200):
         serve(cache, "few", span(first, first + 8), (0, 1))
@@ -89,7 +93,7 @@ def test_counts_nothing_before_all_copies_evict() -> None:
 
 
 def test_passes_over_what_does_not_fit_and_what_may_not_be_cached() -> None:
-    policy = FlopAware(float, alpha=0.5)
+    policy = weighing(0.5)
     cache = tuned(policy, trial=1)
 
     def small(copy: FlopAware) -> HybridCache:

@@ -46,6 +46,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
         prompt_end_min=rng.choice((1, 1, 2 * page_size)),
         chunk_end_min=rng.choice((1, 2 * page_size, 1000)),
         max_running=rng.choice((2, 4, 8)),
+        flop_aware=rng.random() < 0.3,
     )
 
 
