@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hybrid_plugin.core.elastic_plan import ElasticPlan
 from hybrid_plugin.core.layout import CacheLayout, PoolSizes
 
 
@@ -31,6 +32,8 @@ class Outlook:
     layout: CacheLayout | None = None
     sizes: PoolSizes | None = None
     """Pools of the cache memory that was given."""
+    shared: ElasticPlan | None = None
+    """Of pools that share their memory; `sizes` is then the most of each."""
     max_model_len: int = 0
     note: str = ""
     """Why there are no numbers, where there are none."""

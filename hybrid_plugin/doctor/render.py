@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hybrid_plugin.core.elastic_plan import ElasticPlan
 from hybrid_plugin.core.layout import CacheLayout
 from hybrid_plugin.doctor.outlook import Outlook, Prospect
 from hybrid_plugin.doctor.points import OK
@@ -72,10 +73,13 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
     )
     if outlook.sizes is not None:
         longest, typical = _fitting(outlook)
+        most = "up to " if outlook.shared is not None else ""
         yield (
-            f"    {cache_bytes / 2**20:.1f} MiB of cache: {outlook.sizes.pages} pages "
-            f"and {outlook.sizes.slots} slots"
+            f"    {cache_bytes / 2**20:.1f} MiB of cache: {most}{outlook.sizes.pages} "
+            f"pages and {most}{outlook.sizes.slots} slots"
         )
+        if outlook.shared is not None:
+            yield f"    granules: {_granules(outlook.shared)}"
         yield (
             f"    at once: {longest} sequences of {outlook.max_model_len} tokens, "
             f"{typical} of 1024"
@@ -85,12 +89,22 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
 def _fitting(outlook: Outlook) -> tuple[int, int]:
     """Sequences that fit: of the greatest length, and of 1024 tokens."""
     assert outlook.layout is not None and outlook.sizes is not None
-    layout, sizes = outlook.layout, outlook.sizes
+    layout, sizes, shared = outlook.layout, outlook.sizes, outlook.shared
     longest, typical = (
-        min((sizes.pages - 1) // layout.pages_for(tokens), sizes.slots - 1)
+        shared.sequences(tokens)
+        if shared is not None
+        else min((sizes.pages - 1) // layout.pages_for(tokens), sizes.slots - 1)
         for tokens in (outlook.max_model_len, min(1024, outlook.max_model_len))
     )
     return longest, typical
+
+
+def _granules(shared: ElasticPlan) -> str:
+    """What memory moves between the pools in."""
+    return (
+        f"{shared.pages_per_granule} pages ({_kib(shared.page_granule_bytes)}), "
+        f"{shared.slots_per_granule} slots ({_kib(shared.slot_granule_bytes)})"
+    )
 
 
 def _layers(layout: CacheLayout, kind: str) -> int:
@@ -139,5 +153,12 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
             "slots": outlook.sizes.slots,
             "sequences_of_max_model_len": longest,
             "sequences_of_1024": typical,
+        }
+    if outlook.shared is not None:
+        found |= {
+            "pages_per_granule": outlook.shared.pages_per_granule,
+            "page_granule_bytes": outlook.shared.page_granule_bytes,
+            "slots_per_granule": outlook.shared.slots_per_granule,
+            "slot_granule_bytes": outlook.shared.slot_granule_bytes,
         }
     return found

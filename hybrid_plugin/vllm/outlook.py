@@ -114,13 +114,22 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
 
 
 def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:
-    from hybrid_plugin.vllm import planning
+    from hybrid_plugin.vllm import elastic, planning
 
     longest = config.model_config.max_model_len
+    options = activation.read_options(config)
     try:
-        sizes = planning.pool_sizes(
-            layout, config, activation.read_options(config), cache_bytes
-        )
+        shared = elastic.plan(config, layout, cache_bytes)
+        if shared is not None:
+            return Outlook(
+                Prospect.SERVED,
+                layout=shared.layout,
+                sizes=shared.sizes,
+                shared=shared,
+                max_model_len=longest,
+            )
+        budget = elastic.limited(cache_bytes, options)
+        sizes = planning.pool_sizes(layout, config, options, budget)
     except ConfigError as error:
         return Outlook(
             Prospect.REFUSED, str(error), layout=layout, max_model_len=longest

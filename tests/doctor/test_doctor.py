@@ -13,6 +13,7 @@ import pytest
 from hybrid_plugin.cli import main
 from hybrid_plugin.compatibility.contracts import contracts_of
 from hybrid_plugin.compatibility.matrix import Row
+from hybrid_plugin.core.elastic_plan import plan_elastic
 from hybrid_plugin.core.layout import (
     AttentionGroup,
     CacheLayout,
@@ -205,6 +206,27 @@ def test_slots_bound_what_runs_at_once() -> None:
     )
     text = render.as_text(_report(outlook))
     assert "at once: 3 sequences of 512 tokens" in text
+
+
+def test_granules_of_pools_that_share_their_memory() -> None:
+    shared = plan_elastic(
+        LAYOUT, 64 << 12, block_bytes=4096, max_model_len=256, max_sequences=4
+    )
+    outlook = Outlook(
+        Prospect.SERVED,
+        layout=shared.layout,
+        sizes=shared.sizes,
+        shared=shared,
+        max_model_len=256,
+    )
+    text = render.as_text(_report(outlook))
+    # 8 blocks of 512 bytes fill one of 4096, in two layers; a slot of 3072 leaves 1024.
+    assert "granules: 8 pages (8.0 KiB), 4 slots (12.0 KiB)" in text
+    assert "1024.0 MiB of cache: up to 256 pages and up to 84 slots" in text
+    model = render.as_json(_report(outlook))["engines"][0]["model"]
+    assert (model["pages_per_granule"], model["page_granule_bytes"]) == (8, 8192)
+    assert (model["slots_per_granule"], model["slot_granule_bytes"]) == (4, 12288)
+    assert model["sequences_of_max_model_len"] == shared.sequences(256)
 
 
 @pytest.mark.parametrize("prospect", [Prospect.REFUSED, Prospect.FAILS])
