@@ -7,14 +7,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hybrid_plugin.doctor import command as doctor
+from hybrid_plugin.plan import command as plan
+from hybrid_plugin.simulate import command as simulate
 
 if TYPE_CHECKING:
     from hybrid_plugin.demo.engines import Engine
 
 MIB = 2**20
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program; `--help` shows what there is."""
+        message = " ".join(message.split())
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,12 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="hybrid-plugin", description="Prefix cache for hybrid models."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
     doctor.add_parser(commands)
+    simulate.add_parser(commands)
+    plan.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much fits, by hand, for each scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_plugin.plan.estimate import (
+    group_size,
+    sglang_static,
+    two_pools,
+    vllm_aligned,
+)
+from hybrid_plugin.plan.model import load_shape
+from hybrid_plugin.plan.shape import ModelShape
+from tests.plan.configs import GEMMA3, LLAMA, QWEN3_NEXT, write
+
+GIB = 2**30
+
+
+@pytest.fixture
+def next_shape(tmp_path: Path) -> ModelShape:
+    return load_shape(write(tmp_path, QWEN3_NEXT))
+
+
+def test_two_pools(next_shape: ModelShape) -> None:
+    page, slot = 16 * 24_576, 36 * 1_097_728
+    estimate = two_pools(next_shape, 8 * GIB, 4096, 16)
+    assert slot % 256 == 0
+    count = (8 * GIB - page - slot) // (256 * page + slot)
+    assert (estimate.running, estimate.cached_sequences) == (count, count) == (60, 60)
+    assert (estimate.cached_tokens, estimate.unit) == (60 * 4096, 16)
+
+
+def test_vllm_aligned(next_shape: ModelShape) -> None:
+    """The block that vLLM 0.32 logs for this model: 544 tokens."""
+    estimate = vllm_aligned(next_shape, 8 * GIB, 4096)
+    assert estimate.unit == 544
+    blocks = 8 * GIB // (12 * 544 * 2048) - 1
+    assert blocks == 641
+    assert estimate.running == blocks // (8 + 2 * 3)
+    assert estimate.cached_sequences == blocks // (7 + 3)
+    assert estimate.cached_tokens == 64 * 7 * 544
+
+
+def test_vllm_caches_nothing_shorter_than_a_block(next_shape: ModelShape) -> None:
+    estimate = vllm_aligned(next_shape, 8 * GIB, 500)
+    assert (estimate.cached_sequences, estimate.cached_tokens) == (0, 0)
+
+
+def test_sglang_static(next_shape: ModelShape) -> None:
+    estimate = sglang_static(next_shape, 8 * GIB, 4096, 16)
+    slots = int(8 * GIB * 0.9 / 1.9) // (36 * 1_097_728) - 1
+    tokens = (8 * GIB - (slots + 1) * 36 * 1_097_728) // 24_576
+    assert estimate.running == min(slots // 5, tokens // 4096) == 20
+    assert estimate.cached_sequences == min(slots, tokens // 4096) == 45
+
+
+def test_windows_cost_no_more_than_their_reach(tmp_path: Path) -> None:
+    shape = load_shape(write(tmp_path, GEMMA3))
+    layer = 2 * 16 * 128 * 2
+    estimate = two_pools(shape, 80 * GIB, 32_768, 16)
+    one = 2048 * 16 * 10 * layer + 64 * 16 * 52 * layer
+    page = 16 * 10 * layer
+    assert estimate.running == (80 * GIB - page) // one
+    dense = sglang_static(shape, 80 * GIB, 32_768, 16)
+    assert dense.running == 80 * GIB // (62 * layer) // 32_768
+
+
+def test_a_dense_model_fits_alike_in_all(tmp_path: Path) -> None:
+    shape = load_shape(write(tmp_path, LLAMA))
+    estimates = (
+        two_pools(shape, 8 * GIB, 4096, 16),
+        vllm_aligned(shape, 8 * GIB, 4096),
+        sglang_static(shape, 8 * GIB, 4096, 16),
+    )
+    assert [estimate.running for estimate in estimates] == [15, 15, 16]
+
+
+def test_layers_are_grouped_by_the_smallest_number_unless_nearly_equal() -> None:
+    assert group_size([12, 36]) == 12
+    assert group_size([10, 52]) == 10
+    assert group_size([10, 14]) == 14

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hits, evictions and peaks of small traces, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed
+from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.core.spans import SlidingWindow
+from hybrid_plugin.simulate.agentic import AgenticStream
+from hybrid_plugin.simulate.bound import PageTrace, bound_hit_tokens
+from hybrid_plugin.simulate.capacity import Capacity
+from hybrid_plugin.simulate.simulation import Simulation
+from tests.simulate.traces import request, simulate, tokens
+
+
+class TestKvOnly:
+    def test_hits_are_whole_pages_and_never_all(self) -> None:
+        requests = [request(tokens(0, length)) for length in (10, 10, 8)]
+        outcome = simulate(requests, pages=100)
+        assert outcome.hit_tokens == 0 + 8 + 4
+        assert (outcome.queried_tokens, outcome.recomputed_tokens) == (28, 16)
+        assert outcome.hit_rate == 12 / 28
+
+    def test_the_least_recently_used_goes_first(self) -> None:
+        a, b, c = (request(tokens(n, n + 9)) for n in (0, 100, 200))
+        # Two pages of each are kept, and each needs three while it is served.
+        outcome = simulate([a, b, a, c, a, b], pages=6, eviction=LeastRecentlyUsed())
+        # c takes one page of b, then a hits, then b has lost its second page.
+        assert outcome.hit_tokens == 8 + 8 + 4
+        assert outcome.page_evictions == outcome.evictions == 2
+
+    def test_answers_are_found_again(self) -> None:
+        first = request(tokens(0, 8), answer=9)
+        goes_on = request(first.make() + first.answer)
+        assert simulate([first, goes_on], pages=100).hit_tokens == 16
+
+    def test_namespaces_share_nothing(self) -> None:
+        same = tokens(0, 9)
+        requests = [request(same, namespace=name) for name in ("a", "b", "a")]
+        assert simulate(requests, pages=100).hit_tokens == 8
+
+    def test_only_later_requests_are_measured(self) -> None:
+        requests = [request(tokens(0, 9))] * 4
+        outcome = simulate(requests, pages=100, first_measured=2)
+        assert (outcome.requests, outcome.measured_requests) == (4, 2)
+        assert (outcome.queried_tokens, outcome.hit_tokens) == (18, 16)
+
+    def test_what_never_fits(self) -> None:
+        outcome = simulate(
+            [request(tokens(0, 100)), request(tokens(0, 6))], pages=3, chunk=8
+        )
+        assert outcome.too_long == 1
+        assert outcome.hit_tokens == 4
+
+    def test_an_answer_that_does_not_fit_ends_early(self) -> None:
+        requests = [request(tokens(0, 8), answer=100)] * 2
+        outcome = simulate(requests, pages=3)
+        assert (outcome.too_long, outcome.hit_tokens) == (0, 4)
+
+    def test_sequences_live_at_once_hold_their_pages(self) -> None:
+        requests = [request(tokens(n, n + 8)) for n in (0, 100, 200)]
+        outcome = simulate(requests, pages=4, concurrency=2)
+        assert (outcome.too_long, outcome.peak_pages) == (0, 4)
+        assert outcome.page_evictions == 2
+
+
+class TestStates:
+    def test_a_turn_is_resumed_at_its_end(self) -> None:
+        first = request(tokens(0, 7), answer=4)
+        goes_on = request(first.make() + first.answer + tokens(100, 103))
+        outcome = simulate([first, goes_on], pages=100, slots=9)
+        # The last token generated was never computed.
+        assert outcome.hit_tokens == 7 + 3
+        assert outcome.snapshots_taken == 2
+
+    def test_without_a_snapshot_there_is_no_hit(self) -> None:
+        requests = [request(tokens(0, 40) + tokens(n, n + 5)) for n in (100, 200)]
+        assert simulate(requests, pages=100).hit_tokens == 40
+        assert simulate(requests, pages=100, slots=9).hit_tokens == 0
+
+    def test_slots_run_out(self) -> None:
+        requests = [request(tokens(n, n + 6)) for n in range(0, 900, 100)]
+        outcome = simulate([*requests, *requests], pages=100, slots=3)
+        assert outcome.peak_snapshots == 2  # beside the one that runs
+        assert outcome.snapshot_evictions == outcome.snapshots_taken - 3
+
+    def test_evictions_of_pages_and_snapshots_add_up(self) -> None:
+        requests = AgenticStream(requests=100, sessions_at_once=4).generate(0)
+        outcome = simulate(requests, pages=3000, slots=10, page_size=16)
+        assert outcome.evictions == outcome.page_evictions + outcome.snapshot_evictions
+        assert outcome.page_evictions and outcome.snapshot_evictions
+        assert outcome.as_dict()["evictions"] == outcome.evictions
+
+
+class TestBytes:
+    LAYOUT = CacheLayout(
+        page_size=16,
+        attention=(
+            AttentionGroup(("a",), 1600),
+            AttentionGroup(("w",), 160, SlidingWindow(64)),
+        ),
+        states=(StateGroup(("s",), 2560),),
+        slot_alignment=1,
+    )
+
+    def capacity(self, budget: int) -> Capacity:
+        return Capacity.of_layout(self.LAYOUT, budget, [request(tokens(0, 400))], 128)
+
+    def test_a_budget_is_divided_without_the_reserved_ids(self) -> None:
+        capacity = self.capacity(1_000_000)
+        sizes = self.LAYOUT.split(1_000_000, max_model_len=400, chunk=128)
+        assert capacity.pages == sizes.pages - 1
+        assert capacity.slots == sizes.slots - 1
+        assert capacity.windows == ((SlidingWindow(64), sizes.windows[0] - 1),)
+
+    def test_windows_and_states_are_simulated_too(self) -> None:
+        turns = [request(tokens(0, 200 + 40 * n)) for n in range(5)]
+        policy = Simulation(self.capacity(1_000_000), _plain(16))
+        outcome = policy.run(turns)
+        # Every prompt resumes at the end of the one before.
+        assert outcome.hit_tokens == 200 + 240 + 280 + 320
+        assert outcome.peak_memory_bytes is not None
+        assert 23 * 1600 < outcome.peak_memory_bytes <= 1_000_000
+
+    def test_too_little(self) -> None:
+        with pytest.raises(ConfigError, match="cannot hold one sequence of 400 tokens"):
+            self.capacity(10_000)
+        with pytest.raises(ConfigError, match="KV pool of 0 pages"):
+            Capacity(16, 0, None)
+        with pytest.raises(ConfigError, match="state pool of 0 slots"):
+            Capacity(16, 5, 0)
+
+    def test_without_a_limit_nothing_is_evicted(self) -> None:
+        requests = AgenticStream(requests=80).generate(1)
+        capacity = Capacity.unbounded(requests, 16, states=True)
+        assert Simulation(capacity, _plain(16)).run(requests).evictions == 0
+
+
+def _plain(page_size: int) -> SnapshotPolicy:
+    return HybridConfig().snapshot_policy(page_size)
+
+
+class TestTuning:
+    def test_the_weight_is_found_while_the_trace_is_served(self) -> None:
+        requests = AgenticStream(requests=900).generate(1)
+        policy = FlopAware(float, token_bytes=1, slot_bytes=800, alpha=30.0)
+        outcome = simulate(
+            requests, 8000, 60, page_size=16, eviction=policy, is_tuned=True
+        )
+        assert outcome.alpha is not None and outcome.alpha < 30.0
+
+
+class TestBound:
+    def bound(self, *prompts: tuple[int, int], pages: int, slots: int | None) -> int:
+        trace = PageTrace.of([request(tokens(*p)) for p in prompts], 4)
+        return bound_hit_tokens(trace, pages=pages, slots=slots)
+
+    def test_belady_on_pages(self) -> None:
+        """a b c a b with room for two pages of one: keep a, then b."""
+        prompts = ((0, 5), (100, 105), (200, 205), (0, 5), (100, 105))
+        assert self.bound(*prompts, pages=2, slots=None) == 8
+        assert self.bound(*prompts, pages=1, slots=None) == 4
+        assert self.bound(*prompts, pages=0, slots=None) == 0
+
+    def test_slot_time(self) -> None:
+        """Two prompts that return after three requests: one slot serves one."""
+        prompts = ((0, 41), (100, 141), (200, 241), (0, 41), (100, 141))
+        spare = 5 * 3 + 1  # for hits inside a page, and rounding
+        assert self.bound(*prompts, pages=1000, slots=9) == 80 + spare - 1
+        # 5 requests of slot-time: 3 for one prompt, and 2/3 of the other's.
+        assert self.bound(*prompts, pages=1000, slots=1) == int(40 + 80 / 3) + spare
+
+    def test_no_policy_exceeds_it(self) -> None:
+        for seed, pages, slots in ((0, 4000, 12), (1, 9000, 60), (2, 20_000, 30)):
+            requests = AgenticStream(requests=250, sessions_at_once=12).generate(seed)
+            trace = PageTrace.of(requests, 16)
+            bound = bound_hit_tokens(trace, pages=pages, slots=slots, first=50)
+            for kind in (slots, None):
+                outcome = simulate(
+                    requests, pages, kind, page_size=16, first_measured=50
+                )
+                ceiling = bound_hit_tokens(trace, pages=pages, slots=kind, first=50)
+                assert 0 < outcome.hit_tokens <= ceiling
+            assert bound < sum(trace.lengths[50:])
+
+    def test_the_gap(self) -> None:
+        outcome = simulate([request(tokens(0, 9))] * 3, pages=100)
+        assert outcome.gap is None
+        outcome.bound_hit_tokens = 32
+        assert outcome.gap == 0.5
+        assert "50.0 % of them were missed" in outcome.as_text()
