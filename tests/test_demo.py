@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from hybrid_plugin import cli
-from hybrid_plugin.demo.client import Answer
+from hybrid_plugin.demo.client import Answer, _Reader
 from hybrid_plugin.demo.compare import Tally, compare_conversation
 from hybrid_plugin.demo.engines import Launch, Levels, VllmEngine
 from hybrid_plugin.demo.measure import Peaks, Result, percentile, summarise
@@ -186,6 +186,23 @@ def test_a_difference_counts_by_how_undecided_the_reference_was(
     assert (tally.near_ties, tally.wrong) == (near_ties, wrong)
     assert tally.not_compared == 1, "later turns asked something else"
     assert tally.acceptable == (not wrong)
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"), [("stop", "81"), ("length", "81<end>"), (None, "81<end>")]
+)
+def test_the_token_that_ends_an_answer_is_no_text_of_it(
+    reason: str | None, text: str
+) -> None:
+    reader = _Reader()
+    for piece in ("8", "1", "<end>"):
+        top = {"token": piece, "logprob": -0.1}
+        logprobs = {"content": [{"token": piece, "top_logprobs": [top]}]}
+        reader.take({"choices": [{"delta": {"content": piece}, "logprobs": logprobs}]})
+    reader.take({"choices": [{"delta": {}, "finish_reason": reason}]})
+    reader.take({"usage": {"prompt_tokens": 4, "completion_tokens": 3}})
+    answer = reader.answer()
+    assert (answer.text, answer.tokens) == (text, ("8", "1", "<end>"))
 
 
 def test_a_shorter_answer_is_wrong() -> None:

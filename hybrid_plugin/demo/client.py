@@ -98,6 +98,7 @@ class _Reader:
         self._logprobs: list[Mapping[str, float]] = []
         self._usage: Mapping[str, Any] = {}
         self._error: str | None = None
+        self._stopped = False
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take in one event."""
@@ -107,6 +108,7 @@ class _Reader:
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices", ()):
             self._text += choice["delta"].get("content") or ""
+            self._stopped |= choice.get("finish_reason") == "stop"
             for token in (choice.get("logprobs") or {}).get("content") or ():
                 self._tokens.append(token["token"])
                 tops = token["top_logprobs"]
@@ -118,6 +120,8 @@ class _Reader:
         """The whole answer, once the stream has ended."""
         if not self._usage and self._error is None:
             self._error = "the stream ended early"
+        if self._stopped and self._tokens:
+            self._text = self._text.removesuffix(self._tokens[-1])
         details = self._usage.get("prompt_tokens_details") or {}
         return Answer(
             text=self._text,

@@ -35,7 +35,11 @@ class SglangEngine:
     its least, instead of every 256."""
 
     name: str = "sglang"
-    request_extra: Mapping[str, Any] = field(default_factory=dict)
+    request_extra: Mapping[str, Any] = field(
+        default_factory=lambda: {"skip_special_tokens": False, "no_stop_trim": True}
+    )
+    """The token that ends an answer comes as text: SGLang leaves logprobs out of the
+    stream that come without text, and whether that one comes alone is chance."""
     reset_path: str = "/flush_cache?timeout=30"
     page_note: str = f"a page holds {PAGE_SIZE} tokens in both"
 
