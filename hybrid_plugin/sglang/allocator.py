@@ -15,20 +15,41 @@ from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.executor import Executor
 
 _NOT_HERE = "hybrid-plugin hands out pages with each sequence, not by SGLang's {name}"
+
+
+def most_pages(cache: HybridCache) -> int:
+    """Pages that could be free at once, if all that is cached went."""
+    if cache.elastic is not None:
+        return cache.elastic.most(Pool.KV)
+    return cache.pages.free + cache.pages.reclaimable
+
+
+def most_slots(cache: HybridCache) -> int:
+    """The same of slots."""
+    if cache.elastic is not None:
+        return cache.elastic.most(Pool.STATE)
+    return cache.slots.free + cache.slots.snapshots
 
 
 class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
     """Token positions of the KV pool; page 0 takes the writes of padded tokens."""
 
-    def __init__(self, cache: HybridCache, stock: Any) -> None:
+    def __init__(
+        self, cache: HybridCache, stock: Any, mover: Executor | None = None
+    ) -> None:
         """Stand in for the allocator that SGLang built.
 
         Args:
             cache: the core cache that owns the pages.
             stock: SGLang's allocator for the same KV pool.
+            mover: moves memory between the pools, where they share it.
         """
+        self.cache = cache
+        self.mover = mover
         super().__init__(
             size=cache.pages.usable * cache.page_size,
             page_size=cache.page_size,
@@ -37,23 +58,31 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
             kvcache=stock.get_kvcache(),
             need_sort=False,
         )
-        self.cache = cache
+
+    @property
+    def size(self) -> int:
+        """Tokens that the pool could hold now, whatever is cached in both pools."""
+        return (most_pages(self.cache) + self.cache.pages.in_use) * self.page_size
+
+    @size.setter
+    def size(self, tokens: int) -> None:
+        """The core says."""
 
     def create_prefill_budget(self, *args: Any, **kwargs: Any) -> HybridPrefillBudget:
         """The budget of one prefill pass."""
         return HybridPrefillBudget(self, *args, **kwargs)
 
     def available_size(self) -> int:
-        """Tokens that fit into free pages."""
-        return self.cache.pages.free * self.page_size
+        """Tokens for which nothing of the pages' own cache would have to go."""
+        pages = most_pages(self.cache) - self.cache.pages.reclaimable
+        return pages * self.page_size
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
         """The core makes room as it hands out pages."""
 
     def check_decode_capacity(self, *, num_tokens: int, **_: Any) -> bool:
         """Whether pages for `num_tokens` more tokens are free or can be freed."""
-        pages = self.cache.pages
-        return num_tokens // self.page_size <= pages.free + pages.reclaimable
+        return num_tokens // self.page_size <= most_pages(self.cache)
 
     def get_all_free_pages(self) -> None:
         """There is no free list on the device."""
@@ -97,8 +126,8 @@ class HybridPrefillBudget(PrefillBudget):
         self._refunded += -(-tokens // self.page_size) * self.page_size
 
     def _available_and_evictable(self) -> int:
-        pages = self.allocator.cache.pages
-        return (pages.free + pages.reclaimable) * self.page_size + self._refunded
+        pages = most_pages(self.allocator.cache)
+        return pages * self.page_size + self._refunded
 
 
 class HybridSlotAllocator(MambaSlotAllocator):
@@ -107,13 +136,13 @@ class HybridSlotAllocator(MambaSlotAllocator):
     def __init__(self, cache: HybridCache, device: str) -> None:
         """Read room from `cache`."""
         self.cache = cache
-        super().__init__(cache.slots.usable, device)
+        super().__init__(cache.slots.capacity - 1, device)
         self.ids = torch.arange(self.size + 1, dtype=torch.int64, device=device)
         """All ids on the device: taking one copies nothing to it."""
 
     def available_size(self) -> int:
-        """Free slots."""
-        return self.cache.slots.free
+        """Slots for which no snapshot would have to go."""
+        return most_slots(self.cache) - self.cache.slots.snapshots
 
     def alloc_group_begin(self, num_reqs: int) -> None:
         """Nothing is allocated ahead."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hybrid_plugin.config import ConfigError
@@ -55,6 +56,7 @@ def hook_engine() -> None:
     _settle_arguments()
     _allow_paged_overlap()
     _divide_memory()
+    _share_memory()
     _build_cache()
     _admit_by_demand()
     _place_tokens()
@@ -126,17 +128,62 @@ def _divide_memory() -> None:
             return result
         return planning.limit_tokens(result, activation.read_options())
 
-    def pools(result: Any, self: Any, **_: Any) -> Any:
-        from hybrid_plugin.sglang import planning
+    def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        from hybrid_plugin.sglang import elastic, planning
 
         if not _is_ours() or self.is_draft_worker:
-            return result
+            return original(self, **kwargs)
+        with elastic.lend():
+            result = original(self, **kwargs)
         return planning.take_over(result, activation.read_options())
 
     _hook(f"{configurator}._handle_max_mamba_cache", "AROUND", slots)
     _hook(f"{configurator}._calculate_mamba_ratio", "AROUND", slots_per_request)
     _hook(f"{configurator}._apply_token_constraints", "AFTER", tokens)
-    _hook(f"{configurator}._init_pools", "AFTER", pools)
+    _hook(f"{configurator}._init_pools", "AROUND", pools)
+
+
+def _share_memory() -> None:
+    """Symptom: the memory of the pools cannot move, and is taken twice.
+
+    Cause: SGLang's pools allocate the memory of all their ids.
+    Fix: where the pools share their memory, build them on what was reserved.
+    Delete when: a pool can be given its tensors.
+    """
+
+    def keys_and_values(original: Callable[..., None], self: Any) -> None:
+        from hybrid_plugin.sglang import elastic
+
+        shared = elastic.lent()
+        if shared is None or type(self).__name__ != "MHATokenToKVPool":
+            original(self)
+        else:
+            shared.place_keys_and_values(self)
+
+    def latents(original: Callable[..., None], self: Any) -> None:
+        from hybrid_plugin.sglang import elastic
+
+        shared = elastic.lent()
+        if shared is None or type(self).__name__ != "MLATokenToKVPool":
+            original(self)
+        else:
+            shared.place_latents(self)
+
+    def states(
+        original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from hybrid_plugin.sglang import elastic
+        from hybrid_plugin.sglang.slots import SlotMajorPool
+
+        shared = elastic.lent()
+        if shared is not None:
+            self.mamba_pool_cls = partial(SlotMajorPool, shared.slot_rows)
+        original(self, *args, **kwargs)
+
+    pool = f"{_SRT}.mem_cache.memory_pool"
+    _hook(f"{pool}.MHATokenToKVPool._create_buffers_normal", "AROUND", keys_and_values)
+    _hook(f"{pool}.MLATokenToKVPool._create_buffers", "AROUND", latents)
+    _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
 
 
 def _build_cache() -> None:
@@ -150,10 +197,12 @@ def _build_cache() -> None:
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
         params = context.params
+        allocator = params.token_to_kv_pool_allocator
         executor = SglangExecutor(
-            params.token_to_kv_pool_allocator.get_kvcache(),
+            allocator.get_kvcache(),
             params.req_to_token_pool.mamba_pool,
             params.page_size,
+            allocator.mover,
         )
         return HybridPrefixCache(params, executor)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache's commands on SGLang's own pools.
 
-SGLang keeps both pools layer-major.  A run of equal commands that do not touch
-each other's rows is one indexed copy per tensor, however many rows it moves.
+A run of equal commands that do not touch each other's rows is one indexed copy
+per tensor, however many rows it moves.
 """
 
 from __future__ import annotations
@@ -13,24 +13,33 @@ from typing import Any
 import torch
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
+from hybrid_plugin.core.executor import Executor
 
 
 class SglangExecutor:
     """Runs command lists on the current stream, first to last."""
 
-    def __init__(self, kv_pool: Any, state_pool: Any, page_size: int) -> None:
+    def __init__(
+        self,
+        kv_pool: Any,
+        state_pool: Any,
+        page_size: int,
+        mover: Executor | None = None,
+    ) -> None:
         """Work on the pools of one rank.
 
         Args:
             kv_pool: SGLang's `HybridLinearKVPool`.
             state_pool: its `MambaPool`.
             page_size: tokens in a page.
+            mover: moves memory between the pools, where they share it.
 
         Raises:
             ConfigError: for a KV pool whose tensors are not known.
         """
         self._states = state_pool
+        self._mover = mover or Executor({})
         self._pages = [
             tensor.view(-1, page_size, *tensor.shape[1:])
             if tensor.shape[0] % page_size == 0
@@ -39,11 +48,21 @@ class SglangExecutor:
         ]
         self._device = state_pool.mamba_cache.temporal.device
 
+    @property
+    def move_seconds(self) -> float:
+        """Time spent on moving memory so far."""
+        return self._mover.moves.seconds
+
     def run(self, commands: Sequence[Command]) -> None:
-        """Issue the commands; returns before a GPU has executed them."""
+        """Issue the commands; returns before a GPU has executed them.
+
+        A GPU has done what was issued before when memory moves.
+        """
         for batch in batches(commands):
             first = batch[0]
             match first:
+                case Map() | Unmap():
+                    self._mover.run(batch)
                 case Zero(Pool.STATE, _):
                     self._states.clear_slots(self._ids(c.index for c in batch))
                 case Copy(pool, _, _):
@@ -83,6 +102,7 @@ def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
             batch
             and type(batch[0]) is type(command)
             and batch[0].pool is command.pool
+            and not isinstance(command, Map | Unmap)
             and not target & (read | written)
             and not source & written
         )
@@ -103,6 +123,8 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
             return set(), {index}
         case Copy(_, source, destination):
             return {source}, {destination}
+        case Map() | Unmap():
+            return set(), set()
     raise TypeError(f"{command!r} is no command for this pool")
 
 

@@ -11,15 +11,22 @@ from sglang.srt.runtime_context import get_context, get_schedule
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.executor import Executor
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
+from hybrid_plugin.elastic_memory import limited
+from hybrid_plugin.sglang import elastic
+from hybrid_plugin.sglang.allocator import (
+    HybridSlotAllocator,
+    HybridTokenAllocator,
+    most_slots,
+)
 
 _GIB = 1 << 30
 
 
 def reserve_slots(configurator: Any, memory_gib: float, options: HybridConfig) -> float:
-    """Decide how many state slots there are.
+    """Decide how many state slots there are, or how both pools share the memory.
 
     Args:
         configurator: SGLang's `KVCacheConfigurator`.
@@ -30,10 +37,17 @@ def reserve_slots(configurator: Any, memory_gib: float, options: HybridConfig) -
         What is left for pages, in GiB.
 
     Raises:
-        ConfigError: if one sequence of the greatest length does not fit.
+        ConfigError: if one sequence of the greatest length does not fit, or elastic
+            pools are asked for that cannot be had.
     """
     layout = _layout(configurator)
-    budget = int(memory_gib * _GIB)
+    token_bytes = layout.page_bytes // layout.page_size
+    budget = limited(int(memory_gib * _GIB), options)
+    shared = elastic.share(configurator, budget, token_bytes, options)
+    if shared is not None:
+        slots = shared.plan.sizes.slots
+        get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots - 1)
+        return shared.plan.sizes.pages * layout.page_bytes / _GIB
     # SGLang counts without the slot that takes the writes of padded rows.
     named: int | None = get_schedule().max_mamba_cache_size
     if options.state_slots is not None:
@@ -71,6 +85,9 @@ def limit_tokens(tokens: int, options: HybridConfig) -> int:
     Raises:
         ConfigError: if the option asks for more pages than fit.
     """
+    shared = elastic.planned()
+    if shared is not None:
+        return shared.tokens
     if options.kv_pages is None:
         return tokens
     wanted: int = (options.kv_pages - 1) * get_schedule().page_size
@@ -95,12 +112,30 @@ def take_over(pools: Any, options: HybridConfig) -> Any:
     """
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
+    cache, mover = _build(stock, states, options)
+    states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
+    allocator = HybridTokenAllocator(cache, stock, mover)
+    return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
+
+
+def _build(
+    stock: Any, states: Any, options: HybridConfig
+) -> tuple[HybridCache, Executor | None]:
+    """The core, and what moves memory between the pools where they share it."""
+    shared, mover, controller = elastic.planned(), None, None
+    if shared is None:
+        pages = PagePool(stock.size // stock.page_size + 1)
+        slots = SlotPool(states.mamba_pool.size + 1)
+    else:
+        mover = shared.start()
+        pages, slots, controller = shared.plan.build()
     cache = HybridCache(
-        pages=PagePool(stock.size // stock.page_size + 1),
-        slots=SlotPool(states.mamba_pool.size + 1),
+        pages=pages,
+        slots=slots,
         page_size=stock.page_size,
         policy=options.snapshot_policy(stock.page_size),
+        elastic=controller,
     )
-    states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
-    allocator = HybridTokenAllocator(cache, stock)
-    return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
+    if shared is not None:
+        states.mamba_pool.count_with(lambda: most_slots(cache) + slots.running)
+    return cache, mover

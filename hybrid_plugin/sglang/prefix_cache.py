@@ -22,9 +22,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
+from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.node import Node
+from hybrid_plugin.sglang.compat import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import cacheable, known_tokens, namespace_of
 
@@ -177,6 +179,16 @@ class HybridPrefixCache(BasePrefixCache):
         commands = self.cache.drain_commands()
         if commands:
             self._executor.run(commands)
+            self._tell_of_moves()
+
+    def _tell_of_moves(self) -> None:
+        elastic = self.cache.elastic
+        if elastic is None:
+            return
+        elastic.stats.device_seconds = self._executor.move_seconds
+        notice = elastic.notice()
+        if notice is not None and get_parallel().tp_rank == 0:
+            logger().info("hybrid-plugin: %s.", notice)
 
     def step_launched(self, batch: ScheduleBatch) -> None:
         """Note how far the forward pass that was just launched takes each request."""

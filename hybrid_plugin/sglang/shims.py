@@ -26,6 +26,9 @@ NEEDED = {
         f"{_SRT}.arg_groups.mamba_hook:validate_mamba_no_buffer", "page_size"
     ),
     "compat._divide_memory": _while_there(f"{_CONFIGURATOR}._calculate_mamba_ratio"),
+    "compat._share_memory": _while_there(
+        f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal"
+    ),
     "compat._admit_by_demand": _while_there(f"{_SCHEDULER}.get_prefill_adder_class"),
     "compat._place_tokens": _while_there(
         f"{_SRT}.mem_cache.allocation:alloc_for_extend"

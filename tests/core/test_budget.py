@@ -294,3 +294,20 @@ def test_commands_need_somewhere_to_go() -> None:
     ids = IdSpace(40, 4)
     with pytest.raises(RuntimeError, match="call send_to first"):
         controller.register(KV, ids, Content(ids))
+
+
+# ---------------------------------------------------------------- what is left
+
+
+def test_most_is_what_fits_and_no_id_more() -> None:
+    pools = Pools(budget=88, floors=(2, 1))
+    assert pools.provide(pages=17, slots=4)
+    pools.kv.fill(9)
+    pools.states.fill(1)
+    pools.kv.ids.take(5)
+    pools.states.ids.take(2)
+    for pool in (KV, STATE):
+        most = pools.controller.most(pool)
+        assert pools.controller.fits({pool: most})
+        assert not pools.controller.fits({pool: most + 1})
+    assert pools.controller.most(KV) == 4 * 16 - 5 - 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
 from hybrid_plugin.sglang.memory import SglangExecutor, batches, kv_tensors
 
 KV, STATE = Pool.KV, Pool.STATE
@@ -34,6 +35,9 @@ def test_equal_commands_on_different_rows_run_as_one() -> None:
         (Zero(STATE, 1), Zero(STATE, 1)),
         (Zero(STATE, 1), Copy(STATE, 2, 3)),  # another kind
         (Copy(KV, 1, 2), Copy(STATE, 3, 4)),  # another pool
+        (Copy(KV, 1, 2), Unmap(KV, (3,))),  # what moves waits for all before it
+        (Unmap(KV, (3,)), Unmap(KV, (4,))),
+        (Map(STATE, (3,)), Zero(STATE, 30)),
     ],
 )
 def test_order_is_kept_where_it_matters(first: Command, second: Command) -> None:
@@ -103,6 +107,31 @@ def test_random_lists_do_what_one_command_at_a_time_does() -> None:
         torch.equal(ours, theirs)
         for ours, theirs in zip(kv_tensors(pool), kv, strict=True)
     )
+
+
+def test_memory_moves_between_the_copies_before_and_after() -> None:
+    pool, states = MHATokenToKVPool(8), StatePool(4)
+    seen: list[tuple[Command, float]] = []
+
+    class Mover:
+        """Notes what moves, and what slot 3 holds by then."""
+
+        def run(self, commands: list[Command]) -> None:
+            seen.append((commands[0], float(states.mamba_cache.temporal[3])))
+
+    mover: Any = Mover()
+    executor = SglangExecutor(SimpleNamespace(full_kv_pool=pool), states, 4, mover)
+    moves = Unmap(STATE, (1,)), Map(KV, (1,))
+    executor.run([Copy(STATE, 1, 3), *moves, Zero(STATE, 3)])
+    assert seen == [(moves[0], 2.0), (moves[1], 2.0)]
+    assert states.mamba_cache.temporal[3] == 0
+
+
+def test_memory_of_fixed_pools_does_not_move() -> None:
+    pool, states = MHATokenToKVPool(8), StatePool(4)
+    executor = SglangExecutor(SimpleNamespace(full_kv_pool=pool), states, 4)
+    with pytest.raises(KeyError):
+        executor.run([Map(KV, (1,))])
 
 
 def test_an_unknown_kv_pool_is_refused() -> None:

@@ -33,12 +33,15 @@ STATE_SLOTS = 64
 PUBLISH_S = 1.5
 """A scheduler that falls asleep publishes its last numbers a second later."""
 
+SIZES = (
+    f"--max-total-tokens={CACHE_TOKENS}",
+    f"--max-mamba-cache-size={STATE_SLOTS}",
+)
+
 FLAGS = (
     "--host=127.0.0.1",
     f"--context-length={MAX_MODEL_LEN}",
     "--chunked-prefill-size=96",
-    f"--max-total-tokens={CACHE_TOKENS}",
-    f"--max-mamba-cache-size={STATE_SLOTS}",
     "--enable-metrics",
     "--skip-server-warmup",
     *(
@@ -85,6 +88,15 @@ REFUSALS = {
         "kv_pages 4096 needs room for 65520 tokens",
         {"kv_pages": 4096, "state_slots": 12},
     ),
+    "elastic pools of a fixed size": Refusal(
+        "elastic pools have no fixed slots; drop --max-mamba-cache-size.",
+        {"elastic": True},
+        (f"--max-mamba-cache-size={STATE_SLOTS}",),
+    ),
+    "elastic pools without memory": Refusal(
+        "elastic pools do not fit: ",
+        {"elastic": True, "gpu_memory_budget": 1 << 20},
+    ),
     "plugin excluded from the scheduler": Refusal(
         "--radix-cache-backend='hybrid' is not registered", fault="exclude_workers"
     ),
@@ -127,6 +139,9 @@ class SglangDriver:
 
     name = "sglang"
     page_size = PAGE_SIZE
+    small_budget = 11 << 20
+    """Its states are in float32, eight slots of them in a granule."""
+
     models = MODELS
     variants = VARIANTS
     refusals = REFUSALS
@@ -177,6 +192,7 @@ class SglangDriver:
             f"--dtype={setup.dtype}",
             f"--max-running-requests={setup.max_running}",
             *FLAGS,
+            *(() if setup.options.get("elastic") else SIZES),
             *_flags(setup),
         ]
         variables = {

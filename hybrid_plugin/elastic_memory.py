@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory the pools of an engine share, if they do: equal for every engine.
+
+Messages are without a prefix; adapters put their own before them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from logging import Logger
+
+import torch
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core import host_arena
+from hybrid_plugin.core.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.host_arena import HostArena
+from hybrid_plugin.core.layout import CacheLayout
+from hybrid_plugin.core.virtual import VirtualArena
+
+_CUDA_BLOCK = 2 << 20
+"""What NVIDIA's drivers map at a time; `CudaArena` checks it."""
+_HOST_BLOCK = 64 << 10
+_HOST_BLOCKS = 8192
+"""Host memory comes in about so many blocks: each may cost the kernel a record."""
+
+
+def obstacle(device_type: str) -> str | None:
+    """Why memory cannot move on this machine, to follow "elastic pools".
+
+    Args:
+        device_type: "cpu" or "cuda", as torch calls it.
+    """
+    if device_type == "cpu":
+        if host_arena.is_available():
+            return None
+        return "need Linux on a CPU; set elastic to false."
+    if device_type != "cuda":
+        return f"are not for devices of the type {device_type}; set elastic to false."
+    try:
+        found = importlib.util.find_spec("cuda.bindings")
+    except ImportError:
+        found = None
+    if found is None:
+        return "need NVIDIA's cuda-bindings; install it, or set elastic to false."
+    return None
+
+
+def is_wanted(options: HybridConfig, hindrance: str | None) -> bool:
+    """Whether pools share their memory, if the model allows.
+
+    Args:
+        options: of the plugin.
+        hindrance: what the machine or the engine has against it, if anything.
+
+    Raises:
+        ConfigError: if the options ask for what cannot be done.
+    """
+    if not options.is_elastic:
+        return False
+    if hindrance is not None and options.elastic:
+        raise ConfigError(f"elastic pools {hindrance}")
+    return hindrance is None
+
+
+def block_bytes(budget: int, device_type: str) -> int:
+    """Bytes that a device's memory is mapped in, for a budget."""
+    if device_type != "cpu":
+        return _CUDA_BLOCK
+    size = _HOST_BLOCK
+    while size < _CUDA_BLOCK and size * _HOST_BLOCKS < budget:
+        size *= 2
+    return size
+
+
+def limited(available: int, options: HybridConfig) -> int:
+    """Bytes for both pools together, of those that are free."""
+    if options.gpu_memory_budget is None:
+        return available
+    return min(available, options.gpu_memory_budget)
+
+
+def plan(
+    layout: CacheLayout,
+    available: int,
+    options: HybridConfig,
+    *,
+    device_type: str,
+    max_model_len: int,
+    max_sequences: int,
+    log: Logger,
+) -> ElasticPlan | None:
+    """How both pools share `available` bytes; None where each gets its own.
+
+    Raises:
+        ConfigError: if the options ask for elastic pools and they do not fit.
+    """
+    budget = limited(available, options)
+    size = block_bytes(budget, device_type)
+    try:
+        return plan_elastic(
+            layout,
+            budget // size * size - size,
+            block_bytes=size,
+            max_model_len=max_model_len,
+            max_sequences=max_sequences,
+            pages_floor=options.kv_pages_floor or 0,
+            slots_floor=options.state_slots_floor or 0,
+        )
+    except ValueError as error:
+        if options.elastic:
+            raise ConfigError(
+                f"elastic pools do not fit: {error}; give the cache more memory, or "
+                "set elastic to false."
+            ) from error
+        log.info("hybrid-plugin gives each pool its own memory: %s.", error)
+        return None
+
+
+def take(
+    available: int, options: HybridConfig, device: torch.device, log: Logger
+) -> VirtualArena:
+    """Take a rank's cache memory from the system, or as much of it as there is.
+
+    Args:
+        available: bytes that the engine found free.
+        options: of the plugin.
+        device: of this rank.
+        log: where to say how much less there was.
+    """
+    budget = limited(available, options)
+    size = block_bytes(budget, device.type)
+    if device.type == "cpu":
+        memory: VirtualArena = HostArena(budget, size)
+    else:
+        from hybrid_plugin.core.cuda_arena import CudaArena
+
+        memory = CudaArena(budget, device, size)
+    refusal = memory.hold(memory.usable, partly=True)
+    if refusal is not None:
+        log.warning(
+            "hybrid-plugin: %s; the cache goes on with %.1f MiB.",
+            refusal,
+            memory.held / 2**20,
+        )
+    return memory
+
+
+def describe(plan: ElasticPlan) -> str:
+    """The plan in one line, for the log."""
+    return (
+        f"hybrid-plugin pools share {plan.budget / 2**20:.1f} MiB: memory moves in "
+        f"granules of {plan.pages_per_granule} KV pages of {plan.layout.page_size} "
+        f"tokens ({plan.page_granule_bytes / 2**20:.1f} MiB) and of "
+        f"{plan.slots_per_granule} state slots "
+        f"({plan.slot_granule_bytes / 2**20:.1f} MiB)"
+    )

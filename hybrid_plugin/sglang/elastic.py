@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic pools in SGLang: one rank's pages and slots over one budget.
+
+Pages stay layer-major, as SGLang has them: each layer's keys, and its values,
+are one contiguous tensor, in which a granule is a whole number of blocks.  Slots
+become slot-major: all states of a slot lie together, so that a granule is a few
+slots and not a few of every layer's rows.  SGLang's Triton kernels take the
+strides; its own unified memory has the same layout for states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
+
+from hybrid_plugin import elastic_memory
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.arena import Arena, ElasticArena
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.elastic_plan import ElasticPlan
+from hybrid_plugin.core.executor import Executor
+from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.virtual import VirtualArena
+from hybrid_plugin.sglang.compat import logger
+from hybrid_plugin.sglang.slots import slot_bytes
+
+_STRIDED = ("triton", "flashinfer", None)
+"""Backends of linear attention whose kernels take slot-major states."""
+
+
+class SharedPools:
+    """The memory of both pools of one rank."""
+
+    def __init__(self, plan: ElasticPlan, memory: VirtualArena) -> None:
+        """Reserve addresses for as many ids as the plan has; all of them holes.
+
+        Args:
+            plan: equal on every rank.
+            memory: at least the plan's budget of it is held.
+        """
+        memory.lower(plan.budget)
+        self.plan = plan
+        self.memory = memory
+        sizes, layout = plan.sizes, plan.layout
+        self._pages = memory.reserve(sizes.pages * layout.page_bytes)
+        self._slots = memory.reserve(sizes.slots * layout.slot_bytes)
+        self._page_rows: list[torch.Tensor] = []
+        self.slot_rows = self._slots.memory.view(sizes.slots, layout.slot_bytes)
+        """`[slots, bytes]`, int8."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the KV pool as SGLang counts them, page 0 left out."""
+        return (self.plan.sizes.pages - 1) * self.plan.layout.page_size
+
+    def place_keys_and_values(self, pool: Any) -> None:
+        """Give SGLang's `MHATokenToKVPool` its buffers.
+
+        A layer's values lie right behind its keys, for kernels that reach both
+        from one address.
+
+        Raises:
+            ConfigError: if the pool needs other bytes than were planned.
+        """
+        shapes = pool._kv_buffer_shapes() * pool.layer_num
+        tensors = self._place(shapes, pool.store_dtype)
+        pool.k_buffer, pool.v_buffer = tensors[::2], tensors[1::2]
+
+    def place_latents(self, pool: Any) -> None:
+        """Give SGLang's `MLATokenToKVPool` its buffers.
+
+        Raises:
+            ConfigError: if the pool needs other bytes than were planned.
+        """
+        shape = (pool.size + pool.page_size, 1, pool.kv_cache_dim)
+        pool.kv_buffer = self._place([shape] * pool.layer_num, pool.store_dtype)
+
+    def _place(
+        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """One tensor of each shape, behind each other in the pages' addresses.
+
+        Args:
+            shapes: each `[tokens, ...]`, with page 0 counted in.
+            dtype: of all.
+
+        Raises:
+            ConfigError: if the pool needs other bytes than were planned.
+        """
+        rows = torch.Size((self.plan.sizes.pages, self.plan.layout.page_size))
+        tensors, start = [], 0
+        for shape in shapes:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            part = self._pages.memory[start : start + size]
+            if shape[0] != rows.numel() or part.numel() != size:
+                break
+            self._page_rows.append(part.view(rows[0], -1))
+            tensors.append(part.view(dtype).view(*shape))
+            start += size
+        if start != self._pages.size:
+            raise ConfigError(
+                "elastic pools were planned for another KV cache than SGLang builds; "
+                "set elastic to false."
+            )
+        return tensors
+
+    def start(self) -> Executor:
+        """Map what the plan has mapped at the start; the executor moves the rest.
+
+        Raises:
+            ConfigError: if SGLang built its KV cache elsewhere.
+            MemoryError: if the system refuses memory that was held.
+        """
+        if not self._page_rows:
+            raise ConfigError(
+                "elastic pools are not for this kind of KV cache; set elastic to false."
+            )
+        arenas: dict[Pool, Arena] = {}
+        for pool, rows, place, ids, granules in (
+            (
+                Pool.KV,
+                self._page_rows,
+                self._pages,
+                self.plan.pages_per_granule,
+                self.plan.start[0],
+            ),
+            (
+                Pool.STATE,
+                [self.slot_rows],
+                self._slots,
+                self.plan.slots_per_granule,
+                self.plan.start[1],
+            ),
+        ):
+            arena = ElasticArena(rows, place, self.memory, ids)
+            refusal = arena.map(range(granules))
+            if refusal is not None:
+                raise MemoryError(str(refusal))
+            arenas[pool] = arena
+        return Executor(arenas)
+
+
+_planned: SharedPools | None = None
+_lent: SharedPools | None = None
+
+
+def planned() -> SharedPools | None:
+    """What `share` found for this process's model, if its pools share memory."""
+    return _planned
+
+
+@contextmanager
+def lend() -> Iterator[None]:
+    """Have SGLang's pools be built on what was planned, if anything was."""
+    global _lent
+    _lent = _planned
+    try:
+        yield
+    finally:
+        _lent = None
+
+
+def lent() -> SharedPools | None:
+    """The memory on which a pool that is being built must lie, or None."""
+    return _lent
+
+
+def share(
+    configurator: Any, available: int, token_bytes: int, options: HybridConfig
+) -> SharedPools | None:
+    """Take a rank's cache memory, and plan how both pools share it.
+
+    Args:
+        configurator: SGLang's `KVCacheConfigurator`.
+        available: bytes for both pools.
+        token_bytes: of a token's KV, over all attention layers.
+        options: of the plugin.
+
+    Returns:
+        None where each pool gets its own memory.
+
+    Raises:
+        ConfigError: if the options ask for elastic pools and they cannot be had.
+    """
+    global _planned
+    _planned = None
+    device = torch.empty(0, device=configurator.device).device
+    if not elastic_memory.is_wanted(options, _hindrance(configurator, device.type)):
+        return None
+    memory = elastic_memory.take(available, options, device, logger())
+    plan = elastic_memory.plan(
+        _layout(configurator, token_bytes),
+        _least_of_all_ranks(memory.held) + memory.block_bytes,
+        options,
+        device_type=device.type,
+        max_model_len=configurator.model_config.context_len,
+        max_sequences=get_schedule().max_running_requests or _MOST_SEQUENCES,
+        log=logger(),
+    )
+    if plan is None:
+        memory.close()
+        return None
+    logger().info("%s", elastic_memory.describe(plan))
+    _planned = SharedPools(plan, memory)
+    return _planned
+
+
+_MOST_SEQUENCES = 2048
+"""SGLang runs so many at once, if there is room, unless told otherwise."""
+
+
+def _hindrance(configurator: Any, device_type: str) -> str | None:
+    """What stands against elastic pools, to follow those words."""
+    found = elastic_memory.obstacle(device_type)
+    if found is not None:
+        return found
+    if get_schedule().max_mamba_cache_size is not None:
+        return "have no fixed slots; drop --max-mamba-cache-size."
+    if get_schedule().max_total_tokens is not None:
+        return "have no fixed KV cache; drop --max-total-tokens."
+    if get_exec().features.enable_memory_saver or configurator.post_capture_kv_active:
+        return (
+            "keep their addresses mapped by themselves; drop --enable-memory-saver "
+            "and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING."
+        )
+    if configurator._get_ple_req_pool_kwargs():
+        return "hold no n-gram states beside the slots; set elastic to false."
+    return None if device_type == "cpu" else _unstrided()
+
+
+def _unstrided() -> str | None:
+    """Names a kernel backend that takes no slot-major states."""
+    mamba = get_exec().mamba
+    chosen = (
+        mamba.linear_attn_backend,
+        mamba.linear_attn_prefill_backend,
+        mamba.linear_attn_decode_backend,
+    )
+    if any(backend not in _STRIDED for backend in chosen):
+        return (
+            "need --linear-attn-backend triton or flashinfer, whose kernels take "
+            "their states."
+        )
+    if mamba.mamba_backend not in ("triton", None):
+        return "need --mamba-backend triton, whose kernels take their states."
+    return None
+
+
+def _layout(configurator: Any, token_bytes: int) -> CacheLayout:
+    layers = len(configurator.mambaish_config.full_attention_layer_ids)
+    tensors = layers if configurator.use_mla_backend else 2 * layers
+    page_size = get_schedule().page_size
+    params = configurator.mambaish_config.mamba2_cache_params
+    names = tuple(f"KV tensor {i}" for i in range(tensors))
+    return CacheLayout(
+        page_size=page_size,
+        attention=(AttentionGroup(names, token_bytes * page_size // tensors),),
+        states=(StateGroup(("all state layers",), slot_bytes(params)),),
+    )
+
+
+def _least_of_all_ranks(held: int) -> int:
+    """What every rank holds at least: all plan with equal memory."""
+    if get_parallel().launch_world_size == 1:
+        return held
+    least = torch.tensor(held, dtype=torch.int64)
+    torch.distributed.all_reduce(
+        least,
+        op=torch.distributed.ReduceOp.MIN,
+        group=get_parallel().world_group.cpu_group,
+    )
+    return int(least.item())

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's state pool with all states of a slot side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MambaPool
+
+_ALIGNMENT = 128
+"""Each state starts at a multiple of this many bytes, for loads in full vectors."""
+_WORD = torch.int64
+"""Slots are copied and cleared in words of this type."""
+
+
+def slot_bytes(params: Any) -> int:
+    """Bytes of one slot over all state layers, each state aligned.
+
+    Args:
+        params: SGLang's `BaseLinearStateParams`.
+    """
+    return sum(size * len(params.layers) for _, _, size in _states(params))
+
+
+def state_views(rows: torch.Tensor, params: Any) -> list[torch.Tensor]:
+    """Views `[layers, slots, *state]` of each kind of state; the temporal one last.
+
+    Args:
+        rows: `[slots, bytes]` int8 with contiguous rows of at least `slot_bytes`.
+        params: SGLang's `BaseLinearStateParams`.
+    """
+    slots, layers, views, start = len(rows), len(params.layers), [], 0
+    for shape, dtype, size in _states(params):
+        part = rows[:, start : start + layers * size].view(dtype)
+        padded = part.view(slots, layers, size // dtype.itemsize)
+        state = padded[:, :, : torch.Size(shape).numel()].view(slots, layers, *shape)
+        views.append(state.transpose(0, 1))
+        start += layers * size
+    return views
+
+
+def _states(params: Any) -> Iterator[tuple[tuple[int, ...], torch.dtype, int]]:
+    """Shape, type and aligned bytes of each kind of state of a layer."""
+    kinds = [(tuple(shape), params.dtype.conv) for shape in params.shape.conv]
+    kinds.append((tuple(params.shape.temporal), params.dtype.temporal))
+    for shape, dtype in kinds:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield shape, dtype, -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class SlotMajorPool(MambaPool):
+    """A `MambaPool` on memory that comes and goes."""
+
+    _conv_fuse_ok = False
+    """SGLang's fused copies need each layer's states side by side."""
+    _size: Callable[[], int]
+
+    def __init__(self, rows: torch.Tensor, *, size: int, **kwargs: Any) -> None:
+        """Build the pool small, and put it on its memory.
+
+        Args:
+            rows: `[slots, bytes]` int8, the slot for padding counted in.
+            size: slots, that one not counted.
+            kwargs: as for `MambaPool`.
+        """
+        super().__init__(size=1, **kwargs)
+        *conv, temporal = state_views(rows, kwargs["cache_params"])
+        self.mamba_cache = self.State(conv=conv, temporal=temporal)
+        self._words = rows.view(_WORD)
+        self.size = size
+
+    @property
+    def size(self) -> int:
+        """Slots that could be had at once, for SGLang's check for leaks."""
+        return self._size()
+
+    @size.setter
+    def size(self, count: int) -> None:
+        self._size = lambda: count
+
+    def count_with(self, size: Callable[[], int]) -> None:
+        """Have `size` say how many slots there are."""
+        self._size = size
+
+    def clear_slots(self, indices: torch.Tensor) -> None:
+        """Clear slots, int64 `[n]`, on the current stream."""
+        self._words.index_fill_(0, indices, 0)
+
+    def copy_from(self, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
+        """Copy slots, int64 `[n]` each, on the current stream."""
+        self._words[dst_indices] = self._words[src_indices]

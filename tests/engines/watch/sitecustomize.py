@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at the memory of elastic pools, in the process that moves it.
+
+Loaded through PYTHONPATH.  After every move, and every now and then, it writes
+what is mapped, and what the kernel says is resident, to a file.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+
+
+def _watch(report: str) -> None:
+    from hybrid_plugin.core.commands import Pool
+    from hybrid_plugin.core.executor import Executor
+
+    run, lock = Executor.run, threading.Lock()
+    most = {"most_mapped": 0, "most_resident": 0, "grown_kv": 0, "grown_state": 0}
+    pools = Pool.KV, Pool.STATE
+    seen = []
+
+    def look() -> None:
+        from tests.core.resident import resident
+
+        arenas = seen[0]._arenas
+        memory = arenas[Pool.KV]._memory
+        found = {f"resident_{p.value}": resident(arenas[p]._place) for p in pools}
+        for pool in pools:
+            mapped = sum(arenas[pool]._place.backed) * memory.block_bytes
+            found[f"mapped_{pool.value}"] = mapped
+        most["most_mapped"] = max(most["most_mapped"], memory.mapped)
+        resident_now = found["resident_kv"] + found["resident_state"]
+        most["most_resident"] = max(most["most_resident"], resident_now)
+        found |= {"mapped": memory.mapped, "budget": memory.usable} | most
+        with open(report + ".new", "w") as file:
+            json.dump(found, file)
+        os.replace(report + ".new", report)
+
+    def now_and_then() -> None:
+        from tests.engines.watch import PERIOD_S
+
+        while True:
+            time.sleep(PERIOD_S)
+            with lock:
+                look()
+
+    def watched(executor, commands):  # type: ignore[no-untyped-def]
+        with lock:
+            for command in commands:
+                kind = type(command).__name__
+                if kind == "Map":
+                    most[f"grown_{command.pool.value}"] += len(command.granules)
+                run(executor, [command])
+                if seen:
+                    look()
+            if not seen:
+                seen.append(executor)
+                look()
+                threading.Thread(target=now_and_then, daemon=True).start()
+
+    Executor.run = watched  # type: ignore[method-assign]
+
+
+if os.environ.get("HYBRID_TEST_WATCH") and "multiprocessing" in " ".join(sys.orig_argv):
+    _watch(os.environ["HYBRID_TEST_WATCH"])

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's pools on memory that comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core import host_arena
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Map, Pool, Unmap
+from hybrid_plugin.core.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.host_arena import HostArena
+from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.sglang.allocator import (
+    HybridSlotAllocator,
+    HybridTokenAllocator,
+    most_pages,
+    most_slots,
+)
+from hybrid_plugin.sglang.elastic import SharedPools
+
+pytestmark = pytest.mark.skipif(
+    not host_arena.is_available(), reason="needs memory that can be returned"
+)
+
+LAYERS, HEADS, WIDTH, PAGE = 2, 2, 64, 16
+BLOCK = 64 << 10
+BUDGET = 4 << 20
+TOKEN_BYTES = LAYERS * 2 * HEADS * WIDTH * 2
+
+
+def plan(budget: int = BUDGET) -> ElasticPlan:
+    names = tuple(f"KV tensor {i}" for i in range(2 * LAYERS))
+    layout = CacheLayout(
+        page_size=PAGE,
+        attention=(AttentionGroup(names, TOKEN_BYTES * PAGE // (2 * LAYERS)),),
+        states=(StateGroup(("states",), 126 << 10),),
+    )
+    return plan_elastic(
+        layout, budget, block_bytes=BLOCK, max_model_len=512, max_sequences=4
+    )
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedPools]:
+    memory = HostArena(BUDGET + BLOCK, BLOCK)
+    assert memory.hold(memory.usable) is None
+    yield SharedPools(plan(), memory)
+    memory.close()
+
+
+def key_value_pool(tokens: int, width: int = WIDTH) -> Any:
+    """As much of SGLang's `MHATokenToKVPool` as placing needs."""
+    shape = (tokens + PAGE, HEADS, width)
+    return SimpleNamespace(
+        layer_num=LAYERS,
+        store_dtype=torch.bfloat16,
+        _kv_buffer_shapes=lambda: (shape, shape),
+        k_buffer=None,
+        v_buffer=None,
+    )
+
+
+def test_keys_and_values_of_a_layer_lie_behind_each_other(shared: SharedPools) -> None:
+    pool = key_value_pool(shared.tokens)
+    shared.place_keys_and_values(pool)
+    assert len(pool.k_buffer) == len(pool.v_buffer) == LAYERS
+    for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
+        assert keys.shape == (shared.tokens + PAGE, HEADS, WIDTH)
+        assert keys.is_contiguous() and values.is_contiguous()
+        assert values.data_ptr() == keys.data_ptr() + keys.nbytes
+
+
+def test_what_is_mapped_keeps_content_and_what_left_is_gone(
+    shared: SharedPools,
+) -> None:
+    pool = key_value_pool(shared.tokens)
+    shared.place_keys_and_values(pool)
+    mover, per_granule = shared.start(), shared.plan.pages_per_granule * PAGE
+    hole = shared.plan.start[0]
+    addresses = [tensor.data_ptr() for tensor in (*pool.k_buffer, *pool.v_buffer)]
+    first = slice(hole * per_granule, (hole + 1) * per_granule)
+    mover.run([Unmap(Pool.STATE, (shared.plan.start[1] - 1,))])
+    mover.run([Map(Pool.KV, (hole,))])
+    for tensor in (*pool.k_buffer, *pool.v_buffer):
+        assert not tensor[first].any()
+        tensor[first] = 3
+        tensor[0] = 5
+    mover.run([Unmap(Pool.KV, (hole,)), Map(Pool.KV, (hole,))])
+    for tensor in (*pool.k_buffer, *pool.v_buffer):
+        assert not tensor[first].any()
+        assert bool((tensor[0] == 5).all())
+    assert addresses == [t.data_ptr() for t in (*pool.k_buffer, *pool.v_buffer)]
+    assert mover.moves.granules == 4
+
+
+def test_at_the_start_as_much_is_mapped_as_the_core_takes_for_granted(
+    shared: SharedPools,
+) -> None:
+    shared.place_keys_and_values(key_value_pool(shared.tokens))
+    shared.start()
+    _, _, controller = shared.plan.build()
+    pages, slots = shared.plan.start
+    assert shared.memory.mapped == (
+        pages * shared.plan.page_granule_bytes + slots * shared.plan.slot_granule_bytes
+    )
+    assert shared.memory.usable == controller.budget
+
+
+@pytest.mark.parametrize(
+    "pool", [key_value_pool(1024), key_value_pool(plan().sizes.pages * PAGE - PAGE, 32)]
+)
+def test_another_cache_than_planned_is_refused(shared: SharedPools, pool: Any) -> None:
+    with pytest.raises(ConfigError, match="planned for another KV cache"):
+        shared.place_keys_and_values(pool)
+
+
+def test_a_cache_that_sglang_built_elsewhere_is_refused(shared: SharedPools) -> None:
+    with pytest.raises(ConfigError, match="not for this kind of KV cache"):
+        shared.start()
+
+
+# ------------------------------------------------- what SGLang is told is left
+
+
+def core(made: ElasticPlan) -> HybridCache:
+    pages, slots, controller = made.build()
+    policy = HybridConfig().snapshot_policy(PAGE)
+    return HybridCache(pages, slots, PAGE, policy, elastic=controller)
+
+
+def serve(cache: HybridCache, rid: str, tokens: list[int], *, end: bool) -> bool:
+    """One sequence, computed to its end, and finished if `end`."""
+    found = cache.look_up(tokens)
+    if cache.admit(rid, found, cover=len(tokens)) is None:
+        return False
+    cache.drain_commands()
+    cache.advance(rid, tokens, len(tokens))
+    if end:
+        cache.finish(rid, tokens, len(tokens))
+    return True
+
+
+def test_what_is_left_and_cached_and_used_adds_up_whatever_moves() -> None:
+    cache = core(plan())
+    stock: Any = SimpleNamespace(dtype=None, device="cpu", get_kvcache=lambda: None)
+    tokens = HybridTokenAllocator(cache, stock)
+    slots = HybridSlotAllocator(cache, "cpu")
+    sizes = set()
+    for number in range(60):
+        length = 400 if 20 <= number < 40 else 20
+        prompt = [number * 1000 + i for i in range(length)]
+        serve(cache, str(number), prompt, end=number % 4 != 0)
+        pages = cache.pages
+        cached, used = pages.reclaimable * PAGE, pages.in_use * PAGE
+        assert tokens.available_size() + cached + used == tokens.size
+        assert tokens.available_size() >= pages.free * PAGE
+        assert slots.available_size() >= cache.slots.free
+        sizes.add(tokens.size)
+    assert cache.elastic is not None and cache.elastic.stats.moves > 10
+    assert len(sizes) > 3
+
+
+def test_what_is_said_to_be_left_can_be_had_and_no_page_more() -> None:
+    cache = core(plan())
+    for number in range(8):
+        serve(
+            cache, str(number), [number * 1000 + i for i in range(90)], end=number > 2
+        )
+    assert cache.elastic is not None
+    for pool, most in ((Pool.KV, most_pages(cache)), (Pool.STATE, most_slots(cache))):
+        assert cache.elastic.fits({pool: most})
+        assert not cache.elastic.fits({pool: most + 1})
+    assert cache.elastic.provide({Pool.KV: most_pages(cache)})
+    assert cache.pages.free == most_pages(cache)
