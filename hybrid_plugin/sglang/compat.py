@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from hybrid_plugin.compatibility.standing import untested
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.hookpoints import LiveView, problems
 from hybrid_plugin.sglang import activation
@@ -53,6 +54,7 @@ def hook_engine() -> None:
         return
     activation.read_options()
     _require(HOOKS)
+    _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
     _divide_memory()
@@ -340,6 +342,14 @@ def _require(points: Any) -> None:
             f"it does not fit SGLang {__version__}: {'; '.join(found)}. Install a "
             f"version it supports, or serve without {activation.FLAG}."
         )
+
+
+def _warn_if_untested() -> None:
+    from sglang import __version__
+
+    remark = untested("sglang", __version__)
+    if remark is not None:
+        logger().warning("SGLang %s is %s.", __version__, remark)
 
 
 _WANTED: list[str] = []

@@ -73,3 +73,18 @@ def test_server_without_the_plugin_starts_and_says_so(
     with caplog.at_level(logging.WARNING):
         register()
     assert contract.target in caplog.text
+
+
+def test_untested_version_is_served_with_a_warning(
+    asked_for: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sglang.__version__", "7.0.0")
+    for step in ("_settle_arguments", "_build_cache", "_apply"):
+        monkeypatch.setattr(compat, step, lambda: None)
+    with caplog.at_level(logging.WARNING):
+        register()
+    assert compat._ENGINE_HOOKED
+    assert (
+        "SGLang 7.0.0 is newer than the compatibility matrix: all hook points hold, "
+        "but no test has run on it."
+    ) in caplog.messages
