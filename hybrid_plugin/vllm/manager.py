@@ -110,7 +110,7 @@ class HybridKVCacheManager:
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self._found: dict[str, LookUp] = {}
-        self._prefix_stats = PrefixCacheStats()
+        self.prefix_cache_stats = PrefixCacheStats()
         self._page_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.pages)]
         self._slot_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.slots)]
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in specs))
@@ -206,7 +206,7 @@ class HybridKVCacheManager:
         flushed = self.cache.flush()
         if flushed:
             self._found.clear()
-            self._prefix_stats.reset = True
+            self.prefix_cache_stats.reset = True
         return flushed
 
     # -------------------------------------------------------------- inspection
@@ -255,13 +255,13 @@ class HybridKVCacheManager:
         """Hits since the last call, for vLLM's own counters."""
         if not self._log_stats:
             return None
-        stats, self._prefix_stats = self._prefix_stats, PrefixCacheStats()
+        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
         return stats
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         """Count an admission for `make_prefix_cache_stats`."""
         if self._log_stats and not request.skip_reading_prefix_cache:
-            self._prefix_stats.record(
+            self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens,
                 num_hits=num_hits,
                 preempted=request.num_preemptions > 0,

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's tests make a scheduler on one pool of blocks; they get ours on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+from hybrid_plugin.vllm import specs
+from hybrid_plugin.vllm.activation import OPTIONS_KEY
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.scheduler import HybridAsyncScheduler, HybridScheduler
+
+_NEVER = 1 << 30
+_OPTIONS = {
+    "branch_snapshot_min_tokens": _NEVER,
+    "prompt_snapshot_min_tokens": _NEVER,
+    "chunk_snapshot_min_tokens": _NEVER,
+    "prompt_body_share": 0.0,
+}
+"""No snapshots: the tests count the tokens of every step, and pauses change them."""
+
+
+def scheduler(**arguments: Any) -> Scheduler:
+    """In place of `Scheduler(...)`."""
+    return HybridScheduler(**_on_two_pools(arguments))
+
+
+def async_scheduler(**arguments: Any) -> Scheduler:
+    """In place of `AsyncScheduler(...)`."""
+    return HybridAsyncScheduler(**_on_two_pools(arguments))
+
+
+def _on_two_pools(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, with as many pages as there were blocks, and slots enough."""
+    vllm_config, stock = arguments["vllm_config"], arguments["kv_cache_config"]
+    vllm_config.additional_config = {OPTIONS_KEY: _OPTIONS}
+    state = MambaSpec(
+        block_size=vllm_config.model_config.max_model_len,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+    )
+    layers = {"attention": stock.kv_cache_groups[0].kv_cache_spec, "state": state}
+    config = HybridKVCacheConfig(
+        num_blocks=stock.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([layer], specs.to_pool_spec(layer, spec))
+            for layer, spec in layers.items()
+        ],
+        pages=stock.num_blocks,
+        slots=stock.num_blocks + vllm_config.scheduler_config.max_num_seqs,
+    )
+    return {**arguments, "kv_cache_config": config}
