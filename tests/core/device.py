@@ -12,8 +12,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
-from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
+from hybrid_plugin.core.node import Node, Snapshot
+from hybrid_plugin.core.spans import Span, live_pages
 
 GARBAGE = -1
 ZEROED = 0
@@ -54,6 +55,8 @@ class Forward:
     """Number of the prefix of every length, see `Prefixes.history`."""
     start: int
     end: int
+    windows: tuple[tuple[int, ...], ...] = ()
+    """Its pages in each window group."""
 
     def pages(self, page_size: int) -> set[int]:
         """Pages that it reads or writes."""
@@ -67,16 +70,34 @@ class Forward:
 class FakeDevice:
     """Pages and slots as lists; runs commands and forward passes."""
 
-    def __init__(self, pages: int, slots: int, page_size: int) -> None:
+    def __init__(
+        self,
+        pages: int,
+        slots: int,
+        page_size: int,
+        windows: Sequence[tuple[Span, int]] = (),
+    ) -> None:
+        """Make memory that holds garbage.
+
+        Args:
+            pages: of the full attention.
+            slots: of the states; 0 for a model without.
+            page_size: tokens in a page.
+            windows: span and pages of each window group.
+        """
         self.page_size = page_size
-        self.pages = [[GARBAGE] * page_size for _ in range(pages)]
+        self.pages = _garbage(pages, page_size)
         self.slots = [GARBAGE] * slots
+        self.spans = [span for span, _ in windows]
+        self.windows = [_garbage(count, page_size) for _, count in windows]
 
     def clone(self) -> FakeDevice:
         """A copy to try commands on."""
         twin = FakeDevice(0, 0, self.page_size)
         twin.pages = [list(cells) for cells in self.pages]
         twin.slots = list(self.slots)
+        twin.spans = self.spans
+        twin.windows = [[list(cells) for cells in group] for group in self.windows]
         return twin
 
     def run(self, commands: Iterable[Command]) -> None:
@@ -90,6 +111,10 @@ class FakeDevice:
                 case Copy(Pool.KV, source, destination):
                     self._require(destination != 0, "page 0 is nobody's")
                     self.pages[destination] = list(self.pages[source])
+                case Copy(WindowPool(index), source, destination):
+                    self._require(0 not in (source, destination), "page 0 is nobody's")
+                    group = self.windows[index]
+                    group[destination] = list(group[source])
                 case _:
                     raise ContentError(f"{command} is not used by the core")
 
@@ -106,12 +131,12 @@ class FakeDevice:
         twin = self.clone()
         twin.run(cache._commands)
         for namespace, root in cache.tree._roots.items():
-            pending: list[tuple[Node, int]] = [(root, ZEROED)]
+            pending: list[tuple[Node, list[int]]] = [(root, [ZEROED])]
             while pending:
-                node, prefix = pending.pop()
-                end = twin._check_node(node, namespace, prefix, prefixes)
+                node, history = pending.pop()
+                reached = twin._check_node(node, namespace, history, prefixes)
                 below = [*node.children.values(), *node.tails.values()]
-                pending += [(child, end) for child in below]
+                pending += [(child, reached) for child in below]
 
     # ---------------------------------------------------------------- internal
 
@@ -127,16 +152,29 @@ class FakeDevice:
         for part in batch:
             for page in part.written_pages(self.page_size):
                 self._require(touched[page] == 1, f"written page {page} is shared")
+        for index in range(len(self.windows)):
+            self._check_windows_apart(index, batch)
         slots = [part.slot for part in batch]
-        self._require(len(set(slots)) == len(slots), f"a slot is shared: {slots}")
+        unshared = not self.slots or len(set(slots)) == len(slots)
+        self._require(unshared, f"a slot is shared: {slots}")
+
+    def _check_windows_apart(self, index: int, batch: Sequence[Forward]) -> None:
+        held = [page for part in batch for page in part.windows[index] if page]
+        for part in batch:
+            first = part.start // self.page_size
+            for page in part.windows[index][first : -(-part.end // self.page_size)]:
+                self._require(held.count(page) == 1, f"window page {page} is shared")
 
     def _check(self, part: Forward) -> None:
-        state = self.slots[part.slot]
-        expected = part.history[part.start]
-        self._require(
-            state == expected,
-            f"slot {part.slot} holds {state}, not {expected} ({part.start} tokens)",
-        )
+        if self.slots:
+            state = self.slots[part.slot]
+            expected = part.history[part.start]
+            self._require(
+                state == expected,
+                f"slot {part.slot} holds {state}, not {expected} ({part.start} tokens)",
+            )
+        for index, table in enumerate(part.windows):
+            self._check_window(index, table, part.history, part.start)
         size = self.page_size
         for first in range(0, part.start, size):
             wanted = list(part.history[first + 1 : min(first + size, part.start) + 1])
@@ -144,36 +182,73 @@ class FakeDevice:
             cells = self.pages[page][: len(wanted)]
             self._require(cells == wanted, f"page {page} holds {cells}, not {wanted}")
 
+    def _check_window(
+        self, index: int, table: Sequence[int], history: Sequence[int], length: int
+    ) -> None:
+        """Token `length` must find all that its window reaches."""
+        for position in range(self.spans[index].first_needed(length), length):
+            page = table[position // self.page_size]
+            cell = self.windows[index][page][position % self.page_size]
+            self._require(
+                page != 0 and cell == history[position + 1],
+                f"window group {index}, token {position} of {length}: page {page} "
+                f"holds {cell}, not {history[position + 1]}",
+            )
+
     def _write(self, part: Forward) -> None:
-        for position in range(part.start, part.end):
-            page = part.table[position // self.page_size]
-            self._require(page != 0, "page 0 is nobody's")
-            self.pages[page][position % self.page_size] = part.history[position + 1]
-        self._store(part.slot, part.history[part.end])
+        groups = [(self.pages, part.table)]
+        groups += list(zip(self.windows, part.windows, strict=True))
+        for memory, table in groups:
+            for position in range(part.start, part.end):
+                page = table[position // self.page_size]
+                self._require(page != 0, "page 0 is nobody's")
+                memory[page][position % self.page_size] = part.history[position + 1]
+        if self.slots:
+            self._store(part.slot, part.history[part.end])
 
     def _check_node(
-        self, node: Node, namespace: Hashable, prefix: int, prefixes: Prefixes
-    ) -> int:
+        self,
+        node: Node,
+        namespace: Hashable,
+        before: Sequence[int],
+        prefixes: Prefixes,
+    ) -> list[int]:
+        """Check what a node offers; returns the numbers of all prefixes up to it."""
+        history = list(before)
         for position, token in enumerate(node.tokens):
-            prefix = prefixes.extend(prefix, namespace, token)
+            history.append(prefixes.extend(history[-1], namespace, token))
             page = node.pages[position // self.page_size]
             cell = self.pages[page][position % self.page_size]
             self._require(
-                cell == prefix,
+                cell == history[-1],
                 f"the tree offers page {page} for {node.end} tokens, but cell "
-                f"{position % self.page_size} holds {cell}, not {prefix}",
+                f"{position % self.page_size} holds {cell}, not {history[-1]}",
             )
         if node.snapshot is not None:
-            slot = node.snapshot.slot
-            state = self.slots[slot]
+            self._check_snapshot(node, node.snapshot, history)
+        return history
+
+    def _check_snapshot(
+        self, node: Node, snapshot: Snapshot, history: Sequence[int]
+    ) -> None:
+        if self.slots:
+            state = self.slots[snapshot.slot]
             self._require(
-                state == prefix,
-                f"the tree offers slot {slot} for {node.end} tokens, but it "
-                f"holds {state}, not {prefix}",
+                state == history[-1],
+                f"the tree offers slot {snapshot.slot} for {node.end} tokens, but it "
+                f"holds {state}, not {history[-1]}",
             )
-        return prefix
+        for index, (span, pages) in enumerate(
+            zip(self.spans, snapshot.windows, strict=True)
+        ):
+            first = live_pages(span, node.end, self.page_size).start
+            self._check_window(index, [*([0] * first), *pages], history, node.end)
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:
         if not condition:
             raise ContentError(message)
+
+
+def _garbage(pages: int, page_size: int) -> list[list[int]]:
+    return [[GARBAGE] * page_size for _ in range(pages)]

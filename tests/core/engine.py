@@ -20,9 +20,11 @@ from typing import TypeVar
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
 from hybrid_plugin.core.eviction import FlopAware
-from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.pool import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.core.spans import Span
 from hybrid_plugin.core.tokens import Pages
+from hybrid_plugin.core.windows import WindowGroup
 from tests.core.audit import audit, full_state
 from tests.core.device import FakeDevice, Forward, Prefixes
 from tests.core.support import Tokens
@@ -49,6 +51,14 @@ class Setup:
     max_running: int = 8
     flop_aware: bool = False
     """Whether evictions weigh what a snapshot saves."""
+    has_states: bool = True
+    windows: tuple[tuple[Span, int], ...] = ()
+    """Span of each window group, and pages that it has beyond those of `pages`."""
+
+    @property
+    def window_pools(self) -> list[tuple[Span, int]]:
+        """Span and pages of each window group."""
+        return [(span, self.pages + more) for span, more in self.windows]
 
     @property
     def max_length(self) -> int:
@@ -59,7 +69,7 @@ class Setup:
         """The cache under test."""
         return cls(
             pages=PagePool(self.pages),
-            slots=SlotPool(self.slots),
+            slots=SlotPool(self.slots) if self.has_states else NoSlots(),
             page_size=self.page_size,
             policy=SnapshotPolicy(
                 page_size=self.page_size,
@@ -70,6 +80,9 @@ class Setup:
             eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
             if self.flop_aware
             else None,
+            windows=tuple(
+                WindowGroup(span, PagePool(pages)) for span, pages in self.window_pools
+            ),
         )
 
 
@@ -113,7 +126,12 @@ class FakeEngine:
     def __init__(self, setup: Setup, cls: type[HybridCache] = HybridCache) -> None:
         self.setup = setup
         self.cache = setup.build(cls)
-        self.device = FakeDevice(setup.pages, setup.slots, setup.page_size)
+        self.device = FakeDevice(
+            setup.pages,
+            setup.slots if setup.has_states else 0,
+            setup.page_size,
+            setup.window_pools,
+        )
         self.prefixes = Prefixes()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -167,6 +185,8 @@ class FakeEngine:
             if self.cache.is_prefilling(request.seq_id):
                 tokens = request.known_tokens
                 self.cache.advance(request.seq_id, tokens, request.computed)
+            else:
+                self.cache.trim(request.seq_id, request.computed)
         self.outputs.append([r for r in self._work if self._has_sampled(r)])
         if not self.setup.lagging:
             self.receive()
@@ -211,6 +231,15 @@ class FakeEngine:
         """Check all invariants, and everything the tree offers."""
         audit(self.cache)
         self.device.check_tree(self.cache, self.prefixes)
+        for request in self.running:
+            self._check_windows(request)
+
+    def _check_windows(self, request: Request) -> None:
+        """No page is held that no token to come looks at."""
+        tables = self.cache.sequence(request.seq_id).windows
+        for group, table in zip(self.cache.windows, tables, strict=True):
+            first = group.span.first_needed(request.computed) // self.setup.page_size
+            assert table.first == min(first, len(table.pages)), "a window grows"
 
     # ---------------------------------------------------------------- schedule
 
@@ -308,7 +337,9 @@ class FakeEngine:
 
     def _forward(self, request: Request, end: int) -> Forward:
         table, slot = tuple(request.table), request.slot
-        return Forward(table, slot, request.history, request.computed, end)
+        groups = self.cache.sequence(request.seq_id).windows
+        windows = tuple(tuple(group.pages) for group in groups)
+        return Forward(table, slot, request.history, request.computed, end, windows)
 
     def _has_sampled(self, request: Request) -> bool:
         sampled = request.computed == request.known + request.unseen

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
 from hybrid_plugin.core.node import Node
 from hybrid_plugin.core.radix import Evicted, Match
 from tests.core.device import ContentError
@@ -138,6 +138,27 @@ class LosesSlots(HybridCache):
         return HybridCache._donate(self, *args, exact=exact) or not exact
 
 
+class SkipsWindowCopies(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not isinstance(c.pool, WindowPool)]
+
+
+class TrimsWindowsTooEarly(HybridCache):
+    """Frees what the next token still looks at."""
+
+    def trim(self, seq_id: str, computed: int) -> None:
+        HybridCache.trim(self, seq_id, computed + 1)
+
+
+class NeverTrims(HybridCache):
+    """Keeps pages that no window reaches any more."""
+
+    def trim(self, seq_id: str, computed: int) -> None:
+        pass
+
+
+WINDOWS = [SkipsWindowCopies, TrimsWindowsTooEarly, NeverTrims]
 CONTENT = [
     SkipsStateCopies,
     SkipsTailCopies,
@@ -164,17 +185,19 @@ def _is_copy(command: Command, pool: Pool) -> bool:
     return isinstance(command, Copy) and command.pool is pool
 
 
-def first_failure(cache: type[HybridCache], check_every: int) -> AssertionError:
+def first_failure(
+    cache: type[HybridCache], check_every: int, *, windows: bool = False
+) -> Exception:
     """What the first failing traffic fails with."""
     for seed in range(20):
         for page_size in (1, 4, 16):
-            traffic = Traffic.seeded(seed, page_size, cache)
+            traffic = Traffic.seeded(seed, page_size, cache, windows=windows)
             try:
                 for count in range(1, 301):
                     traffic.operate()
                     if count % check_every == 0:
                         traffic.engine.check()
-            except AssertionError as failure:
+            except (AssertionError, ValueError) as failure:
                 return failure
     pytest.fail(f"{cache.__name__} went through")
 
@@ -190,6 +213,12 @@ def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
     assert not isinstance(first_failure(cache, check_every=1), ContentError)
 
 
-def test_the_sound_cache_goes_through() -> None:
+@pytest.mark.parametrize("cache", WINDOWS, ids=lambda cache: cache.__name__)
+def test_wrong_windows_are_found(cache: type[HybridCache]) -> None:
+    first_failure(cache, check_every=1, windows=True)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_the_sound_cache_goes_through(windows: bool) -> None:
     with pytest.raises(pytest.fail.Exception, match="went through"):
-        first_failure(HybridCache, check_every=10_000)
+        first_failure(HybridCache, check_every=10_000, windows=windows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.spans import ChunkedLocal, SlidingWindow, Span
 from tests.core.engine import Access, FakeEngine, Setup
 from tests.core.support import Tokens
 
@@ -50,6 +51,21 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
     )
 
 
+def with_windows(rng: random.Random, setup: Setup) -> Setup:
+    """The same for a model with one or two window groups, half without states."""
+    spans: list[Span] = [
+        SlidingWindow(rng.choice((1, 2, 3, 5, 8, 17, 33))),
+        ChunkedLocal(rng.choice((2, 4, 7, 16, 32))),
+    ]
+    rng.shuffle(spans)
+    windows = [(span, rng.choice((0, 0, 2, 9))) for span in spans]
+    return replace(
+        setup,
+        windows=tuple(windows[: rng.choice((1, 2))]),
+        has_states=rng.random() < 0.5,
+    )
+
+
 @dataclass(slots=True)
 class Traffic:
     """Random operations on one fake engine."""
@@ -60,11 +76,19 @@ class Traffic:
 
     @classmethod
     def seeded(
-        cls, seed: int, page_size: int, cache: type[HybridCache] = HybridCache
+        cls,
+        seed: int,
+        page_size: int,
+        cache: type[HybridCache] = HybridCache,
+        *,
+        windows: bool = False,
     ) -> Traffic:
-        """Traffic on a random engine."""
+        """Traffic on a random engine, for a model with window groups or without."""
         rng = random.Random(f"{seed}/{page_size}")
-        return cls(rng, FakeEngine(random_setup(rng, page_size), cache))
+        setup = random_setup(rng, page_size)
+        if windows:
+            setup = with_windows(rng, setup)
+        return cls(rng, FakeEngine(setup, cache))
 
     def run(self, operations: int, check_every: int) -> None:
         """Do `operations`, with a full check after every so many."""
