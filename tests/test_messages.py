@@ -62,6 +62,7 @@ def test_dashboard_shows_every_metric() -> None:
     used = set(re.findall(r"hybrid_cache_\w+", text))
     known = {f"hybrid_cache_{name}_total" for name in _TOTALS}
     known |= {f"hybrid_cache_{pool}" for pool in _POOLS}
+    known.add("hybrid_cache_mapped_bytes")
     assert used == known
 
 
