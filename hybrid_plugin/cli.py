@@ -9,10 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from hybrid_plugin.doctor import command as doctor
-from hybrid_plugin.plan import command as plan
-from hybrid_plugin.simulate import command as simulate
-
 if TYPE_CHECKING:
     from hybrid_plugin.demo.engines import Engine
 
@@ -36,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from hybrid_plugin.doctor import command as doctor
+    from hybrid_plugin.plan import command as plan
+    from hybrid_plugin.simulate import command as simulate
+
     parser: argparse.ArgumentParser = _Parser(
         prog="hybrid-plugin", description="Prefix cache for hybrid models."
     )
