@@ -465,12 +465,20 @@ class HybridCache(MakesRoom):
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return
+        self._make_room_on_path(node)
         if not self._free_snapshot_slot(node):
             return
         slot = self.slots.allocate_snapshot()
         self._attach(node, sequence, slot)
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
+
+    def _make_room_on_path(self, node: Node) -> None:
+        """Let go of snapshots before `node` until one more is within the cap."""
+        if self.policy.most_per_path is None:
+            return
+        for worst in self.tree.beyond_cap(node, self.policy.most_per_path - 1):
+            self._take_back(self.tree.detach_snapshot(worst))
 
     def _attach(
         self,
@@ -516,6 +524,7 @@ class HybridCache(MakesRoom):
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return False
+        self._make_room_on_path(node)
         self.slots.donate(sequence.slot)
         self._attach(node, sequence, sequence.slot, is_turn_end=True)
         self._supersede(sequence.origin)

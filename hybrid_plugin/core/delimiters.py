@@ -16,8 +16,8 @@ import numpy as np
 
 from hybrid_plugin.core.tokens import Tokens
 
-_SYSTEM, _USER, _OTHER = "alpha", "bravo", "delta"
-"""Contents that no template changes."""
+_SYSTEM, _USER, _OTHER = "alpha", "bravo", "tempo"
+"""Contents that no template changes, and that begin and end differently."""
 
 
 class ChatTemplate(Protocol):

@@ -361,6 +361,22 @@ class MambaRadixCache:
                 order.put(node, priority)
         return None
 
+    def beyond_cap(self, node: Node, most: int) -> list[Node]:
+        """Nodes on the path before `node` that hold snapshots beyond `most`.
+
+        Those worth least come first; locked ones stay, whatever their number.
+        """
+        held: list[tuple[float, int, Node]] = []
+        count, above = 0, node.parent
+        while above is not None:
+            if above.snapshot is not None:
+                count += 1
+                if not above.state_lock:
+                    worth = self.eviction.snapshot(above, above.snapshot)
+                    held.append((worth, above.end, above))
+            above = above.parent
+        return [worst for _, _, worst in sorted(held)[: max(count - most, 0)]]
+
     def snapshots(self) -> Iterator[Node]:
         """Nodes with an unlocked snapshot: by segment, the first to go first."""
         for order in self._snapshots:

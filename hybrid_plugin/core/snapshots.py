@@ -57,7 +57,8 @@ class SnapshotPolicy:
     system_min_tokens: int = 64
     """The end of a system message must lie this far behind the hit."""
     most_per_path: int | None = None
-    """Snapshots that one path of the tree may hold; None for any number."""
+    """Snapshots on the path to a new one, itself included; beyond that the one worth
+    least of them goes.  None for any number."""
 
     def prefill_stops(
         self,

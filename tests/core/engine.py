@@ -49,6 +49,7 @@ class Setup:
     prompt_end_min: int = 1
     chunk_end_min: int = 1
     max_running: int = 8
+    most_per_path: int | None = None
     flop_aware: bool = False
     """Whether evictions weigh what a snapshot saves."""
     has_states: bool = True
@@ -76,6 +77,7 @@ class Setup:
                 branch_min_tokens=self.branch_min,
                 prompt_end_min_tokens=self.prompt_end_min,
                 chunk_end_min_tokens=self.chunk_end_min,
+                most_per_path=self.most_per_path,
             ),
             eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
             if self.flop_aware

@@ -48,6 +48,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
         chunk_end_min=rng.choice((1, 2 * page_size, 1000)),
         max_running=rng.choice((2, 4, 8)),
         flop_aware=rng.random() < 0.3,
+        most_per_path=rng.choice((None, None, None, 1, 2)),
     )
 
 
