@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkout
@@ -102,6 +103,15 @@ def test_each_goes_as_expected(run: Run, capfd: pytest.CaptureFixture[str]) -> N
 def test_without_the_plugin(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--stock", made="stock") == 0
     assert "4 passed, 1 skipped" in capfd.readouterr().out
+
+
+def test_only_the_tests_are_laid_out(tmp_path: Path) -> None:
+    expected = SimpleNamespace(tests={"test/unit/a.py": {}, "test/b.py": {}})
+    (tmp_path / "engine" / "test").mkdir(parents=True)
+    (tmp_path / "engine" / "python").mkdir()
+    stage = run_upstream._stage(tmp_path / "engine", expected, tmp_path)
+    assert [entry.name for entry in stage.iterdir()] == ["test"]
+    assert (stage / "test").resolve() == tmp_path / "engine" / "test"
 
 
 def test_one_test_alone(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, lists: Path = HERE) -> int:
         print(*differences, sep="\n", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        stage = _stage(args.upstream_checkout, Path(folder))
+        stage = _stage(args.upstream_checkout, expected, Path(folder))
         models = hub.write(Path(folder) / "hub", expected.models)
         variables = {**models, **_variables(file, stock=args.stock)}
         return _run(stage, expected, flags, variables)
@@ -82,11 +82,12 @@ def _for_installed(lists: Path) -> Path | None:
     return None
 
 
-def _stage(source: Path, folder: Path) -> Path:
+def _stage(source: Path, expected: Expectations, folder: Path) -> Path:
     """A folder with the tests alone: beside them the source hides what is installed."""
     stage = folder / "stage"
     stage.mkdir()
-    (stage / "tests").symlink_to((source / "tests").resolve())
+    for name in {Path(file).parts[0] for file in expected.tests}:
+        (stage / name).symlink_to((source / name).resolve())
     return stage
 
 
