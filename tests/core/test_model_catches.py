@@ -189,7 +189,7 @@ def first_failure(
     cache: type[HybridCache], check_every: int, *, windows: bool = False
 ) -> Exception:
     """What the first failing traffic fails with."""
-    for seed in range(20):
+    for seed in range(40):
         for page_size in (1, 4, 16):
             traffic = Traffic.seeded(seed, page_size, cache, windows=windows)
             try:
