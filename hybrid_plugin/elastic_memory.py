@@ -20,7 +20,7 @@ from hybrid_plugin.core.virtual import VirtualArena
 
 _CUDA_BLOCK = 2 << 20
 """What NVIDIA's drivers map at a time; `CudaArena` checks it."""
-_HOST_BLOCK = 64 << 10
+_HOST_BLOCK = 16 << 10
 _HOST_BLOCKS = 8192
 """Host memory comes in about so many blocks: each may cost the kernel a record."""
 
@@ -82,26 +82,33 @@ def limited(available: int, options: HybridConfig) -> int:
 
 def plan(
     layout: CacheLayout,
-    available: int,
+    budget: int,
     options: HybridConfig,
     *,
-    device_type: str,
+    block_bytes: int,
     max_model_len: int,
     max_sequences: int,
     log: Logger,
 ) -> ElasticPlan | None:
-    """How both pools share `available` bytes; None where each gets its own.
+    """How both pools share the memory; None where each gets its own.
+
+    Args:
+        layout: of the pages and the slots.
+        budget: bytes that every rank has, the block behind holes included.
+        options: of the plugin.
+        block_bytes: of that memory.
+        max_model_len: tokens of the longest sequence.
+        max_sequences: that run at once, at most.
+        log: where to say why pools do not share, if they do not.
 
     Raises:
         ConfigError: if the options ask for elastic pools and they do not fit.
     """
-    budget = limited(available, options)
-    size = block_bytes(budget, device_type)
     try:
         return plan_elastic(
             layout,
-            budget // size * size - size,
-            block_bytes=size,
+            (budget // block_bytes - 1) * block_bytes,
+            block_bytes=block_bytes,
             max_model_len=max_model_len,
             max_sequences=max_sequences,
             pages_floor=options.kv_pages_floor or 0,

@@ -30,6 +30,8 @@ from hybrid_plugin.sglang.slots import slot_bytes
 
 _STRIDED = ("triton", "flashinfer", None)
 """Backends of linear attention whose kernels take slot-major states."""
+MOST_SEQUENCES = 2048
+"""SGLang runs so many at once, if there is room, unless told otherwise."""
 
 
 class SharedPools:
@@ -189,16 +191,17 @@ def share(
     global _planned
     _planned = None
     device = torch.empty(0, device=configurator.device).device
-    if not elastic_memory.is_wanted(options, _hindrance(configurator, device.type)):
+    found = hindrance(device.type) or _hindrance_of_pools(configurator)
+    if not elastic_memory.is_wanted(options, found):
         return None
     memory = elastic_memory.take(available, options, device, logger())
     plan = elastic_memory.plan(
         _layout(configurator, token_bytes),
         _least_of_all_ranks(memory.held) + memory.block_bytes,
         options,
-        device_type=device.type,
+        block_bytes=memory.block_bytes,
         max_model_len=configurator.model_config.context_len,
-        max_sequences=get_schedule().max_running_requests or _MOST_SEQUENCES,
+        max_sequences=get_schedule().max_running_requests or MOST_SEQUENCES,
         log=logger(),
     )
     if plan is None:
@@ -209,12 +212,12 @@ def share(
     return _planned
 
 
-_MOST_SEQUENCES = 2048
-"""SGLang runs so many at once, if there is room, unless told otherwise."""
+def hindrance(device_type: str) -> str | None:
+    """What the machine or a flag has against elastic pools, to follow those words.
 
-
-def _hindrance(configurator: Any, device_type: str) -> str | None:
-    """What stands against elastic pools, to follow those words."""
+    Args:
+        device_type: "cpu" or "cuda", as torch calls it.
+    """
     found = elastic_memory.obstacle(device_type)
     if found is not None:
         return found
@@ -222,14 +225,21 @@ def _hindrance(configurator: Any, device_type: str) -> str | None:
         return "have no fixed slots; drop --max-mamba-cache-size."
     if get_schedule().max_total_tokens is not None:
         return "have no fixed KV cache; drop --max-total-tokens."
-    if get_exec().features.enable_memory_saver or configurator.post_capture_kv_active:
+    if get_exec().features.enable_memory_saver:
+        return "keep their addresses mapped by themselves; drop --enable-memory-saver."
+    return None if device_type == "cpu" else _unstrided()
+
+
+def _hindrance_of_pools(configurator: Any) -> str | None:
+    """What the pools that SGLang would build have against it."""
+    if configurator.post_capture_kv_active:
         return (
-            "keep their addresses mapped by themselves; drop --enable-memory-saver "
-            "and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING."
+            "have memory before graphs are captured; unset "
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING."
         )
     if configurator._get_ple_req_pool_kwargs():
         return "hold no n-gram states beside the slots; set elastic to false."
-    return None if device_type == "cpu" else _unstrided()
+    return None
 
 
 def _unstrided() -> str | None:
@@ -250,16 +260,33 @@ def _unstrided() -> str | None:
     return None
 
 
-def _layout(configurator: Any, token_bytes: int) -> CacheLayout:
-    layers = len(configurator.mambaish_config.full_attention_layer_ids)
-    tensors = layers if configurator.use_mla_backend else 2 * layers
-    page_size = get_schedule().page_size
-    params = configurator.mambaish_config.mamba2_cache_params
+def layout_of(
+    params: Any, *, tensors: int, tensor_bytes: int, page_size: int
+) -> CacheLayout:
+    """Sizes of a page and of a slot-major slot.
+
+    Args:
+        params: of the states, SGLang's `BaseLinearStateParams`.
+        tensors: of the KV pool.
+        tensor_bytes: of a token in one of them.
+        page_size: tokens in a page.
+    """
     names = tuple(f"KV tensor {i}" for i in range(tensors))
     return CacheLayout(
         page_size=page_size,
-        attention=(AttentionGroup(names, token_bytes * page_size // tensors),),
+        attention=(AttentionGroup(names, tensor_bytes * page_size),),
         states=(StateGroup(("all state layers",), slot_bytes(params)),),
+    )
+
+
+def _layout(configurator: Any, token_bytes: int) -> CacheLayout:
+    layers = len(configurator.mambaish_config.full_attention_layer_ids)
+    tensors = layers if configurator.use_mla_backend else 2 * layers
+    return layout_of(
+        configurator.mambaish_config.mamba2_cache_params,
+        tensors=tensors,
+        tensor_bytes=token_bytes // tensors,
+        page_size=get_schedule().page_size,
     )
 
 

@@ -22,6 +22,7 @@ from hybrid_plugin.core.layout import (
     PoolSizes,
     StateGroup,
 )
+from hybrid_plugin.elastic_memory import describe
 from hybrid_plugin.vllm import elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
@@ -188,7 +189,7 @@ def plan(
     shared = elastic.plan(vllm_config, layout, available)
     if shared is not None:
         sizes = shared.sizes
-        _log_shared(shared)
+        logger.info("%s", describe(shared))
     else:
         options = read_options(vllm_config)
         budget = elastic.limited(available, options)
@@ -255,19 +256,6 @@ def _log_pools(layout: CacheLayout, sizes: PoolSizes) -> None:
         sizes.slots,
         layout.slot_bytes / 2**10,
         sizes.slots * layout.slot_bytes / 2**20,
-    )
-
-
-def _log_shared(shared: ElasticPlan) -> None:
-    logger.info(
-        "hybrid-plugin pools share %.1f MiB: memory moves in granules of %d KV pages "
-        "of %d tokens (%.1f MiB) and of %d state slots (%.1f MiB)",
-        shared.budget / 2**20,
-        shared.pages_per_granule,
-        shared.layout.page_size,
-        shared.page_granule_bytes / 2**20,
-        shared.slots_per_granule,
-        shared.slot_granule_bytes / 2**20,
     )
 
 

@@ -39,7 +39,9 @@ ATTENTION_ONLY = {
 def _ask(driver: Driver, setup: Setup, *flags: str) -> tuple[int, dict[str, Any]]:
     """The doctor's exit status and what it says about the model."""
     launch = driver.launch(setup, port=1)
-    own = [f for f in launch.command if f.startswith("--")]
+    words = list(launch.command)
+    first = next(i for i, word in enumerate(words) if word.startswith("--"))
+    own = words[first:]
     own = [f for f in own if not f.startswith(("--model-path", "--enable-hybrid"))]
     command = [
         sys.executable,
@@ -83,6 +85,16 @@ def test_layout_is_that_of_the_server(
     pages, page_size, slots = map(int, pools.groups())
     assert (model["pages"], model["slots"]) == (pages, slots)
     assert model["page_size"] == page_size
+
+
+def test_granules_of_elastic_pools_are_foreseen(driver: Driver) -> None:
+    status, engine = _ask(driver, Setup(options={"elastic": True}))
+    assert (status, engine["problems"]) == (0, [])
+    model = engine["model"]
+    for kind in ("page", "slot"):
+        assert model[f"{kind}_granule_bytes"] > model[f"{kind}s_per_granule"] > 0
+    most = model["pages"] // model["pages_per_granule"] * model["page_granule_bytes"]
+    assert 0.9 * CACHE_MIB < most / 2**20 <= CACHE_MIB
 
 
 def test_conflict_is_foreseen(driver: Driver) -> None:

@@ -19,6 +19,7 @@ from hybrid_plugin.core.commands import Map, Pool, Unmap
 from hybrid_plugin.core.elastic_plan import ElasticPlan, plan_elastic
 from hybrid_plugin.core.host_arena import HostArena
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.sglang import elastic
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
@@ -126,6 +127,71 @@ def test_another_cache_than_planned_is_refused(shared: SharedPools, pool: Any) -
 def test_a_cache_that_sglang_built_elsewhere_is_refused(shared: SharedPools) -> None:
     with pytest.raises(ConfigError, match="not for this kind of KV cache"):
         shared.start()
+
+
+# ------------------------------------------------------- what stands against it
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
+    """SGLang's configurator on a GPU, and what it reads, as far as is looked at."""
+    mamba = dict.fromkeys(
+        ("linear_attn_prefill_backend", "linear_attn_decode_backend"), None
+    ) | {"linear_attn_backend": "triton", "mamba_backend": "triton"}
+    seen = {
+        "schedule": {"max_mamba_cache_size": None, "max_total_tokens": None},
+        "features": {"enable_memory_saver": False},
+        "mamba": mamba,
+        "configurator": {"post_capture_kv_active": False, "side_states": {}},
+    }
+    for name, value in changes.items():
+        (part,) = (part for part in seen.values() if name in part)
+        part[name] = value
+    made = {name: SimpleNamespace(**part) for name, part in seen.items()}
+    running = SimpleNamespace(features=made["features"], mamba=made["mamba"])
+    monkeypatch.setattr(elastic, "get_schedule", lambda: made["schedule"])
+    monkeypatch.setattr(elastic, "get_exec", lambda: running)
+    monkeypatch.setattr("hybrid_plugin.elastic_memory.obstacle", lambda device: None)
+    configurator = made["configurator"]
+    configurator._get_ple_req_pool_kwargs = lambda: configurator.side_states
+    return configurator
+
+
+def against(configurator: Any, device_type: str = "cuda") -> str | None:
+    found = elastic.hindrance(device_type)
+    return found or elastic._hindrance_of_pools(configurator)
+
+
+def test_nothing_stands_against_sglangs_own_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert against(configure(monkeypatch)) is None
+    flashinfer = configure(monkeypatch, linear_attn_decode_backend="flashinfer")
+    assert against(flashinfer) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "way_out"),
+    [
+        ("max_mamba_cache_size", 64, "drop --max-mamba-cache-size"),
+        ("max_total_tokens", 8192, "drop --max-total-tokens"),
+        ("enable_memory_saver", True, "drop --enable-memory-saver"),
+        ("post_capture_kv_active", True, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        ("side_states", {"short_conv_layer_ids": [1]}, "set elastic to false"),
+        ("linear_attn_prefill_backend", "cutedsl", "--linear-attn-backend triton"),
+        ("linear_attn_decode_backend", "helion", "--linear-attn-backend triton"),
+        ("mamba_backend", "flashinfer", "--mamba-backend triton"),
+    ],
+)
+def test_what_stands_against_it_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, way_out: str
+) -> None:
+    found = against(configure(monkeypatch, **{name: value}))
+    assert found is not None and way_out in found and found.endswith(".")
+
+
+def test_the_cpu_s_kernels_take_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    configurator = configure(monkeypatch, mamba_backend="flashinfer")
+    assert against(configurator, "cpu") is None
 
 
 # ------------------------------------------------- what SGLang is told is left

@@ -97,10 +97,6 @@ class Driver(Protocol):
         """Tokens in a page: the least that the engine takes here by default."""
 
     @property
-    def small_budget(self) -> int:
-        """Bytes that a burst to the bundled model fills, with elastic pools."""
-
-    @property
     def models(self) -> Mapping[str, Model]:
         """What equality is tested with."""
 

@@ -62,9 +62,12 @@ FLAGS = (
 
 PREEMPTION = "overlap, preemption"
 SINGLE_TOKENS = "page of 1, no overlap"
+ELASTIC = "elastic"
 
 MODELS = {
-    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE, (PREEMPTION,)),
+    "gated delta net, bfloat16": Model(
+        "bundled", "bfloat16", NEAR_TIE, (PREEMPTION, ELASTIC)
+    ),
     "mamba-2, float32": Model("nemotron_h", "float32", 0.0, (SINGLE_TOKENS,)),
     "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, ()),
 }
@@ -78,6 +81,7 @@ VARIANTS = {
         preempts=True,
     ),
     SINGLE_TOKENS: Variant({"page_size": 1}, 0.4, ("--disable-overlap-schedule",)),
+    ELASTIC: Variant({"elastic": True, "gpu_memory_budget": 16 << 20}, 0.3),
 }
 
 REFUSALS = {
@@ -139,9 +143,6 @@ class SglangDriver:
 
     name = "sglang"
     page_size = PAGE_SIZE
-    small_budget = 11 << 20
-    """Its states are in float32, eight slots of them in a granule."""
-
     models = MODELS
     variants = VARIANTS
     refusals = REFUSALS

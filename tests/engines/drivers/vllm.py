@@ -127,7 +127,6 @@ class VllmDriver:
 
     name = "vllm"
     page_size = PAGE_SIZE
-    small_budget = 7 << 19
     models = MODELS
     variants = VARIANTS
     refusals: Mapping[str, Refusal] = {} if ON_GPU else REFUSALS

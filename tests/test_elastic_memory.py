@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory pools share, and the sentences where they cannot."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from hybrid_plugin import elastic_memory
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core import host_arena
+from hybrid_plugin.core.elastic_plan import ElasticPlan
+from hybrid_plugin.core.host_arena import HostArena
+from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.virtual import VirtualArena
+
+LOG = logging.getLogger("test")
+KIB, MIB = 1 << 10, 1 << 20
+LAYOUT = CacheLayout(
+    page_size=16,
+    attention=(AttentionGroup(("a", "b"), 4 * KIB),),
+    states=(StateGroup(("s",), 126 * KIB),),
+)
+
+
+def test_a_cpu_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "is_available", lambda: True)
+    assert elastic_memory.obstacle("cpu") is None
+    monkeypatch.setattr(host_arena, "is_available", lambda: False)
+    assert elastic_memory.obstacle("cpu") == (
+        "need Linux on a CPU; set elastic to false."
+    )
+
+
+def test_a_gpu_needs_the_driver_s_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = elastic_memory.obstacle("cuda")
+    assert found is not None and "cuda-bindings" in found
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert elastic_memory.obstacle("cuda") is None
+
+
+def test_other_devices_are_named() -> None:
+    assert "of the type xpu" in (elastic_memory.obstacle("xpu") or "")
+
+
+@pytest.mark.parametrize("hindrance", [None, "need a thing; set elastic to false."])
+def test_what_cannot_be_had_is_refused_only_if_it_was_asked_for(
+    hindrance: str | None,
+) -> None:
+    assert not elastic_memory.is_wanted(HybridConfig(elastic=False), hindrance)
+    whenever_possible = HybridConfig(elastic=None)
+    assert elastic_memory.is_wanted(whenever_possible, hindrance) == (hindrance is None)
+    asked = HybridConfig(elastic=True)
+    if hindrance is None:
+        assert elastic_memory.is_wanted(asked, hindrance)
+        return
+    with pytest.raises(ConfigError, match=r"^elastic pools need a thing; set"):
+        elastic_memory.is_wanted(asked, hindrance)
+
+
+def test_host_memory_comes_in_some_thousand_blocks() -> None:
+    assert elastic_memory.block_bytes(8 * MIB, "cpu") == 16 * KIB
+    for budget in (1 << 28, 1 << 30, 1 << 33):
+        size = elastic_memory.block_bytes(budget, "cpu")
+        assert budget // size <= 8192
+    assert elastic_memory.block_bytes(1 << 40, "cpu") == 2 * MIB
+    assert elastic_memory.block_bytes(8 * MIB, "cuda") == 2 * MIB
+
+
+def test_the_option_limits_what_is_taken() -> None:
+    options = HybridConfig(gpu_memory_budget=3 * MIB)
+    assert elastic_memory.limited(8 * MIB, options) == 3 * MIB
+    assert elastic_memory.limited(2 * MIB, options) == 2 * MIB
+    memory = elastic_memory.take(8 * MIB, options, torch.device("cpu"), LOG)
+    try:
+        assert isinstance(memory, HostArena)
+        assert memory.held == memory.usable == 3 * MIB - memory.block_bytes
+    finally:
+        memory.close()
+
+
+def test_less_memory_than_hoped_for_is_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HostArena, "_create", lambda self, blocks: (32, "no more"))
+    memory: VirtualArena = elastic_memory.take(
+        4 * MIB, HybridConfig(), torch.device("cpu"), LOG
+    )
+    assert memory.held == 32 * memory.block_bytes
+    assert "refused: no more; the cache goes on with 0.5 MiB" in caplog.text
+
+
+def plan(budget: int, elastic: bool | None) -> ElasticPlan | None:
+    return elastic_memory.plan(
+        LAYOUT,
+        budget,
+        HybridConfig(elastic=elastic, kv_pages_floor=40),
+        block_bytes=16 * KIB,
+        max_model_len=512,
+        max_sequences=4,
+        log=LOG,
+    )
+
+
+def test_a_plan_leaves_the_block_behind_holes_alone() -> None:
+    made = plan(4 * MIB + 100, True)
+    assert made is not None
+    assert made.budget == 4 * MIB - 16 * KIB
+    assert made.floors[0] * made.pages_per_granule > 40
+
+
+def test_what_does_not_fit_is_refused_only_if_it_was_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ConfigError, match=r"^elastic pools do not fit: .*; give the"):
+        plan(300 * KIB, True)
+    with caplog.at_level(logging.INFO):
+        assert plan(300 * KIB, None) is None
+    assert "gives each pool its own memory" in caplog.text
