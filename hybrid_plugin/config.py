@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
@@ -85,6 +86,17 @@ class HybridConfig:
         "The end of a chunk of a long prompt gets a snapshot only if that can save so "
         "many tokens.",
     )
+    max_snapshots_per_path: int | None = _option(
+        None,
+        "Snapshots on the way to a new one, itself included; beyond that the one worth "
+        "least of them goes. By default any number.",
+    )
+    eviction_policy: str = _option(
+        "used-first",
+        "What is evicted first: `used-first` what nobody resumed from yet, `lru` what "
+        "was used least recently, `flop-aware` the same weighed with the tokens that a "
+        "snapshot saves per byte.",
+    )
 
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
@@ -118,6 +130,11 @@ class HybridConfig:
                 f"prompt_body_share must be at least 0 and less than 1, got "
                 f"{self.prompt_body_share}."
             )
+        if self.eviction_policy not in _POLICIES:
+            raise ConfigError(
+                f"eviction_policy must be one of {', '.join(_POLICIES)}, got "
+                f"{self.eviction_policy!r:.40}."
+            )
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -138,6 +155,22 @@ class HybridConfig:
             prompt_end_min_tokens=self.prompt_snapshot_min_tokens,
             chunk_end_min_tokens=self.chunk_snapshot_min_tokens,
             body_share=self.prompt_body_share,
+            most_per_path=self.max_snapshots_per_path,
+        )
+
+    def eviction(self, *, token_bytes: float, slot_bytes: float) -> LeastRecentlyUsed:
+        """The eviction policy these options name.
+
+        Args:
+            token_bytes: KV of a token.
+            slot_bytes: states of a sequence.
+        """
+        if self.eviction_policy == "flop-aware":
+            return FlopAware(float, token_bytes=token_bytes, slot_bytes=slot_bytes)
+        return (
+            UsedFirst()
+            if self.eviction_policy == "used-first"
+            else (LeastRecentlyUsed())
         )
 
     @classmethod
@@ -170,7 +203,9 @@ _LEAST = {
     "branch_snapshot_min_tokens": 1,
     "prompt_snapshot_min_tokens": 1,
     "chunk_snapshot_min_tokens": 1,
+    "max_snapshots_per_path": 1,
 }
+_POLICIES = ("used-first", "lru", "flop-aware")
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
@@ -181,6 +216,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "bool": (bool,),
         "int": (int,),
         "float": (int, float),
+        "str": (str,),
     }
     is_bool = isinstance(value, bool)
     if not isinstance(value, accepted[wanted]) or (is_bool and wanted != "bool"):

@@ -13,6 +13,7 @@ from hybrid_plugin.config import (
     HybridConfig,
     switched_off_by_environment,
 )
+from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 
 
 def test_defaults() -> None:
@@ -173,3 +174,36 @@ def test_environment_switch_that_says_neither(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(ENABLE_VARIABLE, "maybe")
     with pytest.raises(ConfigError, match="HYBRID_PLUGIN must be 0 or 1, got 'maybe'"):
         switched_off_by_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("used-first", UsedFirst),
+        ("lru", LeastRecentlyUsed),
+        ("flop-aware", FlopAware),
+    ],
+)
+def test_eviction_policies_by_name(name: str, kind: type) -> None:
+    config = HybridConfig.from_mapping({"eviction_policy": name})
+    assert type(config.eviction(token_bytes=100, slot_bytes=5000)) is kind
+
+
+def test_an_eviction_policy_knows_the_sizes() -> None:
+    config = HybridConfig(eviction_policy="flop-aware")
+    policy = config.eviction(token_bytes=100, slot_bytes=5000)
+    assert isinstance(policy, FlopAware)
+    assert (policy.token_bytes, policy.slot_bytes) == (100, 5000)
+
+
+def test_an_unknown_eviction_policy() -> None:
+    with pytest.raises(ConfigError, match="eviction_policy must be one of used-first"):
+        HybridConfig(eviction_policy="fifo")
+    with pytest.raises(ConfigError, match="takes str, got 3"):
+        HybridConfig.from_mapping({"eviction_policy": 3})
+
+
+def test_the_cap_per_path_reaches_the_policy() -> None:
+    assert HybridConfig().snapshot_policy(16).most_per_path is None
+    config = HybridConfig(max_snapshots_per_path=4)
+    assert config.snapshot_policy(16).most_per_path == 4

@@ -11,6 +11,7 @@ from sglang.srt.runtime_context import get_context, get_schedule
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.executor import Executor
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.pool import PagePool, SlotPool
@@ -21,6 +22,7 @@ from hybrid_plugin.sglang.allocator import (
     HybridTokenAllocator,
     most_slots,
 )
+from hybrid_plugin.sglang.memory import kv_tensors
 
 _GIB = 1 << 30
 
@@ -134,8 +136,21 @@ def _build(
         slots=slots,
         page_size=stock.page_size,
         policy=options.snapshot_policy(stock.page_size),
+        eviction=_eviction(stock, states, options),
         elastic=controller,
     )
     if shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + slots.running)
     return cache, mover
+
+
+def _eviction(stock: Any, states: Any, options: HybridConfig) -> LeastRecentlyUsed:
+    """The policy that was asked for, by the sizes of the pools' tensors."""
+    kept = states.mamba_pool.mamba_cache
+    layers_by_slots = [*kept.conv, kept.temporal]
+    return options.eviction(
+        token_bytes=sum(
+            tensor[0].nbytes for tensor in kv_tensors(stock.get_kvcache().full_kv_pool)
+        ),
+        slot_bytes=sum(tensor[:, 0].nbytes for tensor in layers_by_slots),
+    )

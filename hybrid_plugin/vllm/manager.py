@@ -20,7 +20,7 @@ from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.vllm.keys import RequestKeys
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout
 from hybrid_plugin.vllm.specs import is_page_spec
 
 if TYPE_CHECKING:
@@ -70,11 +70,16 @@ def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCac
         pages, slots = PagePool(config.pages), SlotPool(config.slots)
     else:
         pages, slots, elastic = config.shared.build()
+    layout = make_layout(config.kv_cache_groups)
     return HybridCache(
         pages=pages,
         slots=slots,
         page_size=page_size,
         policy=options.snapshot_policy(page_size),
+        eviction=options.eviction(
+            token_bytes=layout.page_bytes / layout.page_size,
+            slot_bytes=layout.slot_bytes,
+        ),
         elastic=elastic,
     )
 
