@@ -18,17 +18,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prefix_workloads import WORKLOADS, Ask, Outcome, run_once
+from benchmarks.prefix_workloads import (
+    WORKLOADS,
+    Ask,
+    Outcome,
+    Workload,
+    run_once,
+)
 
 MARK = "RESULT "
 """Begins the lines that are meant for us: engines log to the same stream."""
 
 
-async def answer_until_closed(ask: Ask, facts: Mapping[str, Any]) -> None:
+async def answer_until_closed(
+    ask: Ask,
+    facts: Mapping[str, Any],
+    workloads: Mapping[str, Workload] = WORKLOADS,
+) -> None:
     """Be an engine's process: a line of JSON in, a line with the outcome out."""
     _say(facts)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        _say(asdict(await run_once(ask=ask, **json.loads(line))))
+        outcome = await run_once(ask=ask, workloads=workloads, **json.loads(line))
+        _say(asdict(outcome))
 
 
 def _say(result: Mapping[str, Any]) -> None:

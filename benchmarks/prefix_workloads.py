@@ -7,7 +7,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,11 +136,13 @@ async def warm_up(ask: Ask) -> None:
         await ask(prompt, 8)
 
 
-async def run_once(name: str, ask: Ask, seed: int) -> Outcome:
+async def run_once(
+    name: str, ask: Ask, seed: int, workloads: Mapping[str, Workload] = WORKLOADS
+) -> Outcome:
     """Run a workload once; other seeds share no prefix with it."""
     await ask(text(random.Random(f"{name} {seed}"), 64), 8)  # wakes a rested engine
     begin = time.monotonic()
-    replies = await WORKLOADS[name](ask, random.Random(seed))
+    replies = await workloads[name](ask, random.Random(seed))
     wall = time.monotonic() - begin
     ttft = sorted(1000 * r.ttft_s for r in replies)
     return Outcome(

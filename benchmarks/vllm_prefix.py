@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,14 @@ from benchmarks.prefix_sides import (
     take_turns,
     write,
 )
-from benchmarks.prefix_workloads import VOCABULARY, Ask, Reply, warm_up
+from benchmarks.prefix_workloads import (
+    VOCABULARY,
+    WORKLOADS,
+    Ask,
+    Reply,
+    Workload,
+    warm_up,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,28 @@ MODELS = {
         state_dtype="float32",
     ),
 }
+
+MODELS["tiny"] = Model(
+    # For machines without a GPU: what matters is what the engine does around it.
+    "Qwen3NextForCausalLM",
+    "Qwen3NextConfig",
+    {
+        "hidden_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    state_dtype="auto",
+)
 
 # vLLM's own largest size; fewer of them, because each costs start-up time.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
@@ -149,19 +178,20 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 # --------------------------------------------------------- in an engine's process
 
 
-async def serve(args: argparse.Namespace) -> None:
+async def serve(
+    arguments: dict[str, Any], workloads: Mapping[str, Workload] = WORKLOADS
+) -> None:
     """Be one configuration's engine: a line of JSON in, a line with the outcome out."""
     from vllm import __version__
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = engine_arguments(args) | STOCK.get(args.one, {})
-    model = str(model_folder(args.model))
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     ask = asker(engine)
     await warm_up(ask)
     block_size = engine.vllm_config.cache_config.block_size
-    await answer_until_closed(ask, {"vllm": __version__, "block_size": block_size})
+    facts = {"vllm": __version__, "block_size": block_size}
+    await answer_until_closed(ask, facts, workloads)
     engine.shutdown()
 
 
@@ -260,7 +290,8 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        asyncio.run(serve(args))
+        arguments = engine_arguments(args) | STOCK.get(args.one, {})
+        asyncio.run(serve(arguments | {"model": str(model_folder(args.model))}))
     else:
         print(table(run_all(args), DEFAULT))
     return 0
