@@ -14,8 +14,12 @@ SOAK_FACTOR = 20 if PROFILE == "soak" else 1
 _QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def machine_settings() -> settings:
-    """Settings of the state machines; no deadline, so no timed assertion."""
+def machine_settings(examples: int = 300) -> settings:
+    """Settings of a state machine; no deadline, so no timed assertion.
+
+    Args:
+        examples: runs of it in CI, of some 45 steps each.
+    """
     if PROFILE == "soak":
         return settings(
             max_examples=5000,
@@ -24,7 +28,7 @@ def machine_settings() -> settings:
             suppress_health_check=_QUIET,
         )
     return settings(
-        max_examples=300,
+        max_examples=examples,
         stateful_step_count=60,
         deadline=None,
         derandomize=True,
