@@ -20,7 +20,7 @@ DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang test test-gpu lint contracts clean
+.PHONY: help demo demo-sglang test test-gpu soak lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make demo-sglang  the same on SGLang"
 	@echo "make test   check style and types, run all tests"
 	@echo "make test-gpu  test the kernels on this machine's GPU (GPU_PYTHON=...)"
+	@echo "make soak   the core's property tests for hours, not minutes"
 	@echo "make lint   check style and types only"
 	@echo "make contracts  check what we rely on in each engine version (downloads)"
 	@echo "make clean  delete what the others made, the environments too"
@@ -52,6 +53,9 @@ test: lint contracts $(SGLANG_DEV_READY)
 # On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
 test-gpu:
 	PYTHONPATH=.:kernels $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/gpu/kernels
+
+soak: $(DEV_READY)
+	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/core
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
