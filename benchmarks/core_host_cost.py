@@ -222,6 +222,10 @@ def _markdown(found: dict[str, Any]) -> str:
         lines.append(f"| {one['name']} | {' | '.join(cells)} | {memory} |")
     lines += [
         "",
+        "SGLang's admit includes the page table, from which its tree reads pages.  "
+        "vLLM's blocks are objects that are made at the start, and are not in its "
+        "bytes.",
+        "",
         "By phase, and with an empty tree to compare:",
         "",
         f"| cache | case | hit | {' | '.join(PHASES)} |",
