@@ -6,7 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+
+pytest.importorskip("sglang")
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.eviction import FlopAware, UsedFirst
