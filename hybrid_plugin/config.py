@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hybrid_plugin.core.delimiters import Delimiters
 from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 
@@ -86,6 +87,12 @@ class HybridConfig:
         "The end of a chunk of a long prompt gets a snapshot only if that can save so "
         "many tokens.",
     )
+    system_snapshot_min_tokens: int | None = _option(
+        None,
+        "The end of a system message, told by the tokenizer's own chat template, gets "
+        "a snapshot if that can save so many tokens: already the second chat with it "
+        "hits. By default the third does.",
+    )
     max_snapshots_per_path: int | None = _option(
         None,
         "Snapshots on the way to a new one, itself included; beyond that the one worth "
@@ -147,8 +154,15 @@ class HybridConfig:
             return self.elastic
         return all(getattr(self, name) is None for name in _FIXED)
 
-    def snapshot_policy(self, page_size: int) -> SnapshotPolicy:
-        """The policy these options describe, for pages of `page_size` tokens."""
+    def snapshot_policy(
+        self, page_size: int, delimiters: Delimiters | None = None
+    ) -> SnapshotPolicy:
+        """The policy these options describe.
+
+        Args:
+            page_size: tokens in a page.
+            delimiters: what ends a message, if the options want to know.
+        """
         return SnapshotPolicy(
             page_size=page_size,
             branch_min_tokens=self.branch_snapshot_min_tokens,
@@ -156,6 +170,8 @@ class HybridConfig:
             chunk_end_min_tokens=self.chunk_snapshot_min_tokens,
             body_share=self.prompt_body_share,
             most_per_path=self.max_snapshots_per_path,
+            delimiters=delimiters,
+            system_min_tokens=self.system_snapshot_min_tokens or 1,
         )
 
     def eviction(self, *, token_bytes: float, slot_bytes: float) -> LeastRecentlyUsed:
@@ -203,6 +219,7 @@ _LEAST = {
     "branch_snapshot_min_tokens": 1,
     "prompt_snapshot_min_tokens": 1,
     "chunk_snapshot_min_tokens": 1,
+    "system_snapshot_min_tokens": 1,
     "max_snapshots_per_path": 1,
 }
 _POLICIES = ("used-first", "lru", "flop-aware")

@@ -99,6 +99,11 @@ MEMORY_HOOKS = (
         mentions=("kv_buffer", "kv_cache_dim"),
     ),
     HookPoint(f"{_SRT}.runtime_context:get_exec"),
+    HookPoint(f"{_SRT}.runtime_context:get_server_args"),
+    HookPoint(f"{_SRT}.arg_groups.fields.model:Model.model_path"),
+    HookPoint(f"{_SRT}.arg_groups.fields.model:Model.revision"),
+    HookPoint(f"{_SRT}.arg_groups.fields.model:Model.trust_remote_code"),
+    HookPoint(f"{_SRT}.arg_groups.fields.serving:Serving.tokenizer_path"),
     HookPoint(f"{_POOL}:MambaPool.clear_slots", ("indices",)),
     HookPoint(f"{_POOL}:MambaPool.copy_from", ("src_indices", "dst_indices")),
     HookPoint(f"{_POOL}:HybridLinearKVPool", mentions=("full_kv_pool",)),
@@ -133,9 +138,16 @@ CACHE_HOOKS = (
     HookPoint(f"{_BATCH}:ReqKvInfo.mamba_pool_idx"),
     HookPoint(
         f"{_BATCH}:Req.__init__",
-        mentions=("skip_radix_cache_insert", "extra_key", "cache_salt", "input_embeds"),
+        mentions=(
+            "skip_radix_cache_insert",
+            "extra_key",
+            "cache_salt",
+            "input_embeds",
+            "sampling_params",
+        ),
     ),
     HookPoint(f"{_BATCH}:Req.finished", ("self",)),
+    HookPoint(f"{_SRT}.sampling.sampling_params:SamplingParams.custom_params"),
 )
 
 SCHEDULER_HOOKS = (

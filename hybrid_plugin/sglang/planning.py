@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
-from sglang.srt.runtime_context import get_context, get_schedule
+from sglang.srt.runtime_context import get_context, get_schedule, get_server_args
 
+from hybrid_plugin import chat_template
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.delimiters import Delimiters
 from hybrid_plugin.core.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.executor import Executor
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
@@ -22,6 +24,7 @@ from hybrid_plugin.sglang.allocator import (
     HybridTokenAllocator,
     most_slots,
 )
+from hybrid_plugin.sglang.compat import logger
 from hybrid_plugin.sglang.memory import kv_tensors
 
 _GIB = 1 << 30
@@ -135,13 +138,24 @@ def _build(
         pages=pages,
         slots=slots,
         page_size=stock.page_size,
-        policy=options.snapshot_policy(stock.page_size),
+        policy=options.snapshot_policy(stock.page_size, _delimiters(options)),
         eviction=_eviction(stock, states, options),
         elastic=controller,
     )
     if shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + slots.running)
     return cache, mover
+
+
+def _delimiters(options: HybridConfig) -> Delimiters | None:
+    server = get_server_args()
+    return chat_template.delimiters(
+        options,
+        server.tokenizer_path or server.model_path,
+        revision=server.revision,
+        trust_remote_code=server.trust_remote_code,
+        logger=logger(),
+    )
 
 
 def _eviction(stock: Any, states: Any, options: HybridConfig) -> LeastRecentlyUsed:

@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.node import Node
+from hybrid_plugin.hints import Hints
 from hybrid_plugin.sglang.compat import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import cacheable, known_tokens, namespace_of
@@ -62,6 +63,7 @@ class HybridPrefixCache(BasePrefixCache):
         self.root_node = _OUTSIDE
         self.device = self.token_to_kv_pool_allocator.device
         self._executor = executor
+        self._hints = Hints(logger())
         self._found: dict[str, LookUp] = {}
         self._live: dict[str, Req] = {}
         self._paused: list[Req] = []
@@ -111,7 +113,9 @@ class HybridPrefixCache(BasePrefixCache):
     ) -> LookUp:
         if req is not None and not cacheable(req):
             return self.cache.bypass(req.full_untruncated_fill_ids, namespace)
-        return self.cache.look_up(tokens, namespace, limit)
+        extra = None if req is None else req.sampling_params.custom_params
+        keep = self._hints.keep(extra)
+        return self.cache.look_up(tokens, namespace, limit, keep=keep)
 
     def stops(self, req: Req) -> tuple[int, ...]:
         """Where the admitted request's prefill should pause for a snapshot."""

@@ -18,7 +18,10 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
+from hybrid_plugin.core.delimiters import Delimiters
 from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.hints import Hints
+from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.keys import RequestKeys
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout
 from hybrid_plugin.vllm.specs import is_page_spec
@@ -58,7 +61,11 @@ class _Blocks:
             raise NotImplementedError("hybrid-plugin defers no block's free")
 
 
-def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCache:
+def build_cache(
+    config: HybridKVCacheConfig,
+    options: HybridConfig,
+    delimiters: Delimiters | None = None,
+) -> HybridCache:
     """The core cache for the pools that were planned."""
     page_size = next(
         g.kv_cache_spec.block_size
@@ -75,7 +82,7 @@ def build_cache(config: HybridKVCacheConfig, options: HybridConfig) -> HybridCac
         pages=pages,
         slots=slots,
         page_size=page_size,
-        policy=options.snapshot_policy(page_size),
+        policy=options.snapshot_policy(page_size, delimiters),
         eviction=options.eviction(
             token_bytes=layout.page_bytes / layout.page_size,
             slot_bytes=layout.slot_bytes,
@@ -94,6 +101,7 @@ class HybridKVCacheManager:
         kv_cache_config: HybridKVCacheConfig,
         options: HybridConfig,
         *,
+        delimiters: Delimiters | None = None,
         watermark: float,
         log_stats: bool,
     ) -> None:
@@ -102,15 +110,17 @@ class HybridKVCacheManager:
         Args:
             kv_cache_config: the planned pools.
             options: of the plugin.
+            delimiters: what ends a message, if the options want to know.
             watermark: share of the pages that admission leaves free while
                 other requests run.
             log_stats: whether vLLM collects statistics.
         """
-        self.cache = build_cache(kv_cache_config, options)
+        self.cache = build_cache(kv_cache_config, options, delimiters)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()
         self.keys = RequestKeys()
+        self._hints = Hints(logger)
         self._is_page_group = [is_page_spec(spec) for spec in specs]
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
@@ -171,8 +181,12 @@ class HybridKVCacheManager:
             return self.cache.bypass(
                 tuple(request.all_token_ids), self.keys.namespace(request)
             )
+        parameters = request.sampling_params
         return self.cache.look_up(
-            tuple(self.keys.tokens(request)), self.keys.namespace(request), limit
+            tuple(self.keys.tokens(request)),
+            self.keys.namespace(request),
+            limit,
+            keep=self._hints.keep(parameters.extra_args) if parameters else (),
         )
 
     def stops(self, request: Request) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from hybrid_plugin import chat_template
 from hybrid_plugin.vllm import compat, reports
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+    from hybrid_plugin.config import HybridConfig
+    from hybrid_plugin.core.delimiters import Delimiters
 
 COMMANDS = "hybrid_commands"
 """Attribute of a scheduler output that carries its commands to the workers."""
@@ -38,10 +42,14 @@ class _OnTwoPools(Scheduler):
         page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         kwargs.update(block_size=page_size, hash_block_size=page_size)
 
+        options = read_options(vllm_config)
+        template = _delimiters(vllm_config, options)
+
         def create_manager(**arguments: Any) -> HybridKVCacheManager:
             return HybridKVCacheManager(
                 kv_cache_config,
-                read_options(vllm_config),
+                options,
+                delimiters=template,
                 watermark=arguments.get("watermark", 0.0),
                 log_stats=bool(arguments.get("log_stats")),
             )
@@ -129,3 +137,14 @@ def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     asynchronous = vllm_config.scheduler_config.async_scheduling
     cls = HybridAsyncScheduler if asynchronous else HybridScheduler
     return cls(vllm_config=vllm_config, **kwargs)
+
+
+def _delimiters(vllm_config: VllmConfig, options: HybridConfig) -> Delimiters | None:
+    model = vllm_config.model_config
+    return chat_template.delimiters(
+        options,
+        str(model.tokenizer),
+        revision=model.tokenizer_revision,
+        trust_remote_code=model.trust_remote_code,
+        logger=logger,
+    )

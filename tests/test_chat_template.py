@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delimiters of a checkpoint's own chat template."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybrid_plugin.chat_template import delimiters
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.delimiters import Delimiters
+
+pytest.importorskip("transformers")
+
+MODEL = Path(__file__).parent / "assets" / "tiny-qwen3-next"
+ASKED = HybridConfig(system_snapshot_min_tokens=64)
+
+
+def read(options: HybridConfig, tokenizer: Path) -> Delimiters | None:
+    return delimiters(
+        options,
+        str(tokenizer),
+        revision=None,
+        trust_remote_code=False,
+        logger=logging.getLogger("test"),
+    )
+
+
+def test_they_are_read_where_an_option_asks() -> None:
+    found = read(ASKED, MODEL)
+    assert found == Delimiters((257, *b"system\n"), (258,))
+    assert read(HybridConfig(), MODEL) is None
+    policy = ASKED.snapshot_policy(16, found)
+    assert (policy.delimiters, policy.system_min_tokens) == (found, 64)
+
+
+def test_without_a_tokenizer_it_is_refused(tmp_path: Path) -> None:
+    assert read(HybridConfig(), tmp_path) is None
+    with pytest.raises(ConfigError, match="needs the model's tokenizer"):
+        read(ASKED, tmp_path)
+
+
+def test_a_template_without_messages_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in MODEL.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read(ASKED, tmp_path) is None
+    assert "marks no end of a system message" in caplog.text
