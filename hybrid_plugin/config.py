@@ -102,7 +102,8 @@ class HybridConfig:
         "used-first",
         "What is evicted first: `used-first` what nobody resumed from yet, `lru` what "
         "was used least recently, `flop-aware` the same weighed with the tokens that a "
-        "snapshot saves per byte.",
+        "snapshot saves per byte, `flop-aware-tuned` with a weight that is found by "
+        "replay, at the cost of host time.",
     )
 
     def __post_init__(self) -> None:
@@ -142,17 +143,28 @@ class HybridConfig:
                 f"eviction_policy must be one of {', '.join(_POLICIES)}, got "
                 f"{self.eviction_policy!r:.40}."
             )
+        if self.is_tuned and self.elastic:
+            raise ConfigError(
+                "flop-aware-tuned replays through copies of pools of fixed size: set "
+                "elastic to false, or take flop-aware."
+            )
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether the weight of the eviction policy is found by replay."""
+        return self.eviction_policy == _TUNED
+
+    @property
     def is_elastic(self) -> bool:
         """Whether memory moves between the pools, as far as the options say."""
         if self.elastic is not None:
             return self.elastic
-        return all(getattr(self, name) is None for name in _FIXED)
+        fixed = any(getattr(self, name) is not None for name in _FIXED)
+        return not fixed and not self.is_tuned
 
     def snapshot_policy(
         self, page_size: int, delimiters: Delimiters | None = None
@@ -181,7 +193,7 @@ class HybridConfig:
             token_bytes: KV of a token.
             slot_bytes: states of a sequence.
         """
-        if self.eviction_policy == "flop-aware":
+        if self.eviction_policy in ("flop-aware", _TUNED):
             return FlopAware(float, token_bytes=token_bytes, slot_bytes=slot_bytes)
         return (
             UsedFirst()
@@ -222,7 +234,8 @@ _LEAST = {
     "system_snapshot_min_tokens": 1,
     "max_snapshots_per_path": 1,
 }
-_POLICIES = ("used-first", "lru", "flop-aware")
+_TUNED = "flop-aware-tuned"
+_POLICIES = ("used-first", "lru", "flop-aware", _TUNED)
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:

@@ -122,6 +122,14 @@ def test_exact_sizes_exclude_a_ratio() -> None:
         HybridConfig(kv_pages=8, state_slots=4, state_memory_ratio=0.5)
 
 
+def test_tuning_wants_fixed_pools() -> None:
+    assert HybridConfig(eviction_policy="flop-aware-tuned").is_tuned
+    assert not HybridConfig(eviction_policy="flop-aware").is_tuned
+    assert not HybridConfig(elastic=None, eviction_policy="flop-aware-tuned").is_elastic
+    with pytest.raises(ConfigError, match="flop-aware-tuned replays through copies"):
+        HybridConfig(elastic=True, eviction_policy="flop-aware-tuned")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -182,6 +190,7 @@ def test_environment_switch_that_says_neither(monkeypatch: pytest.MonkeyPatch) -
         ("used-first", UsedFirst),
         ("lru", LeastRecentlyUsed),
         ("flop-aware", FlopAware),
+        ("flop-aware-tuned", FlopAware),
     ],
 )
 def test_eviction_policies_by_name(name: str, kind: type) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from hybrid_plugin.core.eviction import FlopAware
+from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
@@ -63,6 +64,29 @@ class AlphaTuner:
         self._copies: dict[float, HybridCache] = {}
         self._before: dict[float, int] = {}
         self._begin()
+
+    @classmethod
+    def of(cls, cache: HybridCache) -> AlphaTuner:
+        """Tune the policy of `cache` by copies of its size.
+
+        Raises:
+            ValueError: if its policy has no weight, or its pools no size of their own.
+        """
+        if not isinstance(cache.eviction, FlopAware):
+            raise ValueError("only a flop-aware policy has a weight to find")
+        if cache.elastic is not None or cache.windows:
+            raise ValueError("copies are made of two pools of fixed size only")
+
+        def build(policy: FlopAware) -> HybridCache:
+            return type(cache)(
+                PagePool(cache.pages.capacity),
+                SlotPool(cache.slots.capacity),
+                cache.page_size,
+                cache.policy,
+                eviction=policy,
+            )
+
+        return cls(cache.eviction, build)
 
     def observe(
         self,

@@ -17,6 +17,7 @@ from hybrid_plugin.core.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.executor import Executor
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.tuning import AlphaTuner
 from hybrid_plugin.elastic_memory import limited
 from hybrid_plugin.sglang import elastic
 from hybrid_plugin.sglang.allocator import (
@@ -142,6 +143,8 @@ def _build(
         eviction=_eviction(stock, states, options),
         elastic=controller,
     )
+    if options.is_tuned:
+        cache.tuner = AlphaTuner.of(cache)
     if shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + slots.running)
     return cache, mover

@@ -20,6 +20,7 @@ from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.delimiters import Delimiters
 from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.tuning import AlphaTuner
 from hybrid_plugin.hints import Hints
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.keys import RequestKeys
@@ -78,7 +79,7 @@ def build_cache(
     else:
         pages, slots, elastic = config.shared.build()
     layout = make_layout(config.kv_cache_groups)
-    return HybridCache(
+    cache = HybridCache(
         pages=pages,
         slots=slots,
         page_size=page_size,
@@ -89,6 +90,9 @@ def build_cache(
         ),
         elastic=elastic,
     )
+    if options.is_tuned:
+        cache.tuner = AlphaTuner.of(cache)
+    return cache
 
 
 class HybridKVCacheManager:

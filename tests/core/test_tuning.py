@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.eviction import FlopAware
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.core.tuning import AlphaTuner
+from tests.core.elastic import ElasticSetup
 from tests.core.support import NO_SNAPSHOTS, Tokens, serve, span
 
 PAGE = 4
@@ -108,3 +111,24 @@ def test_passes_over_what_does_not_fit_and_what_may_not_be_cached() -> None:
     cache.advance("private", private, 8)
     cache.finish("private", private, 8)
     assert policy.alpha == 0.5
+
+
+def test_it_copies_the_cache_in_charge() -> None:
+    cache = build(weighing(0.5))
+    cache.tuner = AlphaTuner.of(cache)
+    copies = cache.tuner._copies.values()
+    assert {(c.pages.capacity, c.slots.capacity) for c in copies} == {(5000, 6)}
+    assert all(c.policy is cache.policy and c.tuner is None for c in copies)
+    serve(cache, "a", span(0, 30), ())
+    assert {c.stats.queried_tokens for c in copies} == {30}
+
+
+def test_what_has_no_weight_is_not_tuned() -> None:
+    rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
+    cache = HybridCache(PagePool(50), SlotPool(6), PAGE, rules)
+    with pytest.raises(ValueError, match="only a flop-aware policy"):
+        AlphaTuner.of(cache)
+    with pytest.raises(ValueError, match="pools of fixed size"):
+        elastic = ElasticSetup(pages=12).build()
+        elastic.eviction = weighing(0.5)
+        AlphaTuner.of(elastic)

@@ -12,13 +12,14 @@ from tests.engines.traffic import encode
 pytestmark = pytest.mark.engine
 
 
-def test_flop_aware_with_a_cap_per_path(start_server: StartServer) -> None:
+@pytest.mark.parametrize("policy", ["flop-aware", "flop-aware-tuned"])
+def test_flop_aware_with_a_cap_per_path(start_server: StartServer, policy: str) -> None:
     """Chats go on and hit, while slots are so few that snapshots must go."""
     options = {
         "page_size": 32,
         "kv_pages": 120,
         "state_slots": 6,
-        "eviction_policy": "flop-aware",
+        "eviction_policy": policy,
         "max_snapshots_per_path": 2,
     }
     with start_server("policies", options=options) as server:
