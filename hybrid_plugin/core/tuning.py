@@ -114,6 +114,8 @@ class AlphaTuner:
         if not self._before:
             if all(c.stats.snapshots_evicted for c in self._copies.values()):
                 self._before = self._hits()
+            else:
+                self._give_up_in_time()
             return False
         self._counted += 1
         return self._counted >= self._trial and self._decide()
@@ -126,6 +128,12 @@ class AlphaTuner:
         self._copies = {
             alpha: self._build(self._policy.with_alpha(alpha)) for alpha in self._alphas
         }
+
+    def _give_up_in_time(self) -> None:
+        """Where there is room for all, no weight is better, and copies are a cost."""
+        self._idle += 1
+        if self._idle >= self._pause:
+            self._copies, self._idle = {}, 0
 
     def _hits(self) -> dict[float, int]:
         return {alpha: c.stats.hit_tokens for alpha, c in self._copies.items()}

@@ -132,3 +132,15 @@ def test_what_has_no_weight_is_not_tuned() -> None:
         elastic = ElasticSetup(pages=12).build()
         elastic.eviction = weighing(0.5)
         AlphaTuner.of(elastic)
+
+
+def test_a_trial_without_evictions_ends() -> None:
+    policy = weighing(0.3)
+    cache = tuned(policy, trial=4, pause=8)
+    assert cache.tuner is not None
+    trials = []
+    for _ in range(20):
+        serve(cache, "same", span(0, 30), ())
+        trials.append(bool(cache.tuner._copies))
+    assert trials == [True] * 7 + [False] * 8 + [True] * 5
+    assert policy.alpha == 0.3
