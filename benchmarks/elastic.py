@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import vllm_prefix
 from benchmarks.elastic_workloads import CPU, GPU, Scale, phases
+from benchmarks.prefix_models import MODELS, write_model
 from benchmarks.prefix_sides import Side, machine, take_turns, write
 
 DEFAULT, BEST_FLAGS, ELASTIC = "vLLM, default", "vLLM, unit 16, sparse", "elastic"
@@ -90,7 +91,7 @@ def start(name: str, args: argparse.Namespace, lane: int) -> Side:
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every configuration, so many of them at a time as fit."""
-    vllm_prefix.write_model(args.model)
+    write_model(args.model, vllm_prefix.model_folder(args.model))
     names = args.only or list(configurations(args.ratios))
     order = list(phases(scale_of(args)))
     results: dict[str, Any] = {}
@@ -183,7 +184,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
 def main() -> int:
     """Parse the command line; be one engine, or measure all and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=vllm_prefix.MODELS, default="qwen3-next")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
     parser.add_argument(
         "--cache-mib", type=int, default=12 << 10, help="of each engine (%(default)s)"

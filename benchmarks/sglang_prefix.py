@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix caching of SGLang with and without the plugin, side by side in one run.
 
-Dummy weights at the layer shapes of published models: every token costs what it
-costs in the real model's layers, and no answer means anything.  All engines get
-equal bytes of cache memory; each divides them in its own way.
+The models are those of `prefix_models`, with dummy weights.  All engines get equal
+bytes of cache memory; each divides them in its own way.
 
     python -m benchmarks.sglang_prefix --model qwen3-next --out benchmarks/results/x
 """
@@ -21,6 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prefix_models import (
+    MODELS,
+    slot_bytes,
+    token_bytes,
+    write_model,
+)
 from benchmarks.prefix_sides import (
     Side,
     answer_until_closed,
@@ -29,94 +34,31 @@ from benchmarks.prefix_sides import (
     take_turns,
     write,
 )
-from benchmarks.prefix_workloads import VOCABULARY, WORKLOADS, Ask, Reply, warm_up
+from benchmarks.prefix_workloads import WORKLOADS, Ask, Reply, warm_up
 
-NEMOTRON_H_PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-_KINDS = {"M": "mamba", "*": "attention", "-": "mlp"}
+DEFAULT, PLUGIN, FIXED = "stock, default", "plugin", "plugin, fixed pools"
 
-MODELS: dict[str, dict[str, Any]] = {
-    # 12 attention and 36 state layers of Qwen3-Next-80B-A3B; 32 experts for 512.
-    "qwen3-next": {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "full_attention_interval": 4,
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "intermediate_size": 1024,
-        "linear_num_value_heads": 32,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "num_experts": 32,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
-    # 4 attention, 24 Mamba-2 and 24 MLP layers of Nemotron-H-8B.
-    "nemotron-h-8b": {
-        "architectures": ["NemotronHForCausalLM"],
-        "model_type": "nemotron_h",
-        "hidden_size": 4096,
-        "num_hidden_layers": len(NEMOTRON_H_PATTERN),
-        "hybrid_override_pattern": NEMOTRON_H_PATTERN,
-        "layers_block_type": [_KINDS[kind] for kind in NEMOTRON_H_PATTERN],
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 21504,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "mamba_n_groups": 8,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "chunk_size": 128,
-        "expand": 2,
-    },
-}
 
-DEFAULT, PLUGIN = "stock, default", "plugin"
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "stock, cache off": {"disable_radix_cache": True},
-    DEFAULT: {},
-    "stock, every 64": {
-        "mamba_radix_cache_strategy": "extra_buffer",
-        "mamba_track_interval": 64,
-        "page_size": 16,
-    },
-    "stock, lazy": {
-        "mamba_radix_cache_strategy": "extra_buffer_lazy",
-        "mamba_track_interval": 64,
-        "page_size": 16,
-    },
-    "stock, unified memory": {
-        "enable_unified_memory": True,
-        "mamba_track_interval": 64,
-        "page_size": 16,
-    },
-    PLUGIN: {},
-}
-"""SGLang's Mamba-2 kernels need an interval of at least one chunk."""
+def configurations(model: str) -> dict[str, dict[str, Any]]:
+    """Engine arguments of each side, besides those that all share."""
+    # SGLang's Mamba-2 kernels need an interval of at least one chunk.
+    interval = MODELS[model].get("chunk_size", 64)
+    often = {"mamba_track_interval": interval, "page_size": 16}
+    return {
+        "stock, cache off": {"disable_radix_cache": True},
+        DEFAULT: {},
+        f"stock, every {interval}": {
+            "mamba_radix_cache_strategy": "extra_buffer",
+            **often,
+        },
+        "stock, lazy": {"mamba_radix_cache_strategy": "extra_buffer_lazy", **often},
+        "stock, unified memory": {"enable_unified_memory": True, **often},
+        FIXED: {},
+        PLUGIN: {},
+    }
+
 
 SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bench-sglang"
-
-
-def write_model(name: str) -> Path:
-    """Write the model's configuration; returns its folder."""
-    folder = SCRATCH / name
-    folder.mkdir(parents=True, exist_ok=True)
-    common = {
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 16384,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(common | MODELS[name], indent=1))
-    return folder
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -131,6 +73,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "chunked_prefill_size": 8192,
         "attention_backend": "triton",
         "sampling_backend": "pytorch",
+        "disable_flashinfer_autotune": True,
         "mem_fraction_static": 0.9,
         "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 48, 64],
         "log_level": "warning",
@@ -138,47 +81,29 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(args: argparse.Namespace) -> dict[str, int]:
-    """Tokens and slots of the configuration, out of the bytes that all get."""
-    size = _sizes(MODELS[args.model])
-    budget = args.cache_gib << 30
+    """Tokens and slots of the configuration, out of the bytes that all get.
+
+    Elastic pools take those bytes as they are, by `options`.
+    """
     if args.one == PLUGIN:
+        return {}
+    token, slot = token_bytes(args.model), slot_bytes(args.model)
+    budget = args.cache_gib << 30
+    if args.one == FIXED:
         from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 
         layout = CacheLayout(
             page_size=16,
-            attention=(AttentionGroup(("all",), 16 * size["token"]),),
-            states=(StateGroup(("all",), size["slot"]),),
+            attention=(AttentionGroup(("all",), 16 * token),),
+            states=(StateGroup(("all",), slot),),
         )
         pools = layout.split(budget, max_model_len=8192)
         tokens, slots = (pools.pages - 1) * 16, pools.slots - 1
     else:
         # SGLang's own ratio of states to KV, --mamba-full-memory-ratio.
-        slots = int(budget * 0.9 / 1.9) // size["slot"]
-        tokens = (budget - slots * size["slot"]) // size["token"]
+        slots = int(budget * 0.9 / 1.9) // slot
+        tokens = (budget - slots * slot) // token
     return {"max_total_tokens": tokens, "max_mamba_cache_size": slots}
-
-
-def _sizes(model: dict[str, Any]) -> dict[str, int]:
-    """Bytes of a token's KV and of a state slot, over all layers."""
-    heads = model["num_key_value_heads"] * model["head_dim"]
-    if "layers_block_type" in model:
-        kinds = model["layers_block_type"]
-        attention, states = kinds.count("attention"), kinds.count("mamba")
-        inner = model["mamba_num_heads"] * model["mamba_head_dim"]
-        state = inner * model["ssm_state_size"]
-        channels = inner + 2 * model["n_groups"] * model["ssm_state_size"]
-    else:
-        attention = model["num_hidden_layers"] // model["full_attention_interval"]
-        states = model["num_hidden_layers"] - attention
-        keys = model["linear_num_key_heads"] * model["linear_key_head_dim"]
-        values = model["linear_num_value_heads"] * model["linear_value_head_dim"]
-        state = values * model["linear_key_head_dim"]
-        channels = 2 * keys + values
-    # KV and convolution in bfloat16, states in float32: SGLang's defaults.
-    return {
-        "token": 2 * attention * heads * 2,
-        "slot": states * (4 * state + 2 * 3 * channels),
-    }
 
 
 # --------------------------------------------------------- in an engine's process
@@ -188,7 +113,8 @@ def serve(args: argparse.Namespace) -> None:
     """Be one configuration's engine."""
     import sglang
 
-    arguments = engine_arguments(args) | memory(args) | CONFIGURATIONS[args.one]
+    arguments = engine_arguments(args) | memory(args)
+    arguments |= configurations(args.model)[args.one]
     engine = sglang.Engine(model_path=str(SCRATCH / args.model), **arguments)
     facts = {"sglang": sglang.__version__, **memory(args)}
 
@@ -234,16 +160,23 @@ def start(name: str, args: argparse.Namespace) -> Side:
     """Start one configuration's engine."""
     command = [sys.executable, "-m", "benchmarks.sglang_prefix", "--one", name]
     command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
-    return Side(name, command, {"HYBRID_PLUGIN": "1" if name == PLUGIN else "0"})
+    options: dict[str, Any] = {"elastic": name == PLUGIN}
+    if name == PLUGIN:
+        options["gpu_memory_budget"] = args.cache_gib << 30
+    variables = {
+        "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED) else "0",
+        "HYBRID_CONFIG": json.dumps(options),
+    }
+    return Side(name, command, variables)
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """Start every engine, and measure them in turns."""
-    write_model(args.model)
+    write_model(args.model, SCRATCH / args.model)
     results: dict[str, Any] = {}
     with ExitStack() as stack:
         sides = []
-        for name in args.only or CONFIGURATIONS:
+        for name in args.only or configurations(args.model):
             sides.append(start(name, args))
             stack.callback(sides[-1].stop)
         for side in sides:
@@ -261,7 +194,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         "model": args.model,
         "shapes": MODELS[args.model],
         "flags": engine_arguments(args),
-        "configurations": CONFIGURATIONS,
+        "configurations": configurations(args.model),
         "cache_gib": args.cache_gib,
         "machine": machine(),
         "results": results,

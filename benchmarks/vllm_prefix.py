@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix caching of vLLM with and without the plugin, side by side in one run.
 
-Dummy weights at the layer shapes of published models: every token costs what
-it costs in the real model's layers, and no answer means anything.  Each
-configuration has an engine process of its own.  They start together, then take
-turns: every workload of every round goes to one after the other, in an order that
-rotates, so that what slows the machine down for a while slows all of them down.
+The models are those of `prefix_models`, with dummy weights.  Each configuration has
+an engine process of its own.  They start together, then take turns: every workload of
+every round goes to one after the other, in an order that rotates, so that what slows
+the machine down for a while slows all of them down.
 
     python -m benchmarks.vllm_prefix --model qwen3-next --out benchmarks/results/x
 """
@@ -20,10 +19,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prefix_models import MODELS, write_model
 from benchmarks.prefix_sides import (
     Side,
     answer_until_closed,
@@ -33,7 +32,6 @@ from benchmarks.prefix_sides import (
     write,
 )
 from benchmarks.prefix_workloads import (
-    VOCABULARY,
     WORKLOADS,
     Ask,
     Reply,
@@ -41,86 +39,14 @@ from benchmarks.prefix_workloads import (
     warm_up,
 )
 
-
-@dataclass(frozen=True)
-class Model:
-    """Layer shapes of a published model, by its own class."""
-
-    architecture: str
-    config_class: str
-    """Name of the class in `transformers`."""
-    shapes: dict[str, Any]
-    state_dtype: str
-
-
-GATED_DELTA_NET = {
-    "num_attention_heads": 16,
-    "head_dim": 256,
-    "linear_num_value_heads": 32,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-
-MODELS = {
-    # 12 attention and 36 state layers of Qwen3-Next-80B-A3B; 64 experts for 512.
-    "qwen3-next": Model(
-        "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        {
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 2,
-            **GATED_DELTA_NET,
-            "num_experts": 64,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-        },
-        state_dtype="auto",
-    ),
-    # 8 attention and 24 state layers of Qwen3.5-4B, whose MLP is dense.
-    "qwen3.5-4b": Model(
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
-        {
-            "hidden_size": 2560,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 4,
-            **GATED_DELTA_NET,
-            "intermediate_size": 9216,
-        },
-        state_dtype="float32",
-    ),
-}
-
-MODELS["tiny"] = Model(
-    # For machines without a GPU: what matters is what the engine does around it.
-    "Qwen3NextForCausalLM",
-    "Qwen3NextConfig",
-    {
-        "hidden_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "num_experts": 2,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 128,
-    },
-    state_dtype="auto",
-)
+STATE_DTYPES = {"qwen3.5-4b": "float32", "nemotron-h-8b": "float32"}
+"""Where a model does not name its own."""
 
 # vLLM's own largest size; fewer of them, because each costs start-up time.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
 
-DEFAULT, PLUGIN = "stock, default", "plugin"
-STOCK: dict[str, dict[str, Any]] = {
+DEFAULT, PLUGIN, FIXED = "stock, default", "plugin", "plugin, fixed pools"
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "stock, cache off": {"enable_prefix_caching": False},
     DEFAULT: {},
     "stock, unit 16, sparse": {"prefix_match_unit": 16},
@@ -128,6 +54,8 @@ STOCK: dict[str, dict[str, Any]] = {
         "prefix_match_unit": 16,
         "prefix_cache_retention_interval": None,
     },
+    FIXED: {"additional_config": {"hybrid_plugin": {"elastic": False}}},
+    PLUGIN: {"additional_config": {"hybrid_plugin": {"elastic": True}}},
 }
 
 SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bench"
@@ -137,22 +65,6 @@ SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bench"
 def model_folder(name: str) -> Path:
     """Where a model's configuration lies."""
     return SCRATCH / name
-
-
-def write_model(name: str) -> None:
-    """Write the model's configuration."""
-    import transformers
-
-    model = MODELS[name]
-    config = getattr(transformers, model.config_class)(
-        architectures=[model.architecture],
-        dtype="bfloat16",
-        vocab_size=VOCABULARY,
-        full_attention_interval=4,
-        max_position_embeddings=16384,
-        **model.shapes,
-    )
-    config.save_pretrained(model_folder(name))
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,7 +80,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_memory_bytes": args.cache_gib << 30,
         # Only how much must be free at the start: engines share the device.
         "gpu_memory_utilization": 0.05,
-        "mamba_ssm_cache_dtype": MODELS[args.model].state_dtype,
+        "mamba_ssm_cache_dtype": STATE_DTYPES.get(args.model, "auto"),
         "gdn_prefill_backend": "triton",
         "compilation_config": {"cudagraph_capture_sizes": CAPTURE_SIZES},
         "disable_log_stats": True,
@@ -228,7 +140,7 @@ def start(name: str, args: argparse.Namespace, lane: int) -> Side:
     command = [sys.executable, "-m", "benchmarks.vllm_prefix", "--one", name]
     command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
     variables = {
-        "HYBRID_PLUGIN": "1" if name == PLUGIN else "0",
+        "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED) else "0",
         # Engines that start together must not write to one compile cache.
         "VLLM_CACHE_ROOT": str(SCRATCH / f"cache-{lane}"),
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -238,8 +150,8 @@ def start(name: str, args: argparse.Namespace, lane: int) -> Side:
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every configuration, so many of them at a time as fit."""
-    write_model(args.model)
-    names = args.only or [*STOCK, PLUGIN]
+    write_model(args.model, model_folder(args.model))
+    names = args.only or list(CONFIGURATIONS)
     results: dict[str, Any] = {}
     for begin in range(0, len(names), args.at_once):
         with ExitStack() as stack:
@@ -261,11 +173,9 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
 
 def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Write what there is so far."""
-    model = MODELS[args.model]
     document = {
         "model": args.model,
-        "architecture": model.architecture,
-        "shapes": model.shapes,
+        "shapes": MODELS[args.model],
         "flags": engine_arguments(args),
         "machine": machine(),
         "results": results,
@@ -290,7 +200,7 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        arguments = engine_arguments(args) | STOCK.get(args.one, {})
+        arguments = engine_arguments(args) | CONFIGURATIONS[args.one]
         asyncio.run(serve(arguments | {"model": str(model_folder(args.model))}))
     else:
         print(table(run_all(args), DEFAULT))
