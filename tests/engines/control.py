@@ -45,6 +45,6 @@ def test_stock_stays_within_the_bound_of_itself(
         outcome, answers = replay(server, reference)
     reused = sum(a.cached_tokens for a in answers)
     print(f"cache {cache}", reference.dtype, f"{reused} tokens reused", outcome)
-    assert outcome.wrong == ()
+    assert len(outcome.wrong) <= reference.stray, outcome.wrong
     assert outcome.compared >= 250
     assert (reused > 0) == cache

@@ -26,6 +26,7 @@ class Reference:
     model: Path
     dtype: str
     bound: float
+    stray: int
     asks: Sequence[Ask]
     answers: Sequence[Answer]
 
@@ -53,7 +54,9 @@ def make_reference(
         answers = stock.ask_all(whole, concurrency=4)
         second = next_turns(whole[:100], answers[:100], seed=1)
         answers += stock.ask_all(_with_logprobs(second), concurrency=4)
-    return Reference(model, entry.dtype, entry.bound, [*first, *second], answers)
+    return Reference(
+        model, entry.dtype, entry.bound, entry.stray, [*first, *second], answers
+    )
 
 
 def replay(server: Server, reference: Reference) -> tuple[Comparison, list[Answer]]:

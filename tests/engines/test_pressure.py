@@ -62,7 +62,8 @@ def test_64_requests_into_a_budget_for_few(
     start_server: StartServer, driver: Driver
 ) -> None:
     """Pages and slots take their memory from each other, down to the floors."""
-    options = {"elastic": True, "gpu_memory_budget": 7 << 19}
+    budget = driver.elastic_budget
+    options = {"elastic": True, "gpu_memory_budget": budget}
     with start_server("elastic", options=options, max_running=64) as server:
         for seed in range(2):
             answers = server.ask_all(burst(seed), concurrency=64)
@@ -70,6 +71,6 @@ def test_64_requests_into_a_budget_for_few(
             assert server.is_alive()
         levels = wait_until_idle(server)
     assert levels["pages{used}"] == levels["slots{used}"] == 0
-    assert levels["mapped_bytes{pages}"] + levels["mapped_bytes{slots}"] <= 7 << 19
+    assert levels["mapped_bytes{pages}"] + levels["mapped_bytes{slots}"] <= budget
     assert levels["moves"] > 0 and levels["moved_bytes"] > 0
     assert levels["snapshots_evicted"] > 0 and levels["pages_evicted"] > 0

@@ -45,6 +45,8 @@ class Model:
     dtype: str
     bound: float
     """Nats that the reference may lose at a first difference; 0 for equal."""
+    stray: int = 0
+    """Answers beyond the bound that are let pass: as many as the engine alone gives."""
     quick: tuple[str, ...] | None = None
     """Variants that it is tested with unless HYBRID_TEST_ALL is set; None for all."""
 
@@ -95,6 +97,10 @@ class Driver(Protocol):
     @property
     def page_size(self) -> int:
         """Tokens in a page: the least that the engine takes here by default."""
+
+    @property
+    def elastic_budget(self) -> int:
+        """Bytes that are too few for both pools of the bundled model at once."""
 
     @property
     def models(self) -> Mapping[str, Model]:

@@ -54,6 +54,7 @@ FLAGS = (
             # What SGLang picks for itself depends on what else is installed.
             "--attention-backend=triton",
             "--sampling-backend=pytorch",
+            "--disable-flashinfer-autotune",
         )
         if ON_GPU
         else ()
@@ -66,11 +67,18 @@ ELASTIC = "elastic"
 
 MODELS = {
     "gated delta net, bfloat16": Model(
-        "bundled", "bfloat16", NEAR_TIE, (PREEMPTION, ELASTIC)
+        "bundled", "bfloat16", NEAR_TIE, quick=(PREEMPTION, ELASTIC)
     ),
-    "mamba-2, float32": Model("nemotron_h", "float32", 0.0, (SINGLE_TOKENS,)),
-    "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, ()),
+    "mamba-2, float32": Model("nemotron_h", "float32", 0.0, quick=(SINGLE_TOKENS,)),
+    "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, quick=()),
 }
+if ON_GPU:
+    # SGLang's norms take no float32 there, and its bfloat16 answers depend on what
+    # else is in the batch: `control.py` has up to three of 280 beyond the bound.
+    MODELS = {
+        "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE, stray=5),
+        "mamba-2, bfloat16": Model("nemotron_h", "bfloat16", NEAR_TIE, stray=5),
+    }
 
 VARIANTS = {
     PREEMPTION: Variant(
@@ -81,7 +89,9 @@ VARIANTS = {
         preempts=True,
     ),
     SINGLE_TOKENS: Variant({"page_size": 1}, 0.4, ("--disable-overlap-schedule",)),
-    ELASTIC: Variant({"elastic": True, "gpu_memory_budget": 16 << 20}, 0.3),
+    ELASTIC: Variant(
+        {"elastic": True, "gpu_memory_budget": (26 if ON_GPU else 16) << 20}, 0.3
+    ),
 }
 
 REFUSALS = {
@@ -143,6 +153,7 @@ class SglangDriver:
 
     name = "sglang"
     page_size = PAGE_SIZE
+    elastic_budget = (22 << 20) if ON_GPU else (7 << 19)
     models = MODELS
     variants = VARIANTS
     refusals = REFUSALS

@@ -68,6 +68,7 @@ VARIANTS = {
 }
 if ON_GPU:  # the CPU platform forces synchronous scheduling
     VARIANTS["synchronous"] = Variant({}, 0.4, ("--no-async-scheduling",))
+    VARIANTS["elastic"] = Variant({"elastic": True, "gpu_memory_budget": 18 << 20}, 0.3)
     VARIANTS["page of 64"] = Variant({"page_size": 64}, 0.4)
 
 REFUSALS = {
@@ -127,6 +128,7 @@ class VllmDriver:
 
     name = "vllm"
     page_size = PAGE_SIZE
+    elastic_budget = (14 << 20) if ON_GPU else (7 << 19)
     models = MODELS
     variants = VARIANTS
     refusals: Mapping[str, Refusal] = {} if ON_GPU else REFUSALS
