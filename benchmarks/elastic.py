@@ -1,191 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic pools against every fixed split and against vLLM alone, in one run.
+"""Elastic pools against every fixed split and against the engine alone, in one run.
 
 Three phases follow each other, round after round: many short chats want state
-slots, a few long prompts want KV pages, the third wants both.  A fixed split suits
-one of them.  All engines get equal bytes of cache memory and take turns, as in
-`vllm_prefix`.
+slots, a few long documents want KV pages, the third wants both.  A fixed split
+suits one of them.  All engines get equal bytes of cache memory and take turns, as
+in `vllm_prefix`.
 
-    python -m benchmarks.elastic --model qwen3-next --out benchmarks/results/elastic-x
+    python -m benchmarks.elastic --engine vllm --out benchmarks/results/elastic-x
+    python -m benchmarks.elastic_picture benchmarks/results/elastic-x.json x.svg
     python -m benchmarks.elastic --model tiny --cache-mib 12 --out ...   # on a CPU
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import statistics
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from benchmarks import vllm_prefix
+from benchmarks import elastic_sglang, elastic_vllm
+from benchmarks.elastic_engine import START_LIMIT_S, limit
+from benchmarks.elastic_setup import Configuration, Setup, of_plugin
+from benchmarks.elastic_table import table
 from benchmarks.elastic_workloads import CPU, GPU, Scale, phases
-from benchmarks.prefix_models import MODELS, write_model
+from benchmarks.prefix_models import MODELS
 from benchmarks.prefix_sides import Side, machine, take_turns, write
 
-DEFAULT, BEST_FLAGS, ELASTIC = "vLLM, default", "vLLM, unit 16, sparse", "elastic"
+ENGINES: dict[str, ModuleType] = {"vllm": elastic_vllm, "sglang": elastic_sglang}
 TINY = "tiny"
 """The model for machines without a GPU."""
-LONGEST_OF_WARM_UP = 5100
 
 
-def configurations(ratios: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """Engine arguments of each side, besides those that all share."""
-    fixed = {f"fixed, {r:.0%} states": {"state_memory_ratio": r} for r in ratios}
-    plugin: dict[str, dict[str, Any]] = {
-        "fixed, automatic": {},
-        **fixed,
-        ELASTIC: {"elastic": True},
-    }
-    return {
-        DEFAULT: {},
-        BEST_FLAGS: {"prefix_match_unit": 16},
-        **{
-            name: {"additional_config": {"hybrid_plugin": {"enabled": True} | options}}
-            for name, options in plugin.items()
-        },
-    }
+class Run:
+    """What the command line asks for."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Settle it.
 
-def scale_of(args: argparse.Namespace) -> Scale:
-    """Traffic that suits the model."""
-    return CPU if args.model == TINY else GPU
+        Raises:
+            SystemExit: for a configuration that is not known.
+        """
+        self.args = args
+        # Looking may take memory of the device: engines' processes are told.
+        self.on = args.on or ("cpu" if machine()["device"] == "CPU" else "gpu")
+        self.engine = ENGINES[args.engine]
+        self.setup = Setup(
+            model=args.model,
+            cache_mib=args.cache_mib,
+            scale=scale(args.model, args.scale),
+            experts=args.experts,
+            on_gpu=self.on == "gpu",
+        )
+        self.configurations: dict[str, Configuration] = {
+            **self.engine.STOCK,
+            **of_plugin(args.ratios),
+        }
+        self.names = args.only or list(self.configurations)
+        self.order = list(phases(self.setup.scale))
+        unknown = [name for name in self.names if name not in self.configurations]
+        if unknown:
+            known = "; ".join(self.configurations)
+            raise SystemExit(f"--only: {unknown[0]!r} is none of: {known}")
 
+    def serve(self, name: str) -> None:
+        """Be one configuration's engine."""
+        limit(START_LIMIT_S)
+        self.engine.serve(self.setup, self.configurations[name])
 
-def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments that all configurations share."""
-    scale = scale_of(args)
-    shared = vllm_prefix.engine_arguments(
-        argparse.Namespace(model=args.model, cache_gib=0)
-    )
-    longest = max(scale.longest + 1, LONGEST_OF_WARM_UP)
-    if args.model == TINY:
-        for name in ("gdn_prefill_backend", "compilation_config"):
-            del shared[name]
-        shared |= {"enforce_eager": True, "max_num_batched_tokens": 512}
-    return shared | {
-        "model": str(vllm_prefix.model_folder(args.model)),
-        "hf_overrides": {"max_position_embeddings": longest},
-        "max_model_len": longest,
-        "max_num_seqs": scale.clients,
-        "kv_cache_memory_bytes": args.cache_mib << 20,
-    }
+    def start(self, name: str, lane: int) -> Side:
+        """Start one configuration's process, the `lane`-th of those that run."""
+        command = [sys.executable, "-m", "benchmarks.elastic", *sys.argv[1:]]
+        command += ["--one", name, "--on", self.on]
+        configuration = self.configurations[name]
+        return Side(
+            name, command, self.engine.variables(self.setup, configuration, lane)
+        )
 
+    def measure(self) -> dict[str, Any]:
+        """Every configuration, so many of them at a time as fit."""
+        self.engine.prepare(self.setup)
+        results: dict[str, Any] = {name: {} for name in self.names}
+        end = time.monotonic() + self.args.seconds
+        at_once = self.args.at_once
+        groups = [
+            self.names[begin : begin + at_once]
+            for begin in range(0, len(self.names), at_once)
+        ]
+        for number, group in enumerate(groups):
+            share = (end - time.monotonic()) / (len(groups) - number)
+            self._measure(group, time.monotonic() + share, results)
+        return results
 
-def start(name: str, args: argparse.Namespace, lane: int) -> Side:
-    """Start one configuration's engine, the `lane`-th of those that run together."""
-    command = [sys.executable, "-m", "benchmarks.elastic", "--one", name]
-    command += ["--model", args.model, "--cache-mib", str(args.cache_mib)]
-    command += ["--ratios", *map(str, args.ratios)]
-    variables = {
-        "HYBRID_PLUGIN": "0" if name in (DEFAULT, BEST_FLAGS) else "1",
-        "VLLM_CACHE_ROOT": str(vllm_prefix.SCRATCH / f"cache-{lane}"),
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    }
-    return Side(name, command, variables)
-
-
-def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every configuration, so many of them at a time as fit."""
-    write_model(args.model, vllm_prefix.model_folder(args.model))
-    names = args.only or list(configurations(args.ratios))
-    order = list(phases(scale_of(args)))
-    results: dict[str, Any] = {}
-    for begin in range(0, len(names), args.at_once):
+    def _measure(
+        self, names: Sequence[str], end: float, results: dict[str, Any]
+    ) -> None:
+        """Configurations that run together, until all is done or time is over."""
         with ExitStack() as stack:
             sides = []
-            for lane, name in enumerate(names[begin : begin + args.at_once]):
-                sides.append(start(name, args, lane))
+            for lane, name in enumerate(names):
+                sides.append(self.start(name, lane))
                 stack.callback(sides[-1].stop)
             for side in sides:
                 side.wait_until_ready()
-            for _ in take_turns(sides, args.rounds, order):
-                results |= {side.name: side.result() for side in sides}
-                if args.out:
-                    save(args, results)
-    return results
+            self._save(sides, results)
+            before, longest = time.monotonic(), 0.0
+            for _ in take_turns(sides, self.args.rounds, self.order):
+                self._save(sides, results)
+                now = time.monotonic()
+                longest, before = max(longest, now - before), now
+                if now + longest > end:
+                    print("no time for another phase", file=sys.stderr, flush=True)
+                    break
+
+    def _save(self, sides: Sequence[Side], results: dict[str, Any]) -> None:
+        """Write what there is so far."""
+        results |= {side.name: side.result() for side in sides}
+        if self.args.out is None:
+            return
+        document = {
+            "engine": self.args.engine,
+            "default": self.engine.DEFAULT,
+            "model": self.args.model,
+            "shapes": MODELS[self.args.model] | self.setup.model_overrides,
+            "cache_mib": self.args.cache_mib,
+            "flags": self.engine.shared_arguments(self.setup)
+            | {"model": self.args.model},
+            "configurations": {
+                name: {"flags": dict(c.flags), "options": c.options}
+                for name, c in self.configurations.items()
+            },
+            "scale": vars(self.setup.scale),
+            "phases": self.order,
+            "machine": machine(),
+            "results": results,
+        }
+        write(self.args.out, ".json", as_json(document))
+        write(self.args.out, ".md", self.table(results))
+
+    def table(self, results: dict[str, Any]) -> str:
+        """The results in Markdown."""
+        return table(results, self.order, list(self.engine.STOCK))
 
 
-# ----------------------------------------------------------------------- results
+def as_json(document: dict[str, Any]) -> str:
+    """Indented, but with each list of numbers on one line."""
+    text = json.dumps(document, indent=1)
+    return re.sub(r"\[[\s\d.,e+-]+\]", lambda found: re.sub(r"\s+", "", found[0]), text)
 
 
-def walls(result: Mapping[str, Any], order: Sequence[str]) -> list[float] | None:
-    """Median seconds of each phase; None for an engine that did not serve all."""
-    rounds = result.get("workloads", {})
-    if any(not rounds.get(phase) for phase in order) or "died in" in result:
-        return None
-    return [statistics.median(r["wall_s"] for r in rounds[phase]) for phase in order]
+def scale(model: str, changes: Sequence[str]) -> Scale:
+    """Traffic that suits the model, with changes like `chats=300`.
+
+    Raises:
+        SystemExit: for a change that cannot be made.
+    """
+    base = CPU if model == TINY else GPU
+    known = [field.name for field in fields(Scale)]
+    found: dict[str, int] = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        if name not in known or not value.isdecimal() or int(value) < 1:
+            raise SystemExit(f"--scale takes NAME=NUMBER of {', '.join(known)}")
+        found[name] = int(value)
+    return replace(base, **found)
 
 
-def table(results: Mapping[str, Any], order: Sequence[str]) -> str:
-    """Seconds of each phase and of all; throughput of elastic pools over the rest's."""
-    seconds = {name: walls(result, order) for name, result in results.items()}
-    ran = {name: [*took, sum(took)] for name, took in seconds.items() if took}
-    columns = [*order, "all phases"]
-    lines = [
-        f"| configuration | {' | '.join(f'{c}, s' for c in columns)} | failed |",
-        "|---" * (len(columns) + 2) + "|",
-    ]
-    for name, result in results.items():
-        if name not in ran:
-            why = result.get("died in")
-            said = "did not start" if why is None else f"its engine died in `{why}`"
-            lines.append(f"| {name} | {said} |" + " |" * len(columns))
-            continue
-        cells = " | ".join(f"{wall:.2f}" for wall in ran[name])
-        lines.append(f"| {name} | {cells} | {_failed(result)} |")
-    lines += ["", *_verdict(ran, columns)]
-    return "\n".join(lines)
-
-
-def _failed(result: Mapping[str, Any]) -> int:
-    return sum(r["failed"] for rounds in result["workloads"].values() for r in rounds)
-
-
-def _verdict(ran: Mapping[str, list[float]], columns: Sequence[str]) -> list[str]:
-    if ELASTIC not in ran:
-        return []
-    own = ran[ELASTIC]
-    fixed = {name: took for name, took in ran.items() if name.startswith("fixed")}
-    lines = []
-    for number, column in enumerate(columns):
-        if fixed:
-            best = min(fixed, key=lambda name: fixed[name][number])
-            ratio = fixed[best][number] / own[number]
-            lines.append(
-                f"* {column}: elastic pools have {ratio:.2f}x the throughput of the "
-                f"best fixed split ({best})."
-            )
-    for name in (DEFAULT, BEST_FLAGS):
-        if name in ran:
-            ratio = ran[name][-1] / own[-1]
-            lines.append(f"* All phases: {ratio:.2f}x that of {name}.")
-    return lines
-
-
-def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write what there is so far."""
-    order = list(phases(scale_of(args)))
-    document = {
-        "model": args.model,
-        "flags": engine_arguments(args) | {"model": args.model},
-        "scale": vars(scale_of(args)),
-        "machine": machine(),
-        "results": results,
-    }
-    write(args.out, ".json", json.dumps(document, indent=1))
-    write(args.out, ".md", table(results, order))
-
-
-def main() -> int:
-    """Parse the command line; be one engine, or measure all and report."""
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
-    parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--experts", type=int, help="in place of the model's")
+    parser.add_argument(
+        "--scale", nargs="*", default=[], metavar="NAME=NUMBER", help="more or less"
+    )
     parser.add_argument(
         "--cache-mib", type=int, default=12 << 10, help="of each engine (%(default)s)"
     )
@@ -193,22 +188,34 @@ def main() -> int:
         "--ratios",
         type=float,
         nargs="*",
-        default=[0.1, 0.3, 0.5, 0.7, 0.9],
-        help="fixed splits: shares of the memory for states",
+        default=[0.15, 0.3, 0.5, 0.8],
+        help="fixed splits: shares of the memory for states (%(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no phase that would probably end later (no limit)",
     )
     parser.add_argument("--only", nargs="*", help="configurations to run")
     parser.add_argument(
-        "--at-once", type=int, default=8, help="engines that fit the device together"
+        "--at-once", type=int, default=4, help="engines that fit the device together"
     )
     parser.add_argument("--out", type=Path, help="path without suffix")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--on", choices=("cpu", "gpu"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Be one engine, or measure all and report."""
+    args = parse()
+    run = Run(args)
     if args.one:
-        own = configurations(args.ratios)[args.one]
-        arguments = engine_arguments(args) | own
-        asyncio.run(vllm_prefix.serve(arguments, phases(scale_of(args))))
+        run.serve(args.one)
     else:
-        print(table(run_all(args), list(phases(scale_of(args)))))
+        print(run.table(run.measure()))
     return 0
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 
@@ -14,58 +15,88 @@ class Scale:
     """How much traffic: a GPU's share, or less of it where tokens are dear."""
 
     chats: int = 600
-    """Short requests of a phase, and as many at once as the engine runs."""
+    """Short requests of a phase."""
     chat_tokens: int = 300
-    answer_tokens: int = 128
-    prompts: int = 8
-    """Long requests of a phase."""
-    prompt_tokens: int = 100_000
+    chat_answer: int = 128
     clients: int = 256
+    """Chats at once, and sequences that an engine runs at once."""
+    documents: int = 4
+    document_tokens: int = 100_000
+    """Of the longest; the shortest has a fifth less."""
+    questions: int = 4
+    """That each document is asked, after all others had theirs."""
+    question_tokens: int = 50
+    document_answer: int = 64
+    readers: int = 2
+    """Documents asked at once."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return self.prompt_tokens + self.answer_tokens
+        return self.document_tokens + self.question_tokens + self.document_answer
 
 
 GPU = Scale()
+"""With Qwen3-Next's shapes a token has 24 KiB of KV: the documents take 9 GB."""
 CPU = Scale(
     chats=120,
     chat_tokens=40,
-    answer_tokens=32,
-    prompts=6,
-    prompt_tokens=3000,
+    chat_answer=32,
     clients=64,
+    document_tokens=3000,
+    question_tokens=20,
+    document_answer=16,
 )
 
 
 def phases(scale: Scale) -> dict[str, Workload]:
     """By name, in the order in which they are sent."""
 
-    def chat(rng: random.Random) -> list[int]:
-        return text(rng, rng.randint(scale.chat_tokens // 3, scale.chat_tokens))
+    async def chat(ask: Ask, rng: random.Random, count: int) -> list[Reply]:
+        least, most = scale.chat_tokens // 3, scale.chat_tokens
+        prompts = [text(rng, rng.randint(least, most)) for _ in range(count)]
+        asks = [ask(prompt, scale.chat_answer) for prompt in prompts]
+        return await at_most(scale.clients, asks)
 
-    def long(rng: random.Random) -> list[int]:
-        least = scale.prompt_tokens * 4 // 5
-        return text(rng, rng.randint(least, scale.prompt_tokens))
+    async def read(ask: Ask, rng: random.Random, count: int) -> list[Reply]:
+        least = scale.document_tokens * 4 // 5
+        documents = [
+            text(rng, rng.randint(least, scale.document_tokens)) for _ in range(count)
+        ]
+        asks = [
+            ask(document + text(rng, scale.question_tokens), scale.document_answer)
+            for _ in range(scale.questions)
+            for document in documents
+        ]
+        return await at_most(scale.readers, asks)
 
     async def short_chats(ask: Ask, rng: random.Random) -> list[Reply]:
-        asks = [ask(chat(rng), scale.answer_tokens) for _ in range(scale.chats)]
-        return await at_most(scale.clients, asks)
+        return await chat(ask, rng, scale.chats)
 
-    async def long_prompts(ask: Ask, rng: random.Random) -> list[Reply]:
-        asks = [ask(long(rng), scale.answer_tokens) for _ in range(scale.prompts)]
-        return await at_most(scale.clients, asks)
+    async def long_documents(ask: Ask, rng: random.Random) -> list[Reply]:
+        return await read(ask, rng, scale.documents)
 
-    async def mixed(ask: Ask, rng: random.Random) -> list[Reply]:
-        prompts = [chat(rng) for _ in range(scale.chats // 2)]
-        prompts += [long(rng) for _ in range(scale.prompts // 2)]
-        rng.shuffle(prompts)
-        asks = [ask(prompt, scale.answer_tokens) for prompt in prompts]
-        return await at_most(scale.clients, asks)
+    async def both(ask: Ask, rng: random.Random) -> list[Reply]:
+        chats, reads = random.Random(rng.random()), random.Random(rng.random())
+        answers = await asyncio.gather(
+            chat(ask, chats, scale.chats // 2),
+            read(ask, reads, scale.documents // 2),
+        )
+        return [reply for replies in answers for reply in replies]
 
     return {
         "A: short chats": short_chats,
-        "B: long prompts": long_prompts,
-        "C: both": mixed,
+        "B: long documents": long_documents,
+        "C: both": both,
     }
+
+
+async def warm_up(ask: Ask, scale: Scale) -> None:
+    """Compile what the first request of a kind compiles."""
+    rng = random.Random(-1)
+    for count in (1, 8, scale.clients):
+        prompts = [text(rng, scale.chat_tokens) for _ in range(count)]
+        await asyncio.gather(*(ask(prompt, 8) for prompt in prompts))
+    document = text(rng, scale.document_tokens // 4)
+    for _ in range(3):
+        await ask(document, 8)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def wait_until_ready(self) -> None:
@@ -84,10 +87,11 @@ class Side:
             self.died_in = workload
             return
         self.outcomes.setdefault(workload, []).append(outcome)
-        print(self.name, workload, outcome, file=sys.stderr, flush=True)
+        told = {k: v for k, v in outcome.items() if not isinstance(v, dict)}
+        print(self.name, workload, told, file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and those it started."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -95,6 +99,9 @@ class Side:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        # An engine that died may leave processes that hold the device's memory.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def result(self) -> dict[str, Any]:
         """What goes to the results file."""
