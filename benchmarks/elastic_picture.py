@@ -126,12 +126,20 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     sides = drawn(document)
     order = list(document["phases"])
     line = Timeline(sides, order)
+    if not line.phases:
+        raise SystemExit("no phase of this result was served by all sides to draw.")
     figure = Figure(figsize=(10, 6), layout="constrained")
     memory, rate = figure.subplots(2, 1, sharex=True)
     _pools(memory, line, sides[ELASTIC])
     for (name, side), colour in zip(sides.items(), COLOURS, strict=False):
-        width = 1.6 if name == ELASTIC else 1.0
-        rate.plot(*line.throughput(side), label=name, color=colour, linewidth=width)
+        width, above = (1.6, 3) if name == ELASTIC else (1.0, 2)
+        rate.plot(
+            *line.throughput(side),
+            label=name,
+            color=colour,
+            linewidth=width,
+            zorder=above,
+        )
     rate.set_ylabel("tokens generated in a second")
     rate.set_xlabel("seconds; phases begin together for all sides")
     rate.legend(loc="upper right", fontsize="small")
@@ -162,8 +170,10 @@ def _pools(axes: Any, line: Timeline, side: Mapping[str, Any]) -> None:
     if not pages or not slots:
         axes.text(0.5, 0.5, "no sizes of pools in this result", ha="center")
         return
-    axes.stackplot(times, pages, slots, labels=("KV pages", "state slots"), alpha=0.75)
-    axes.set_ylabel("memory of elastic pools, MiB")
+    scale, unit = (1024, "GiB") if max(pages) + max(slots) > 4096 else (1, "MiB")
+    stack = [[size / scale for size in sizes] for sizes in (pages, slots)]
+    axes.stackplot(times, stack, labels=("KV pages", "state slots"), alpha=0.9)
+    axes.set_ylabel(f"memory of elastic pools, {unit}")
     axes.legend(loc="lower right", fontsize="small")
 
 

@@ -4,8 +4,9 @@
     python benchmarks/memory_moves.py --out benchmarks/results/memory-moves-h200
 
 Moves are measured as the executor makes them: granules of a layer-major KV pool
-give their memory to a slot-major state pool and take it back, at the sizes of
-Qwen3-Next (12 layers of 2 MiB a KV granule, 38 MiB a slot).
+give their memory to a slot-major state pool and take it back, at the shapes of
+Qwen3-Next (12 layers, 38 MiB a slot), for several sizes of the blocks that the
+driver maps at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from hybrid_plugin.core.cuda_arena import CudaArena
 from hybrid_plugin.core.executor import Executor
 from hybrid_plugin.core.virtual import AddressRange, Span
 
-BLOCK = 2 << 20
 LAYERS = 12
-PAGES_PER_GRANULE = 64
-SLOT_BLOCKS = 19
+PAGE_BYTES = 32 << 10
+"""Of one layer."""
+SLOT_BYTES = 38 << 20
 DEVICE = torch.device("cuda", 0)
 
 
@@ -51,22 +52,25 @@ def used() -> int:
 class Pools:
     """A KV pool and a state pool over one budget."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, block: int) -> None:
+        self.block = block
+        self.slot_blocks = -(-SLOT_BYTES // block)
         self.times: dict[str, float] = {}
         self.before = used()
         begin = time.perf_counter()
-        self.arena = CudaArena(budget + BLOCK, DEVICE, BLOCK)
+        self.arena = CudaArena(budget + block, DEVICE, block)
         refusal = self.arena.hold(budget)
         assert refusal is None, refusal
         self.times["hold s"] = time.perf_counter() - begin
         begin = time.perf_counter()
-        granules = budget // (LAYERS * BLOCK)
-        slots = budget // (SLOT_BLOCKS * BLOCK)
-        pages = self.arena.reserve(LAYERS * granules * BLOCK)
-        states = self.arena.reserve(slots * SLOT_BLOCKS * BLOCK)
+        granules = budget // (LAYERS * block)
+        slots = budget // (self.slot_blocks * block)
+        pages = self.arena.reserve(LAYERS * granules * block)
+        states = self.arena.reserve(slots * self.slot_blocks * block)
         self.times["reserve s"] = time.perf_counter() - begin
-        rows = pages.memory.view(LAYERS, granules * PAGES_PER_GRANULE, -1)
-        self.kv = ElasticArena(list(rows), pages, self.arena, PAGES_PER_GRANULE)
+        per_granule = block // PAGE_BYTES
+        rows = pages.memory.view(LAYERS, granules * per_granule, -1)
+        self.kv = ElasticArena(list(rows), pages, self.arena, per_granule)
         slot_rows = states.memory.view(slots, -1)
         self.states = ElasticArena([slot_rows], states, self.arena, 1)
         self.executor = Executor({Pool.KV: self.kv, Pool.STATE: self.states})
@@ -74,8 +78,8 @@ class Pools:
 
 def move(pools: Pools, size: int, rounds: int) -> dict[str, Any]:
     """Move about `size` bytes to the states and back, several times."""
-    granules = size // (LAYERS * BLOCK)
-    slots = granules * LAYERS // SLOT_BLOCKS
+    granules = size // (LAYERS * pools.block)
+    slots = granules * LAYERS // pools.slot_blocks
     kv, states = tuple(range(1, granules + 1)), tuple(range(1, slots + 1))
     scattered = tuple(range(1, 2 * granules, 2))
     pools.executor.run([Map(Pool.KV, kv)])
@@ -95,7 +99,7 @@ def move(pools: Pools, size: int, rounds: int) -> dict[str, Any]:
     )
     pools.executor.run([Unmap(Pool.STATE, states)])
     return {
-        "MiB": granules * LAYERS * 2,
+        "MiB": granules * LAYERS * pools.block >> 20,
         **{name: round(statistics.median(found), 3) for name, found in times.items()},
         "scattered granules, to states ms": round(took, 3),
         "most taken beyond budget MiB": round(
@@ -106,10 +110,11 @@ def move(pools: Pools, size: int, rounds: int) -> dict[str, Any]:
 
 
 def calls(pools: Pools) -> dict[str, float]:
-    """Microseconds a block of each kind of call, 512 blocks."""
-    arena, count = pools.arena, 512
-    place = arena.reserve(count * BLOCK)
-    size = count * BLOCK
+    """Microseconds a block of each kind of call, 1 GiB."""
+    arena, block = pools.arena, pools.block
+    count = (1 << 30) // block
+    place = arena.reserve(count * block)
+    size = count * block
     found: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> None:
@@ -120,12 +125,12 @@ def calls(pools: Pools) -> dict[str, float]:
 
     def map_all() -> None:
         for i, handle in enumerate(handles):
-            error = driver.cuMemMap(place.address + i * BLOCK, BLOCK, 0, handle, 0)[0]
+            error = driver.cuMemMap(place.address + i * block, block, 0, handle, 0)[0]
             assert error == ok, error
 
     def unmap_each() -> None:
         for i in range(count):
-            error = driver.cuMemUnmap(place.address + i * BLOCK, BLOCK)[0]
+            error = driver.cuMemUnmap(place.address + i * block, block)[0]
             assert error == ok, error
 
     timed(
@@ -150,9 +155,9 @@ def calls(pools: Pools) -> dict[str, float]:
 
 def waits(pools: Pools) -> dict[str, float]:
     """Whether the driver's calls wait for a kernel that runs meanwhile."""
-    arena = pools.arena
-    place = arena.reserve(64 * BLOCK)
-    assert arena.map([Span(place, 0, 64 * BLOCK)]) is None
+    arena, block = pools.arena, pools.block
+    place = arena.reserve(64 * block)
+    assert arena.map([Span(place, 0, 64 * block)]) is None
     busy = torch.cuda.Stream()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: dict[str, float] = {}
@@ -169,13 +174,13 @@ def waits(pools: Pools) -> dict[str, float]:
         torch.cuda.synchronize()
         found[f"{name}: kernel ms"] = round(start.elapsed_time(stop), 3)
 
-    size = 64 * BLOCK
-    handles = [arena._behind[place.address + i * BLOCK] for i in range(64)]
+    size = 64 * block
+    handles = [arena._behind[place.address + i * block] for i in range(64)]
     behind_kernel("unmap", lambda: arena._call("cuMemUnmap", place.address, size))
 
     def map_all() -> None:
         for i, handle in enumerate(handles):
-            arena._call("cuMemMap", place.address + i * BLOCK, BLOCK, 0, handle, 0)
+            arena._call("cuMemMap", place.address + i * block, block, 0, handle, 0)
 
     behind_kernel("map", map_all)
     behind_kernel("access", lambda: arena._allow(place.address, size, writing=True))
@@ -189,22 +194,46 @@ def holes(pools: Pools) -> bool:
     return int(place.memory.sum(dtype=torch.int64)) is not None
 
 
+def measure(budget: int, block: int, rounds: int) -> dict[str, Any]:
+    """All numbers for one size of blocks."""
+    pools = Pools(budget, block)
+    sizes = [size << 20 for size in (24, 96, 480, 1024)]
+    found = {
+        "block MiB": block >> 20,
+        "start": {name: round(took, 3) for name, took in pools.times.items()},
+        "holes can be read": holes(pools),
+        "moves": [
+            move(pools, size, rounds) for size in sizes if size >= LAYERS * block
+        ],
+        "calls": calls(pools),
+        "waits": waits(pools),
+    }
+    pools.arena.close()
+    return found
+
+
 def report(found: dict[str, Any]) -> str:
     """The numbers as Markdown."""
     lines = ["# Moving memory between the pools", "", found["machine"], ""]
-    lines += [f"{found['budget GiB']} GiB held in blocks of 2 MiB: "]
-    lines[-1] += ", ".join(f"{k} {v:.2f}" for k, v in found["start"].items()) + "."
-    lines += ["", "| moved MiB | to states ms | to pages ms | scattered ms |"]
-    lines += ["|---|---|---|---|"]
+    lines += [f"{found['budget GiB']} GiB are held. Medians, device idle.", ""]
+    lines += ["| block MiB | moved MiB | to states ms | to pages ms | scattered ms |"]
+    lines += ["|---|---|---|---|---|"]
     lines += [
-        f"| {m['MiB']} | {m['to states ms']} | {m['to pages ms']} | "
-        f"{m['scattered granules, to states ms']} |"
-        for m in found["moves"]
+        f"| {sizes['block MiB']} | {m['MiB']} | {m['to states ms']} | "
+        f"{m['to pages ms']} | {m['scattered granules, to states ms']} |"
+        for sizes in found["blocks"]
+        for m in sizes["moves"]
     ]
-    lines += ["", "| call | µs a block |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in found["calls"].items()]
-    lines += ["", "While a kernel runs on another stream:", ""]
-    lines += [f"* {name} {value}" for name, value in found["waits"].items()]
+    named = list(found["blocks"][0]["calls"])
+    lines += ["", "Microseconds a block of each call, and seconds at the start:", ""]
+    lines += ["| block MiB | " + " | ".join(named) + " | hold s | reserve s |"]
+    lines += ["|---" * (len(named) + 3) + "|"]
+    for sizes in found["blocks"]:
+        cells = [sizes["block MiB"], *sizes["calls"].values(), *sizes["start"].values()]
+        lines += ["| " + " | ".join(map(str, cells)) + " |"]
+    waiting = found["blocks"][0]["waits"]
+    lines += ["", "While a kernel runs on another stream, smallest blocks:", ""]
+    lines += [f"* {name} {value}" for name, value in waiting.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -213,18 +242,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--budget-gib", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block-mib", type=int, nargs="*", default=[2, 4, 8, 16])
     parser.add_argument("--out", type=Path, help="path without suffix")
     args = parser.parse_args()
     torch.empty(1, device=DEVICE)
-    pools = Pools(args.budget_gib << 30)
     found: dict[str, Any] = {
         "machine": f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}",
         "budget GiB": args.budget_gib,
-        "start": pools.times,
-        "holes can be read": holes(pools),
-        "moves": [move(pools, size << 20, args.rounds) for size in (24, 96, 480, 1024)],
-        "calls": calls(pools),
-        "waits": waits(pools),
+        "blocks": [
+            measure(args.budget_gib << 30, size << 20, args.rounds)
+            for size in args.block_mib
+        ],
     }
     text = report(found)
     print(text, json.dumps(found))

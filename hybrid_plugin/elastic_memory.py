@@ -19,8 +19,11 @@ from hybrid_plugin.core.layout import CacheLayout
 from hybrid_plugin.core.virtual import VirtualArena
 
 _CUDA_BLOCK = 2 << 20
-"""What NVIDIA's drivers map at a time; `CudaArena` checks it."""
-_HOST_BLOCK = 16 << 10
+"""The least that NVIDIA's drivers map; `CudaArena` checks it."""
+_CUDA_BLOCKS = 16384
+"""GPU memory comes in so many blocks at most: moving one costs about 0.1 ms,
+whatever its size (`benchmarks/memory_moves.py`)."""
+_HOST_BLOCK, _LARGEST_HOST_BLOCK = 16 << 10, 2 << 20
 _HOST_BLOCKS = 8192
 """Host memory comes in about so many blocks: each may cost the kernel a record."""
 
@@ -63,14 +66,32 @@ def is_wanted(options: HybridConfig, hindrance: str | None) -> bool:
     return hindrance is None
 
 
-def block_bytes(budget: int, device_type: str) -> int:
-    """Bytes that a device's memory is mapped in, for a budget."""
-    if device_type != "cpu":
-        return _CUDA_BLOCK
-    size = _HOST_BLOCK
-    while size < _CUDA_BLOCK and size * _HOST_BLOCKS < budget:
+def block_bytes(bound: int, device_type: str) -> int:
+    """Bytes that a device's memory is mapped in.
+
+    Args:
+        bound: bytes that no budget exceeds, equal on every rank, as blocks must be:
+            what a rank finds free is not.
+        device_type: "cpu" or "cuda".
+    """
+    if device_type == "cpu":
+        size, most, largest = _HOST_BLOCK, _HOST_BLOCKS, _LARGEST_HOST_BLOCK
+    else:
+        size, most, largest = _CUDA_BLOCK, _CUDA_BLOCKS, bound
+    while size < largest and size * most < bound:
         size *= 2
     return size
+
+
+def bound(options: HybridConfig, *known: int | None) -> int:
+    """Bytes that no rank's budget exceeds.
+
+    Args:
+        options: of the plugin.
+        known: the device's memory and limits of the engine's own, if any.
+    """
+    limits = (options.gpu_memory_budget, *known)
+    return min(limit for limit in limits if limit is not None)
 
 
 def limited(available: int, options: HybridConfig) -> int:
@@ -125,7 +146,12 @@ def plan(
 
 
 def take(
-    available: int, options: HybridConfig, device: torch.device, log: Logger
+    available: int,
+    options: HybridConfig,
+    device: torch.device,
+    *,
+    block_bytes: int,
+    log: Logger,
 ) -> VirtualArena:
     """Take a rank's cache memory from the system, or as much of it as there is.
 
@@ -133,16 +159,16 @@ def take(
         available: bytes that the engine found free.
         options: of the plugin.
         device: of this rank.
+        block_bytes: of the memory, equal on every rank.
         log: where to say how much less there was.
     """
     budget = limited(available, options)
-    size = block_bytes(budget, device.type)
     if device.type == "cpu":
-        memory: VirtualArena = HostArena(budget, size)
+        memory: VirtualArena = HostArena(budget, block_bytes)
     else:
         from hybrid_plugin.core.cuda_arena import CudaArena
 
-        memory = CudaArena(budget, device, size)
+        memory = CudaArena(budget, device, block_bytes)
     refusal = memory.hold(memory.usable, partly=True)
     if refusal is not None:
         log.warning(

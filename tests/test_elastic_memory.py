@@ -67,14 +67,29 @@ def test_host_memory_comes_in_some_thousand_blocks() -> None:
         size = elastic_memory.block_bytes(budget, "cpu")
         assert budget // size <= 8192
     assert elastic_memory.block_bytes(1 << 40, "cpu") == 2 * MIB
+
+
+def test_gpu_memory_comes_in_blocks_that_grow_with_the_device() -> None:
     assert elastic_memory.block_bytes(8 * MIB, "cuda") == 2 * MIB
+    assert elastic_memory.block_bytes(32 << 30, "cuda") == 2 * MIB
+    assert elastic_memory.block_bytes(80 << 30, "cuda") == 8 * MIB
+    assert elastic_memory.block_bytes(140 << 30, "cuda") == 16 * MIB
+
+
+def test_blocks_follow_from_what_every_rank_knows() -> None:
+    unlimited, little = HybridConfig(), HybridConfig(gpu_memory_budget=3 * MIB)
+    assert elastic_memory.bound(unlimited, None, 5 * MIB) == 5 * MIB
+    assert elastic_memory.bound(unlimited, 4 * MIB, 5 * MIB) == 4 * MIB
+    assert elastic_memory.bound(little, 4 * MIB, 5 * MIB) == 3 * MIB
 
 
 def test_the_option_limits_what_is_taken() -> None:
     options = HybridConfig(gpu_memory_budget=3 * MIB)
     assert elastic_memory.limited(8 * MIB, options) == 3 * MIB
     assert elastic_memory.limited(2 * MIB, options) == 2 * MIB
-    memory = elastic_memory.take(8 * MIB, options, torch.device("cpu"), LOG)
+    memory = elastic_memory.take(
+        8 * MIB, options, torch.device("cpu"), block_bytes=16 * KIB, log=LOG
+    )
     try:
         assert isinstance(memory, HostArena)
         assert memory.held == memory.usable == 3 * MIB - memory.block_bytes
@@ -87,7 +102,7 @@ def test_less_memory_than_hoped_for_is_a_line_in_the_log(
 ) -> None:
     monkeypatch.setattr(HostArena, "_create", lambda self, blocks: (32, "no more"))
     memory: VirtualArena = elastic_memory.take(
-        4 * MIB, HybridConfig(), torch.device("cpu"), LOG
+        4 * MIB, HybridConfig(), torch.device("cpu"), block_bytes=16 * KIB, log=LOG
     )
     assert memory.held == 32 * memory.block_bytes
     assert "refused: no more; the cache goes on with 0.5 MiB" in caplog.text

@@ -10,6 +10,7 @@ strides; its own unified memory has the same layout for states.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -194,7 +195,13 @@ def share(
     found = hindrance(device.type) or _hindrance_of_pools(configurator)
     if not elastic_memory.is_wanted(options, found):
         return None
-    memory = elastic_memory.take(available, options, device, logger())
+    memory = elastic_memory.take(
+        available,
+        options,
+        device,
+        block_bytes=block_bytes(options, device.type),
+        log=logger(),
+    )
     plan = elastic_memory.plan(
         _layout(configurator, token_bytes),
         _least_of_all_ranks(memory.held) + memory.block_bytes,
@@ -228,6 +235,16 @@ def hindrance(device_type: str) -> str | None:
     if get_exec().features.enable_memory_saver:
         return "keep their addresses mapped by themselves; drop --enable-memory-saver."
     return None if device_type == "cpu" else _unstrided()
+
+
+def block_bytes(options: HybridConfig, device_type: str) -> int:
+    """Bytes that memory moves in, equal on ranks with equal devices."""
+    if device_type == "cpu":
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        installed = torch.cuda.get_device_properties(0).total_memory
+    bound = elastic_memory.bound(options, installed)
+    return elastic_memory.block_bytes(bound, device_type)
 
 
 def _hindrance_of_pools(configurator: Any) -> str | None:

@@ -49,7 +49,13 @@ def take_memory(
         available: bytes that vLLM found free.
         device: of this rank.
     """
-    return elastic_memory.take(available, read_options(vllm_config), device, logger)
+    return elastic_memory.take(
+        available,
+        read_options(vllm_config),
+        device,
+        block_bytes=_block_bytes(vllm_config),
+        log=logger,
+    )
 
 
 def plan(
@@ -69,11 +75,22 @@ def plan(
             layout,
             budget,
             options,
-            block_bytes=elastic_memory.block_bytes(budget, _device_type()),
+            block_bytes=_block_bytes(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
             max_sequences=vllm_config.scheduler_config.max_num_seqs,
             log=logger,
         )
+
+
+def _block_bytes(vllm_config: VllmConfig) -> int:
+    from vllm.platforms import current_platform
+
+    bound = elastic_memory.bound(
+        read_options(vllm_config),
+        vllm_config.cache_config.kv_cache_memory_bytes,
+        current_platform.get_device_total_memory(),
+    )
+    return elastic_memory.block_bytes(bound, _device_type())
 
 
 def _device_type() -> str:
