@@ -113,11 +113,15 @@ class Watch:
 def whole_or_nothing(ask: Ask) -> Ask:
     """An answer that is short, or an error, has no tokens: it counts as failed."""
 
+    told: set[str] = set()
+
     async def careful(prompt: Sequence[int], max_tokens: int) -> Reply:
         try:
             reply = await ask(prompt, max_tokens)
         except Exception as error:
-            print(f"a request failed: {error!r}", file=sys.stderr, flush=True)
+            if repr(error) not in told:
+                told.add(repr(error))
+                print(f"requests fail: {error!r}", file=sys.stderr, flush=True)
             return Reply((), len(prompt), 0, 0.0)
         if len(reply.tokens) == max_tokens:
             return reply
