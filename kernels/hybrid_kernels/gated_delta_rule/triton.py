@@ -20,8 +20,10 @@ from hybrid_kernels._common.triangular import invert
 __all__ = ["prefill", "steps"]
 
 CORRECT = chunk.Tunings(
-    narrow=chunk.Tuning(columns=128, warps=4, stages=1, channels=128),
-    wide=chunk.Tuning(columns=32, warps=4, stages=1, channels=64),
+    narrow=chunk.Tuning(
+        columns=128, warps=4, stages=1, channels=128, least=chunk.FEWEST
+    ),
+    wide=chunk.Tuning(columns=64, warps=4, stages=1, channels=64, least=chunk.FEWEST),
     widest=chunk.Tuning(columns=32, warps=4, stages=1, channels=64),
 )
 
