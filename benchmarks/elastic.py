@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks import elastic_sglang, elastic_vllm
-from benchmarks.elastic_engine import START_LIMIT_S, limit
+from benchmarks.elastic_engine import START_LIMIT_S, Limit
 from benchmarks.elastic_setup import Configuration, Setup, of_plugin
 from benchmarks.elastic_table import table
 from benchmarks.elastic_workloads import CPU, GPU, Scale, phases
@@ -71,8 +71,8 @@ class Run:
 
     def serve(self, name: str) -> None:
         """Be one configuration's engine."""
-        limit(START_LIMIT_S)
-        self.engine.serve(self.setup, self.configurations[name])
+        starting = Limit(START_LIMIT_S)
+        self.engine.serve(self.setup, self.configurations[name], starting)
 
     def start(self, name: str, lane: int) -> Side:
         """Start one configuration's process, the `lane`-th of those that run."""

@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import os
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +23,7 @@ from benchmarks.prefix_workloads import Ask, Reply, Workload, run_once
 
 INTERVAL_S = 0.25
 MOST_POINTS = 300
-START_LIMIT_S, PHASE_LIMIT_S = 480, 240
+START_LIMIT_S, PHASE_LIMIT_S = 480, 20
 """An engine that takes longer hangs: its process ends, and the others go on."""
 _MAPPED = "hybrid_cache_mapped_bytes"
 
@@ -28,9 +31,24 @@ Mapped = Callable[[], Mapping[str, float]]
 """Bytes behind `pages` and behind `slots`; empty where nothing says so."""
 
 
-def limit(seconds: float) -> None:
-    """End this process, with a traceback, unless it is called again by then."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+class Limit:
+    """Ends this process and those that it started, unless it is lifted in time."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begin to wait."""
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def lift(self) -> None:
+        """What was waited for has come."""
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        # `Side` gave the process a group of its own.  Without its children's ends of
+        # the pipe closed, `Side` would wait for a line from them.
+        os.killpg(0, signal.SIGKILL)
 
 
 def mapped_bytes(metrics: Iterable[Any]) -> dict[str, float]:
@@ -131,9 +149,16 @@ def whole_or_nothing(ask: Ask) -> Ask:
 
 
 async def answer_until_closed(
-    ask: Ask, facts: Mapping[str, Any], scale: Scale, watch: Watch
+    ask: Ask, facts: Mapping[str, Any], scale: Scale, watch: Watch, starting: Limit
 ) -> None:
     """Warm up; then a line of JSON in, a line with the outcome out.
+
+    Args:
+        ask: how to ask the engine.
+        facts: what it says about itself.
+        scale: of the traffic.
+        watch: of the engine.
+        starting: to be lifted once the engine is warm.
 
     Raises:
         RuntimeError: if no request of a phase is answered: there is no engine.
@@ -141,13 +166,13 @@ async def answer_until_closed(
     await warm_up(ask, scale)
     ask = whole_or_nothing(ask)
     sent = {name: _watched(phase, watch) for name, phase in phases(scale).items()}
+    starting.lift()
     _say(facts)
-    faulthandler.cancel_dump_traceback_later()
     while line := await asyncio.to_thread(sys.stdin.readline):
-        limit(PHASE_LIMIT_S)
+        running = Limit(PHASE_LIMIT_S)
         outcome = await run_once(ask=ask, workloads=sent, **json.loads(line))
+        running.lift()
         _say(asdict(outcome) | {"series": watch.series()})
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _watched(phase: Workload, watch: Watch) -> Workload:

@@ -141,7 +141,8 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
             zorder=above,
         )
     rate.set_ylabel("tokens generated in a second")
-    rate.set_xlabel("seconds; phases begin together for all sides")
+    named = "   ".join(order)
+    rate.set_xlabel(f"seconds; phases begin together for all sides\n{named}")
     rate.legend(loc="upper right", fontsize="small")
     for axes in (memory, rate):
         axes.set_ylim(bottom=0)
@@ -152,10 +153,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         memory.text(
             (begin + end) / 2,
             1.02,
-            phase,
+            phase.split(":")[0],
             transform=memory.get_xaxis_transform(),
             ha="center",
-            fontsize="small",
         )
     rate.set_xlim(0, line.phases[-1][3])
     about = f"{document['model']} on {document['engine']}"

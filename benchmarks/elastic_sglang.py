@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sglang_prefix
-from benchmarks.elastic_engine import Watch, answer_until_closed, mapped_bytes
+from benchmarks.elastic_engine import Limit, Watch, answer_until_closed, mapped_bytes
 from benchmarks.elastic_setup import Configuration, Setup
 from benchmarks.prefix_models import slot_bytes, token_bytes, write_model
 
@@ -82,7 +82,7 @@ def variables(setup: Setup, configuration: Configuration, lane: int) -> dict[str
     return found | {"HYBRID_PLUGIN": "1", "HYBRID_CONFIG": options}
 
 
-def serve(setup: Setup, configuration: Configuration) -> None:
+def serve(setup: Setup, configuration: Configuration, starting: Limit) -> None:
     """Be one configuration's engine."""
     import sglang
 
@@ -95,7 +95,7 @@ def serve(setup: Setup, configuration: Configuration) -> None:
     ask = sglang_prefix.asker(_Counted(engine, watch))
     try:
         engine.loop.run_until_complete(
-            answer_until_closed(ask, facts, setup.scale, watch)
+            answer_until_closed(ask, facts, setup.scale, watch, starting)
         )
     finally:
         engine.shutdown()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from benchmarks import vllm_prefix
-from benchmarks.elastic_engine import Watch, answer_until_closed, mapped_bytes
+from benchmarks.elastic_engine import Limit, Watch, answer_until_closed, mapped_bytes
 from benchmarks.elastic_setup import Configuration, Setup
 from benchmarks.prefix_models import write_model
 
@@ -66,12 +66,12 @@ def variables(setup: Setup, configuration: Configuration, lane: int) -> dict[str
     }
 
 
-def serve(setup: Setup, configuration: Configuration) -> None:
+def serve(setup: Setup, configuration: Configuration, starting: Limit) -> None:
     """Be one configuration's engine."""
-    asyncio.run(_serve(setup, configuration))
+    asyncio.run(_serve(setup, configuration, starting))
 
 
-async def _serve(setup: Setup, configuration: Configuration) -> None:
+async def _serve(setup: Setup, configuration: Configuration, starting: Limit) -> None:
     from prometheus_client import REGISTRY
     from vllm import __version__
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -88,7 +88,7 @@ async def _serve(setup: Setup, configuration: Configuration) -> None:
     }
     ask = vllm_prefix.asker(_Counted(engine, watch))
     try:
-        await answer_until_closed(ask, facts, setup.scale, watch)
+        await answer_until_closed(ask, facts, setup.scale, watch, starting)
     finally:
         engine.shutdown()
 

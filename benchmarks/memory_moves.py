@@ -25,7 +25,7 @@ from hybrid_plugin.core.arena import ElasticArena
 from hybrid_plugin.core.commands import Map, Pool, Unmap
 from hybrid_plugin.core.cuda_arena import CudaArena
 from hybrid_plugin.core.executor import Executor
-from hybrid_plugin.core.virtual import AddressRange, Span
+from hybrid_plugin.core.virtual import Span
 
 LAYERS = 12
 PAGE_BYTES = 32 << 10
@@ -188,12 +188,6 @@ def waits(pools: Pools) -> dict[str, float]:
     return found
 
 
-def holes(pools: Pools) -> bool:
-    """Whether a whole range of holes can be read."""
-    place: AddressRange = pools.arena.reserve(1 << 30)
-    return int(place.memory.sum(dtype=torch.int64)) is not None
-
-
 def measure(budget: int, block: int, rounds: int) -> dict[str, Any]:
     """All numbers for one size of blocks."""
     pools = Pools(budget, block)
@@ -201,7 +195,6 @@ def measure(budget: int, block: int, rounds: int) -> dict[str, Any]:
     found = {
         "block MiB": block >> 20,
         "start": {name: round(took, 3) for name, took in pools.times.items()},
-        "holes can be read": holes(pools),
         "moves": [
             move(pools, size, rounds) for size in sizes if size >= LAYERS * block
         ],

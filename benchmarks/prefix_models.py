@@ -33,7 +33,6 @@ _GATED_DELTA_NET = {
 }
 
 _NEMOTRON_H_PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-_KINDS = {"M": "mamba", "*": "attention", "-": "mlp"}
 
 MODELS: dict[str, dict[str, Any]] = {
     # 12 attention and 36 state layers of Qwen3-Next-80B-A3B; 32 experts for 512, so
@@ -73,7 +72,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096,
         "num_hidden_layers": len(_NEMOTRON_H_PATTERN),
         "hybrid_override_pattern": _NEMOTRON_H_PATTERN,
-        "layers_block_type": [_KINDS[kind] for kind in _NEMOTRON_H_PATTERN],
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -120,9 +118,9 @@ def write_model(name: str, folder: Path) -> None:
 def attention_and_state_layers(name: str) -> tuple[int, int]:
     """How many a model has of each."""
     model = MODELS[name]
-    kinds: list[str] | None = model.get("layers_block_type")
-    if kinds is not None:
-        return kinds.count("attention"), kinds.count("mamba")
+    if "hybrid_override_pattern" in model:
+        pattern = str(model["hybrid_override_pattern"])
+        return pattern.count("*"), pattern.count("M")
     layers = int(model["num_hidden_layers"])
     attention = layers // int(model["full_attention_interval"])
     return attention, layers - attention

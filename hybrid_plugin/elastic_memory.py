@@ -18,10 +18,10 @@ from hybrid_plugin.core.host_arena import HostArena
 from hybrid_plugin.core.layout import CacheLayout
 from hybrid_plugin.core.virtual import VirtualArena
 
-_CUDA_BLOCK = 2 << 20
-"""The least that NVIDIA's drivers map; `CudaArena` checks it."""
-_CUDA_BLOCKS = 16384
-"""GPU memory comes in so many blocks at most: moving one costs about 0.1 ms,
+_CUDA_BLOCK, _LARGEST_CUDA_BLOCK = 2 << 20, 16 << 20
+"""The least is what NVIDIA's drivers map; `CudaArena` checks it."""
+_CUDA_BLOCKS = 2048
+"""GPU memory comes in about so many blocks: to move one takes the driver 0.1 ms,
 whatever its size (`benchmarks/memory_moves.py`)."""
 _HOST_BLOCK, _LARGEST_HOST_BLOCK = 16 << 10, 2 << 20
 _HOST_BLOCKS = 8192
@@ -77,7 +77,7 @@ def block_bytes(bound: int, device_type: str) -> int:
     if device_type == "cpu":
         size, most, largest = _HOST_BLOCK, _HOST_BLOCKS, _LARGEST_HOST_BLOCK
     else:
-        size, most, largest = _CUDA_BLOCK, _CUDA_BLOCKS, bound
+        size, most, largest = _CUDA_BLOCK, _CUDA_BLOCKS, _LARGEST_CUDA_BLOCK
     while size < largest and size * most < bound:
         size *= 2
     return size

@@ -11,8 +11,6 @@ from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.layout import CacheLayout, PoolSizes
 from hybrid_plugin.core.pool import PagePool, SlotPool
 
-_WASTE = 32
-"""Padding may take one part in so many of a granule of slots."""
 _STATES_AT_START = 4
 """Slots get one part in so many of the budget at the start, at most."""
 
@@ -109,7 +107,7 @@ def plan_elastic(
             for group in layout.attention
         )
     )
-    per_slot, slot_bytes = _granule_of_slots(layout, block_bytes)
+    per_slot, slot_bytes = _granule_of_slots(layout, block_bytes, budget)
     layout = replace(layout, slot_alignment=slot_bytes)
     longest = -(-(layout.pages_for(max_model_len) + 1) // per_page)
     floors = (
@@ -130,16 +128,20 @@ def plan_elastic(
     return replace(plan, start=_start(plan, max_sequences))
 
 
-def _granule_of_slots(layout: CacheLayout, block_bytes: int) -> tuple[int, int]:
-    """The smallest granule with little waste: (slots in it, bytes of each)."""
+def _granule_of_slots(
+    layout: CacheLayout, block_bytes: int, budget: int
+) -> tuple[int, int]:
+    """The granule that loses the least: (slots in it, bytes of each).
+
+    Lost is what pads its slots, in each granule, and what a pool has of its last
+    granule without using it, once: half a granule for each pool.
+    """
     candidates: list[tuple[float, int, int]] = []
     slots = 1
     while block_bytes % slots == 0 and block_bytes // slots >= layout.slot_alignment:
         granule = -(-slots * layout.slot_bytes // block_bytes) * block_bytes
-        waste = 1 - slots * layout.slot_bytes / granule
-        if waste <= 1 / _WASTE:
-            return slots, granule // slots
-        candidates.append((waste, slots, granule // slots))
+        padding = 1 - slots * layout.slot_bytes / granule
+        candidates.append((padding + granule / budget, slots, granule // slots))
         slots *= 2
     return min(candidates)[1:]
 

@@ -85,9 +85,9 @@ class SlotMajorPool(MambaPool):
         self._size = size
 
     def clear_slots(self, indices: torch.Tensor) -> None:
-        """Clear slots, int64 `[n]`, on the current stream."""
-        self._words.index_fill_(0, indices, 0)
+        """Clear slots, `[n]` of any integer type, on the current stream."""
+        self._words.index_fill_(0, indices.long(), 0)
 
     def copy_from(self, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
-        """Copy slots, int64 `[n]` each, on the current stream."""
-        self._words[dst_indices] = self._words[src_indices]
+        """Copy slots, `[n]` of any integer type each, on the current stream."""
+        self._words[dst_indices.long()] = self._words[src_indices.long()]

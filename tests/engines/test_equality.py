@@ -70,7 +70,7 @@ def test_greedy_answers_equal_stock(
     print(variant, outcome)  # shown with -s: how near, not just whether
     assert len(outcome.wrong) <= reference.stray, outcome.wrong
     assert outcome.compared >= 250
-    assert outcome.differing <= (0.15 if reference.stray else 0.1) * outcome.compared
+    assert outcome.differing <= (0.2 if reference.stray else 0.1) * outcome.compared
     reused = sum(a.cached_tokens for a in answers)
     assert reused > variant.least_reuse * sum(a.prompt_tokens for a in answers)
     if variant.preempts:
