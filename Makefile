@@ -7,6 +7,7 @@ SGLANG_VENV ?= .venv-sglang
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 GPU_PYTHON ?= python3
+SOAK_FLAGS ?=
 
 BIN := $(VENV)/bin
 SGLANG_BIN := $(SGLANG_VENV)/bin
@@ -20,15 +21,16 @@ DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang test test-gpu soak lint contracts clean
+.PHONY: help demo demo-sglang test test-gpu soak soak-gpu lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   serve a small hybrid model with and without the plugin; compare"
 	@echo "make demo-sglang  the same on SGLang"
 	@echo "make test   check style and types, run all tests"
-	@echo "make test-gpu  test the kernels on this machine's GPU (GPU_PYTHON=...)"
+	@echo "make test-gpu  test kernels and moving memory on this machine's GPU (GPU_PYTHON=...)"
 	@echo "make soak   the core's property tests for hours, not minutes"
+	@echo "make soak-gpu  memory moves at random under a vLLM that serves, memory-checked"
 	@echo "make lint   check style and types only"
 	@echo "make contracts  check what we rely on in each engine version (downloads)"
 	@echo "make clean  delete what the others made, the environments too"
@@ -51,7 +53,12 @@ test: lint contracts $(SGLANG_DEV_READY)
 
 # On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
 test-gpu:
-	PYTHONPATH=.:kernels $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/gpu/kernels
+	PYTHONPATH=.:kernels $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/gpu
+
+# On a machine with a GPU, whose own Python has vLLM and the plugin.
+soak-gpu:
+	compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+		$(GPU_PYTHON) -m tests.gpu.soak_elastic $(SOAK_FLAGS)
 
 soak: $(DEV_READY)
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/core

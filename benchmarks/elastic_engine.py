@@ -23,7 +23,7 @@ from benchmarks.prefix_workloads import Ask, Reply, Workload, run_once
 
 INTERVAL_S = 0.25
 MOST_POINTS = 300
-START_LIMIT_S, PHASE_LIMIT_S = 480, 20
+START_LIMIT_S, PHASE_LIMIT_S = 480, 240
 """An engine that takes longer hangs: its process ends, and the others go on."""
 _MAPPED = "hybrid_cache_mapped_bytes"
 
