@@ -58,6 +58,8 @@ def configurations(model: str) -> dict[str, dict[str, Any]]:
     }
 
 
+PREFILL_SIZES = [64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192]
+
 SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bench-sglang"
 
 
@@ -76,6 +78,8 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "disable_flashinfer_autotune": True,
         "mem_fraction_static": 0.9,
         "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 48, 64],
+        # SGLang captures 58 sizes of prefills for some models, for minutes.
+        "cuda_graph_bs_prefill": PREFILL_SIZES,
         "log_level": "warning",
     }
 
