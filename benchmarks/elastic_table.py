@@ -15,19 +15,22 @@ FIXED = "fixed"
 
 
 def seconds(result: Mapping[str, Any], order: Sequence[str]) -> dict[str, float]:
-    """Median seconds of each phase, and their sum; empty for an engine that ended.
+    """Median seconds of each phase, and their sum; empty for an engine that died.
 
     Args:
         result: of one side, as `Side.result` gives it.
-        order: the phases that were sent.
+        order: the phases that were sent; one that the side did not come to is
+            left out, and the sum with it.
     """
-    rounds = result.get("workloads", {})
-    if "died in" in result or any(not rounds.get(phase) for phase in order):
-        return {}
+    rounds = {} if "died in" in result else result.get("workloads", {})
     took = {
-        phase: statistics.median(r["wall_s"] for r in rounds[phase]) for phase in order
+        phase: statistics.median(r["wall_s"] for r in rounds[phase])
+        for phase in order
+        if rounds.get(phase)
     }
-    return took | {ALL: sum(took.values())}
+    return took | (
+        {ALL: sum(took.values())} if took and len(took) == len(order) else {}
+    )
 
 
 def sent(results: Mapping[str, Any], order: Sequence[str]) -> list[str]:
@@ -38,8 +41,8 @@ def sent(results: Mapping[str, Any], order: Sequence[str]) -> list[str]:
 
 def best_fixed(results: Mapping[str, Any], order: Sequence[str]) -> str | None:
     """The fixed split that took the least time for everything."""
-    took = _complete(results, sent(results, order))
-    fixed = [name for name in took if name.startswith(FIXED)]
+    took = _all_seconds(results, sent(results, order))
+    fixed = [name for name in took if name.startswith(FIXED) and ALL in took[name]]
     return min(fixed, key=lambda name: took[name][ALL], default=None)
 
 
@@ -54,7 +57,7 @@ def table(
         stock: the configurations without the plugin.
     """
     order = sent(results, order)
-    ran = _complete(results, order)
+    ran = _all_seconds(results, order)
     columns = [*order, ALL]
     head = " | ".join(f"{column}, s" for column in columns)
     lines = [
@@ -63,7 +66,8 @@ def table(
     ]
     for name, result in results.items():
         if name in ran:
-            cells = " | ".join(f"{ran[name][column]:.2f}" for column in columns)
+            took = ran[name]
+            cells = " | ".join(f"{took[c]:.2f}" if c in took else "" for c in columns)
             rounds = "-".join(map(str, _rounds(result, order)))
             lines.append(f"| {name} | {cells} | {rounds} | {_failed(result)} |")
         else:
@@ -71,12 +75,12 @@ def table(
     return "\n".join([*lines, "", *_verdict(ran, columns, stock)])
 
 
-def _complete(
+def _all_seconds(
     results: Mapping[str, Any], order: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Seconds of the sides that served every phase."""
+    """Of the sides that served anything."""
     took = {name: seconds(result, order) for name, result in results.items()}
-    return {name: found for name, found in took.items() if found} if order else {}
+    return {name: found for name, found in took.items() if found}
 
 
 def _served(result: Mapping[str, Any]) -> list[str]:
@@ -85,7 +89,7 @@ def _served(result: Mapping[str, Any]) -> list[str]:
 
 def _rounds(result: Mapping[str, Any], order: Sequence[str]) -> list[int]:
     """How often each phase was served: the least and the most, or both in one."""
-    counts = [len(result["workloads"][phase]) for phase in order]
+    counts = [len(result["workloads"].get(phase, ())) for phase in order]
     return sorted({min(counts), max(counts)})
 
 
@@ -109,19 +113,23 @@ def _verdict(
     if ELASTIC not in ran:
         return []
     own = ran[ELASTIC]
-    fixed = {name: took for name, took in ran.items() if name.startswith(FIXED)}
     lines = []
-    for column in columns if fixed else ():
-        best = min(fixed, key=lambda name: fixed[name][column])
-        ratio = fixed[best][column] / own[column]
-        split = "best single split" if column == ALL else "best fixed split"
-        lines.append(
-            f"* {column}: elastic pools have {ratio:.2f}x the throughput of the "
-            f"{split} ({best})."
-        )
+    for column in columns:
+        rest = {
+            name: took[column] / own[column]
+            for name, took in ran.items()
+            if name.startswith(FIXED) and column in took and column in own
+        }
+        if rest:
+            best = min(rest, key=lambda name: rest[name])
+            split = "best single split" if column == ALL else "best fixed split"
+            lines.append(
+                f"* {column}: elastic pools have {rest[best]:.2f}x the throughput of "
+                f"the {split} ({best})."
+            )
     lines += [
         f"* {ALL}: {ran[name][ALL] / own[ALL]:.2f}x that of {name}."
         for name in stock
-        if name in ran
+        if ALL in ran.get(name, {}) and ALL in own
     ]
     return lines

@@ -100,6 +100,10 @@ class Side:
             self._process.kill()
             self._process.wait()
         # An engine that died may leave processes that hold the device's memory.
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, and those it started, in the middle of what they do."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

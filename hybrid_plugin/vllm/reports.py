@@ -13,9 +13,15 @@ _SECONDS = "hybrid_move_seconds"
 
 
 def attach(output: Any, seconds: float) -> Any:
-    """Put the seconds spent on moving memory so far into a step's output."""
+    """Put the seconds spent on moving memory so far into a step's output.
+
+    An output that is still on the device keeps its class, whose methods differ from
+    one vLLM to the next; what it turns into is marked when it is there.
+    """
     if isinstance(output, AsyncModelRunnerOutput):
-        return _AsyncOutput(output, seconds)
+        wait = output.get_output
+        output.get_output = lambda: _marked(wait(), seconds)
+        return output
     if isinstance(output, ModelRunnerOutput):
         return _marked(output, seconds)
     return output
@@ -25,17 +31,6 @@ def read(output: ModelRunnerOutput) -> float | None:
     """The seconds in a step's output, None if it has none."""
     seconds: float | None = getattr(output, _SECONDS, None)
     return seconds
-
-
-class _AsyncOutput(AsyncModelRunnerOutput):
-    """An output that is still on the device."""
-
-    def __init__(self, output: AsyncModelRunnerOutput, seconds: float) -> None:
-        self._output = output
-        self._seconds = seconds
-
-    def get_output(self) -> ModelRunnerOutput:
-        return _marked(self._output.get_output(), self._seconds)
 
 
 def _marked(output: ModelRunnerOutput, seconds: float) -> ModelRunnerOutput:

@@ -20,20 +20,26 @@ def below(SIZE: tl.constexpr, shift):
 
 
 @triton.jit
-def invert(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """``(I + lower)^-1`` for a strictly lower triangular ``[64, 64]`` tile.
+def join(lower, solved, SIZE: tl.constexpr, shift, PRECISION: tl.constexpr):
+    """Inverse blocks of ``2**(shift + 1)`` from `solved`, those of half the size:
+    ``[[P, 0], [R, Q]]^-1 = [[P', 0], [-Q' R P', Q']]``."""
+    middle = tl.where(below(SIZE, shift), lower, 0.0)
+    middle = tl.dot(middle, solved, input_precision=PRECISION)
+    return solved - tl.dot(solved, middle, input_precision=PRECISION)
 
-    Pairs of diagonal blocks are joined, from 1 by 1 upwards, by
-    ``[[P, 0], [R, Q]]^-1 = [[P', 0], [-Q' R P', Q']]``. Unlike the product of powers
-    of `lower` this stays accurate when keys repeat, and unlike forward substitution
-    it is all matrix products.
+
+@triton.jit
+def invert(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """``(I + lower)^-1`` for a strictly lower triangular tile of side ``2**LEVELS``.
+
+    Diagonal blocks are joined, from 1 by 1 upwards. Unlike the product of powers of
+    `lower` this stays accurate when keys repeat, and unlike forward substitution it
+    is all matrix products.
     """
-    tl.static_assert(SIZE == 64, "blocks of 2 to 32 are joined")
+    tl.static_assert(SIZE == 1 << LEVELS, "blocks of 1 to SIZE / 2 are joined")
     index = tl.arange(0, SIZE)
     result = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
     result -= tl.where(below(SIZE, 0), lower, 0.0)
-    for shift in range(1, 6):
-        middle = tl.where(below(SIZE, shift), lower, 0.0)
-        middle = tl.dot(middle, result, input_precision=PRECISION)
-        result -= tl.dot(result, middle, input_precision=PRECISION)
+    for shift in range(1, LEVELS):
+        result = join(lower, result, SIZE, shift, PRECISION)
     return result

@@ -16,8 +16,8 @@ from hybrid_kernels._common.tables import Drafts, Sequences
 from hybrid_kernels.causal_conv1d.reference import Operands
 
 _TOKENS = 16
-_CHANNELS = 256
-_WARPS = 4
+_CHANNELS = 512
+_WARPS = 2
 _STEP_CHANNELS = 256
 _STEP_WARPS = 4
 
@@ -63,6 +63,108 @@ def _write_state(
     value = tl.where((source < 0)[None, :], old, value)
     place += target * pool_slot
     tl.store(pool + place + column[None, :] * pool_input, value, mask=mask)
+
+
+@triton.jit
+def _column(
+    pool, slot, offset, stride, mask, NUMBER: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Input `NUMBER` of a state; zeros where the state is shorter or masked."""
+    place = pool + slot + offset
+    if NUMBER < WIDTH - 1:
+        place += NUMBER * stride
+    else:
+        mask = mask & (offset < 0)
+    return tl.load(place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _before(
+    x,
+    state,
+    channel,
+    channels,
+    first,
+    stateful,
+    x_token,
+    x_channel,
+    pool_channel,
+    pool_input,
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Input `NUMBER` of the `WIDTH` - 1 in front of `x`, float32.
+
+    `x` is `first` tokens after the sequence's start; what is before that start is in
+    the state, if there is one.
+    """
+    back: tl.constexpr = WIDTH - 1 - NUMBER
+    wanted = tl.where(back > 0, channels, 0)
+    given = channel < tl.where(first >= back, wanted, 0)
+    place = x - back * x_token + channel * x_channel
+    value = tl.load(place, mask=given, other=0.0).to(tl.float32)
+    kept = channel < tl.where((first < back) & stateful, wanted, 0)
+    place = state + channel.to(tl.int64) * pool_channel
+    place += (first + NUMBER) * pool_input
+    return value + tl.load(place, mask=kept, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _output(
+    past0,
+    past1,
+    past2,
+    past3,
+    value,
+    tap0,
+    tap1,
+    tap2,
+    tap3,
+    newest,
+    base,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """One token's output from its input and those before it, oldest first."""
+    total = base + past0.to(tl.float32) * tap0
+    if WIDTH > 2:
+        total += past1.to(tl.float32) * tap1
+    if WIDTH > 3:
+        total += past2.to(tl.float32) * tap2
+    if WIDTH > 4:
+        total += past3.to(tl.float32) * tap3
+    total += value.to(tl.float32) * newest
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def _shift(past0, past1, past2, past3, fresh, WIDTH: tl.constexpr):
+    """The inputs before the next token."""
+    past0 = past1 if WIDTH > 2 else fresh
+    if WIDTH > 2:
+        past1 = past2 if WIDTH > 3 else fresh
+    if WIDTH > 3:
+        past2 = past3 if WIDTH > 4 else fresh
+    if WIDTH > 4:
+        past3 = fresh
+    return past0, past1, past2, past3
+
+
+@triton.jit
+def _next_inputs(x, channel, channels, left, x_token, x_channel):
+    """Four tokens' inputs; zeros for those beyond the `left` that there are."""
+    place = x + channel * x_channel
+    mask = channel < tl.where(left > 0, channels, 0)
+    value0 = tl.load(place, mask=mask, other=0.0)
+    mask = channel < tl.where(left > 1, channels, 0)
+    value1 = tl.load(place + x_token, mask=mask, other=0.0)
+    mask = channel < tl.where(left > 2, channels, 0)
+    value2 = tl.load(place + 2 * x_token, mask=mask, other=0.0)
+    mask = channel < tl.where(left > 3, channels, 0)
+    value3 = tl.load(place + 3 * x_token, mask=mask, other=0.0)
+    return value0, value1, value2, value3
 
 
 @triton.jit(
@@ -125,41 +227,125 @@ def _prefill_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     live = channel < channels
     if first < whole:
-        token = first + tl.arange(0, TOKENS)
-        inside = token < stop
-        total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+        # Padding may hold anything: it is not read, and its outputs are zeros.
+        real = tl.where(padding, 0, channels)
+        given = channel < real
+        tap = channel * weight_channel
+        tap0 = _column(weight, 0, tap, weight_tap, given, 0, WIDTH).to(tl.float32)
+        tap1 = _column(weight, 0, tap, weight_tap, given, 1, WIDTH).to(tl.float32)
+        tap2 = _column(weight, 0, tap, weight_tap, given, 2, WIDTH).to(tl.float32)
+        tap3 = _column(weight, 0, tap, weight_tap, given, 3, WIDTH).to(tl.float32)
+        newest = tl.load(weight + tap + (WIDTH - 1) * weight_tap, mask=given, other=0.0)
+        newest = newest.to(tl.float32)
+        base = tl.zeros((CHANNELS,), tl.float32)
         if HAS_BIAS:
-            shift = tl.load(bias + channel, mask=live, other=0.0)
-            total += shift.to(tl.float32)[None, :]
-        for tap in tl.static_range(WIDTH):
-            source = token - (WIDTH - 1) + tap
-            mask = (inside & (source >= 0))[:, None] & live[None, :]
-            row = x + (start + source)[:, None] * x_token
-            value = tl.load(row + channel[None, :] * x_channel, mask=mask, other=0.0)
-            value = value.to(tl.float32)
-            if first == 0:
-                before = inside & (source < tl.where(stateful, 0, -WIDTH))
-                column = (source + WIDTH - 1)[:, None] * pool_input
-                value += tl.load(
-                    pool + slot * pool_slot + channel[None, :] * pool_channel + column,
-                    mask=before[:, None] & live[None, :],
-                    other=0.0,
-                ).to(tl.float32)
-            scale = tl.load(
-                weight + channel * weight_channel + tap * weight_tap,
-                mask=live,
-                other=0.0,
-            ).to(tl.float32)
-            total += value * scale[None, :]
-        if SILU:
-            total = total / (1.0 + tl.exp(-total))
-        total = tl.where(padding, 0.0, total)
-        row = out + (start + token)[:, None] * out_token
-        tl.store(
-            row + channel[None, :] * out_channel,
-            total.to(out.dtype.element_ty),
-            mask=inside[:, None] & live[None, :],
+            base += tl.load(bias + channel, mask=given, other=0.0).to(tl.float32)
+        row = x + (start + first) * x_token
+        target = out + (start + first) * out_token + channel * out_channel
+        state = pool + slot * pool_slot
+        left = tl.minimum(whole - first, TOKENS)
+        next0, next1, next2, next3 = _next_inputs(
+            row, channel, real, left, x_token, x_channel
         )
+        past0 = _before(
+            row,
+            state,
+            channel,
+            real,
+            first,
+            stateful,
+            x_token,
+            x_channel,
+            pool_channel,
+            pool_input,
+            0,
+            WIDTH,
+        )
+        past1 = _before(
+            row,
+            state,
+            channel,
+            real,
+            first,
+            stateful,
+            x_token,
+            x_channel,
+            pool_channel,
+            pool_input,
+            1,
+            WIDTH,
+        )
+        past2 = _before(
+            row,
+            state,
+            channel,
+            real,
+            first,
+            stateful,
+            x_token,
+            x_channel,
+            pool_channel,
+            pool_input,
+            2,
+            WIDTH,
+        )
+        past3 = _before(
+            row,
+            state,
+            channel,
+            real,
+            first,
+            stateful,
+            x_token,
+            x_channel,
+            pool_channel,
+            pool_input,
+            3,
+            WIDTH,
+        )
+        for step in tl.static_range(0, TOKENS, 4):
+            value0, value1, value2, value3 = next0, next1, next2, next3
+            # Loads cannot pass stores, which for all the compiler knows may be to
+            # the same memory: ask early.
+            if step + 4 < TOKENS:
+                next0, next1, next2, next3 = _next_inputs(
+                    row + (step + 4) * x_token,
+                    channel,
+                    real,
+                    left - step - 4,
+                    x_token,
+                    x_channel,
+                )
+            for turn in tl.static_range(4):
+                value = value0
+                if turn == 1:
+                    value = value1
+                if turn == 2:
+                    value = value2
+                if turn == 3:
+                    value = value3
+                value = value.to(tl.float32)
+                total = _output(
+                    past0,
+                    past1,
+                    past2,
+                    past3,
+                    value,
+                    tap0,
+                    tap1,
+                    tap2,
+                    tap3,
+                    newest,
+                    base,
+                    WIDTH,
+                    SILU,
+                )
+                past0, past1, past2, past3 = _shift(
+                    past0, past1, past2, past3, value, WIDTH
+                )
+                mask = channel < tl.where(step + turn < left, channels, 0)
+                place = target + (step + turn) * out_token
+                tl.store(place, total.to(out.dtype.element_ty), mask=mask)
 
     if sequence != sequences:
         for part in range(first // every, stop // every):
@@ -202,19 +388,6 @@ def _prefill_kernel(
                 WIDTH,
                 INPUTS,
             )
-
-
-@triton.jit
-def _column(
-    pool, slot, offset, stride, mask, NUMBER: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Input `NUMBER` of a state; zeros where the state is shorter or masked."""
-    place = pool + slot + offset
-    if NUMBER < WIDTH - 1:
-        place += NUMBER * stride
-    else:
-        mask = mask & (offset < 0)
-    return tl.load(place, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -293,16 +466,21 @@ def _step_kernel(
             mask=live,
             other=0.0,
         )
-        total = base + past0.to(tl.float32) * tap0
-        if WIDTH > 2:
-            total += past1.to(tl.float32) * tap1
-        if WIDTH > 3:
-            total += past2.to(tl.float32) * tap2
-        if WIDTH > 4:
-            total += past3.to(tl.float32) * tap3
-        total += value.to(tl.float32) * newest
-        if SILU:
-            total = total / (1.0 + tl.exp(-total))
+        total = _output(
+            past0,
+            past1,
+            past2,
+            past3,
+            value,
+            tap0,
+            tap1,
+            tap2,
+            tap3,
+            newest,
+            base,
+            WIDTH,
+            SILU,
+        )
         tl.store(
             out
             + row.to(tl.int64) * out_row
@@ -312,13 +490,7 @@ def _step_kernel(
             mask=live,
         )
         fresh = value.to(pool.dtype.element_ty)
-        past0 = past1 if WIDTH > 2 else fresh
-        if WIDTH > 2:
-            past1 = past2 if WIDTH > 3 else fresh
-        if WIDTH > 3:
-            past2 = past3 if WIDTH > 4 else fresh
-        if WIDTH > 4:
-            past3 = fresh
+        past0, past1, past2, past3 = _shift(past0, past1, past2, past3, fresh, WIDTH)
         entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
         target = tl.load(entry).to(tl.int64)
         place = pool + target * pool_slot + offset

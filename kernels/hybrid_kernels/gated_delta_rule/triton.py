@@ -112,7 +112,7 @@ def _correct_kernel(
         before = position[:, None] > position[None, :]
         decay = tl.exp(tl.where(before, sums[:, None] - sums[None, :], 0.0))
         lower = tl.where(before, lower * decay * weight[:, None], 0.0)
-        solved = invert(lower, SIZE, INVERSE).to(k.dtype.element_ty)
+        solved = invert(lower, SIZE, 6, INVERSE).to(k.dtype.element_ty)
 
         grow = weight * tl.exp(sums)
         for start in tl.static_range(0, K, BLOCK_K):

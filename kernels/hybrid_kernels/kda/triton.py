@@ -2,18 +2,16 @@
 """Triton Kimi delta attention.
 
 Decode runs on the kernel of the shared recurrence, as does the passing of states.
-Prefill differs from the gated delta rule in how pairs of tokens interact: their
-decay differs per key channel, so ``sum_k a[i] b[j] exp(G[i] - G[j])`` is no product
-of a matrix and a scalar mask. `_pair` splits the exponent at a token between `j`
-and `i`. Both halves are then at most 0, so nothing overflows however fast the
-layer forgets, and the matrix units apply. For every pair of a chunk to have such a
-token, pairs are sorted by the size of the blocks that part them: 32, 16, ... 1.
+Prefill differs from the gated delta rule in how pairs of tokens interact:
+`hybrid_kernels.kda.intra_kernels` explains.
 """
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,235 +20,23 @@ import triton.language as tl
 from hybrid_kernels._common import chunk_kernels
 from hybrid_kernels._common import linear_chunk as chunk
 from hybrid_kernels._common.linear import EPSILON, Operands
-from hybrid_kernels._common.linear_step import sigmoid, softplus, steps
+from hybrid_kernels._common.linear_step import steps
 from hybrid_kernels._common.tables import CHUNK, Sequences
-from hybrid_kernels._common.triangular import below, invert
+from hybrid_kernels.kda import intra_kernels as kernels
 
 __all__ = ["prefill", "steps"]
 
-INTRA = chunk.Tunings(
-    narrow=chunk.Tuning(columns=64, warps=8, stages=1, channels=32),
-    wide=chunk.Tuning(columns=32, warps=8, stages=1, channels=32),
-    widest=chunk.Tuning(columns=32, warps=8, stages=1, channels=32),
+DECAY = chunk.Tuning(columns=64, warps=4, stages=1, channels=64)
+PAIRS = chunk.Tuning(columns=64, warps=2, stages=1, channels=64)
+CORRECT = chunk.Tunings(
+    narrow=chunk.Tuning(
+        columns=128, warps=4, stages=1, channels=128, least=chunk.FEWEST
+    ),
+    wide=chunk.Tuning(columns=64, warps=4, stages=1, channels=64, least=chunk.FEWEST),
+    widest=chunk.Tuning(columns=32, warps=4, stages=1, channels=64),
 )
-
-
-@triton.jit
-def _pairs(
-    query,
-    key,
-    total,
-    lower,
-    weight,
-    SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add `CHANNELS` channels of all pairs of a row and an earlier column.
-
-    In one turn, a token is a row in one block or a column in the block before, never
-    both, so one factor serves both.
-    """
-    row = tl.arange(0, SIZE)
-    for shift in range(6):
-        # The last column before the rows that it is parted from.
-        pivot = ((row >> (shift + 1)) << (shift + 1)) + (1 << shift) - 1
-        base = tl.gather(total, tl.broadcast_to(pivot[:, None], (SIZE, CHANNELS)), 0)
-        later = ((row >> shift) & 1) == 1
-        factor = tl.exp(tl.where(later[:, None], total - base, base - total))
-        keys = (key * factor).to(TYPE)
-        queries = (query * factor).to(TYPE)
-        parted = below(SIZE, shift)
-        products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        lower += tl.where(parted, products, 0.0)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        weight += tl.where(parted, products, 0.0)
-    return lower, weight
-
-
-@triton.jit
-def _running_sums(
-    g,
-    place,
-    mask,
-    rate,
-    bias,
-    head,
-    bias_head,
-    channel,
-    in_k,
-    HAS_RATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Running sums of log decays over a chunk; constant beyond its end."""
-    decay = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RATE:
-        if HAS_BIAS:
-            shift = tl.load(bias + head * bias_head + channel, mask=in_k, other=0.0)
-            decay += shift.to(tl.float32)[None, :]
-        decay = softplus(decay) * tl.load(rate + head).to(tl.float32)
-        decay = tl.where(mask, decay, 0.0)
-    return tl.cumsum(decay, 0)
-
-
-@triton.jit(do_not_specialize=chunk_kernels.COUNTS)
-def _intra_kernel(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    rate,
-    bias,
-    cu_seqlens,
-    grown_q,
-    end_k,
-    w,
-    u,
-    weights,
-    ends,
-    scale,
-    epsilon,
-    sequences,
-    search_steps,
-    heads,
-    group,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    g_token,
-    g_head,
-    beta_token,
-    beta_head,
-    bias_head,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SIZE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    HAS_RATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INVERSE: tl.constexpr,
-):
-    """All that one chunk's tokens do to each other, for any start state."""
-    head = tl.program_id(1)
-    number = tl.program_id(0)
-    first, length = chunk_kernels.locate(
-        number, cu_seqlens, sequences, search_steps, SIZE
-    )
-    if length > 0:
-        element: tl.constexpr = end_k.dtype.element_ty
-        position = tl.arange(0, SIZE)
-        inside = position < length
-        token = first + position
-        q += (head // group) * q_head
-        k += (head // group) * k_head
-        lower = tl.zeros((SIZE, SIZE), tl.float32)
-        weight = tl.zeros((SIZE, SIZE), tl.float32)
-        own = tl.zeros((SIZE,), tl.float32)
-        norm_q = tl.zeros((SIZE,), tl.float32)
-        norm_k = tl.zeros((SIZE,), tl.float32)
-        for start in range(0, K, CHANNELS):
-            channel = start + tl.arange(0, CHANNELS)
-            in_k = channel < K
-            mask = inside[:, None] & in_k[None, :]
-            place = token[:, None] * q_token + channel[None, :]
-            query = tl.load(q + place, mask=mask, other=0.0).to(tl.float32)
-            place = token[:, None] * k_token + channel[None, :]
-            key = tl.load(k + place, mask=mask, other=0.0).to(tl.float32)
-            place = token[:, None] * g_token + head * g_head + channel[None, :]
-            total = _running_sums(
-                g,
-                place,
-                mask,
-                rate,
-                bias,
-                head,
-                bias_head,
-                channel,
-                in_k,
-                HAS_RATE,
-                HAS_BIAS,
-            )
-            own += tl.sum(query * key, axis=1)
-            if NORMALISE:
-                norm_q += tl.sum(query * query, axis=1)
-                norm_k += tl.sum(key * key, axis=1)
-            lower, weight = _pairs(
-                query, key, total, lower, weight, SIZE, CHANNELS, element, PRECISION
-            )
-
-        # Products are linear in queries and keys, so norms can wait until here.
-        size_q = tl.full((SIZE,), 1.0, tl.float32) * scale
-        size_k = tl.full((SIZE,), 1.0, tl.float32)
-        if NORMALISE:
-            size_q *= tl.rsqrt(norm_q + epsilon)
-            size_k *= tl.rsqrt(norm_k + epsilon)
-        rate_v = tl.load(
-            beta + token * beta_token + head * beta_head, mask=inside, other=0.0
-        ).to(tl.float32)
-        if HAS_RATE:
-            rate_v = tl.where(inside, sigmoid(rate_v), 0.0)
-        line = token[:, None] * heads + head
-        itself = position[:, None] == position[None, :]
-        weight += tl.where(itself, own[:, None], 0.0)
-        weight *= size_q[:, None] * size_k[None, :]
-        tl.store(
-            weights + line * SIZE + position[None, :],
-            weight.to(element),
-            mask=inside[:, None],
-        )
-        lower *= (size_k * rate_v)[:, None] * size_k[None, :]
-        solved = invert(lower, SIZE, INVERSE).to(element)
-
-        for start in range(0, K, CHANNELS):
-            channel = start + tl.arange(0, CHANNELS)
-            in_k = channel < K
-            mask = inside[:, None] & in_k[None, :]
-            place = token[:, None] * g_token + head * g_head + channel[None, :]
-            total = _running_sums(
-                g,
-                place,
-                mask,
-                rate,
-                bias,
-                head,
-                bias_head,
-                channel,
-                in_k,
-                HAS_RATE,
-                HAS_BIAS,
-            )
-            grow = tl.exp(total)
-            row = line * K + channel[None, :]
-            place = token[:, None] * q_token + channel[None, :]
-            query = tl.load(q + place, mask=mask, other=0.0).to(tl.float32)
-            query *= size_q[:, None] * grow
-            tl.store(grown_q + row, query.to(element), mask=mask)
-            place = token[:, None] * k_token + channel[None, :]
-            key = tl.load(k + place, mask=mask, other=0.0).to(tl.float32)
-            key *= size_k[:, None]
-            last = tl.sum(tl.where((position == SIZE - 1)[:, None], total, 0.0), axis=0)
-            tl.store(ends + (number * heads + head) * K + channel, last, mask=in_k)
-            final = key * tl.exp(last[None, :] - total)
-            tl.store(end_k + row, final.to(element), mask=mask)
-            key = (key * rate_v[:, None] * grow).to(element)
-            result = tl.dot(solved, key, input_precision=PRECISION)
-            tl.store(w + row, result.to(element), mask=mask)
-        for start in tl.static_range(0, V, BLOCK_V):
-            column = start + tl.arange(0, BLOCK_V)
-            mask = inside[:, None] & (column < V)[None, :]
-            source = v + token[:, None] * v_token + head * v_head + column[None, :]
-            value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-            value = (value * rate_v[:, None]).to(element)
-            result = tl.dot(solved, value, input_precision=PRECISION)
-            tl.store(u + line * V + column[None, :], result.to(element), mask=mask)
+_LEVELS = 4
+"""Pairs are computed for ``2**_LEVELS`` rows at a time."""
 
 
 @triton.jit(do_not_specialize=chunk_kernels.COUNTS)
@@ -297,8 +83,11 @@ def _output_kernel(
             mask = in_k[:, None] & in_v[None, :]
             state = tl.load(starts + channel[:, None] * V, mask=mask, other=0.0)
             result += tl.dot(query, state, input_precision=PRECISION)
+        upto = position[:, None] >= position[None, :]
         tile = tl.load(
-            weights + line * SIZE + position[None, :], mask=inside[:, None], other=0.0
+            weights + line * SIZE + position[None, :],
+            mask=inside[:, None] & upto,
+            other=0.0,
         )
         mask = inside[:, None] & in_v[None, :]
         value = tl.load(u + line * V + column[None, :], mask=mask, other=0.0)
@@ -310,8 +99,25 @@ def _output_kernel(
         )
 
 
+@dataclass(frozen=True)
+class _Decayed:
+    """What `kernels.decay_kernel` writes, of the shape of keys but for two."""
+
+    total: torch.Tensor
+    """``[T, HV, K]``, float32: running sums of log decays within chunks."""
+    q: torch.Tensor
+    """Decayed since the chunk's start, as `k`."""
+    k: torch.Tensor
+    end_k: torch.Tensor
+    """Decayed to the chunk's end."""
+    ends: torch.Tensor
+    """``[chunks, HV, K]``, float32: log decays of whole chunks."""
+    sizes: torch.Tensor
+    """``[2, HV, T]``, float32: factors of queries and keys if they are normalised."""
+
+
 def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
-    """Solve chunks, pass states, compute outputs: three launches."""
+    """Decay, pairs, corrections, states, outputs: five launches."""
     if sequences.count == 0:
         return
     prepared, grown_q, weights = _solve(operands, sequences)
@@ -323,57 +129,136 @@ def _solve(
     operands: Operands, sequences: Sequences
 ) -> tuple[chunk.Prepared, torch.Tensor, torch.Tensor]:
     """Tokens for the passing of states, grown queries and weights of pairs."""
-    q, k, v, g, beta = operands.q, operands.k, operands.v, operands.g, operands.beta
-    assert beta is not None
+    decayed = _decay(operands, sequences)
+    weights, lower = _pairs(operands, decayed, sequences)
+    w, u = _correct(operands, decayed, lower, sequences)
+    prepared = chunk.Prepared(decayed.end_k, u, w=w, ends=decayed.ends)
+    return prepared, decayed.q, weights
+
+
+def _decay(operands: Operands, sequences: Sequences) -> _Decayed:
+    q, k, g = operands.q, operands.k, operands.g
     rate, bias = operands.rate, operands.bias
-    tokens, heads, width = v.shape
+    tokens, heads, _ = operands.v.shape
     depth, chunks = k.shape[-1], chunk.most_chunks(tokens, sequences)
-    grown_q, end_k, w = (k.new_empty(tokens, heads, depth) for _ in range(3))
-    u = k.new_empty(tokens, heads, width)
-    weights = k.new_empty(tokens, heads, CHUNK)
-    ends = torch.empty(chunks, heads, depth, dtype=torch.float32, device=k.device)
-    tuning = INTRA.of(k)
-    blocks = chunk.Blocks.of(k, width, tuning)
-    _intra_kernel[(chunks, heads)](
+    grown_q, grown_k, end_k = (k.new_empty(tokens, heads, depth) for _ in range(3))
+    total = torch.empty_like(end_k, dtype=torch.float32)
+    ends = total.new_empty(chunks, heads, depth)
+    sizes = total.new_empty((2, heads, tokens) if operands.normalise else 1)
+    decayed = _Decayed(total, grown_q, grown_k, end_k, ends, sizes)
+    kernels.decay_kernel[(chunks, heads)](
         q,
         k,
-        v,
         g,
-        beta,
         rate,
         bias,
         sequences.cu_seqlens,
+        total,
         grown_q,
+        grown_k,
         end_k,
-        w,
-        u,
-        weights,
         ends,
+        sizes,
         operands.scale,
         EPSILON,
         *chunk.search(sequences),
+        tokens,
         heads,
         heads // k.shape[1],
         *q.stride()[:2],
         *k.stride()[:2],
-        *v.stride()[:2],
         *g.stride()[:2],
-        *beta.stride(),
         0 if bias is None else bias.stride(0),
         K=depth,
-        V=width,
-        CHANNELS=blocks.part,
-        BLOCK_V=blocks.v,
+        CHANNELS=chunk.Blocks.of(k, depth, DECAY).part,
         SIZE=CHUNK,
         NORMALISE=operands.normalise,
         HAS_RATE=rate is not None,
         HAS_BIAS=bias is not None,
+        num_warps=DECAY.warps,
+        num_stages=DECAY.stages,
+    )
+    return decayed
+
+
+def _pairs(
+    operands: Operands, decayed: _Decayed, sequences: Sequences
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries by keys, and the delta rule's system, ``[T, HV, CHUNK]``."""
+    q, k, beta = operands.q, operands.k, operands.beta
+    assert beta is not None
+    tokens, heads, _ = operands.v.shape
+    weights = k.new_empty(tokens, heads, CHUNK)
+    lower = torch.empty_like(weights, dtype=torch.float32)
+    blocks = chunk.Blocks.of(k, k.shape[-1], PAIRS)
+    programs = chunk.most_chunks(tokens, sequences) * (CHUNK >> _LEVELS)
+    kernels.pair_kernel[(programs, heads)](
+        q,
+        k,
+        beta,
+        sequences.cu_seqlens,
+        decayed.total,
+        decayed.sizes,
+        weights,
+        lower,
+        operands.scale,
+        *chunk.search(sequences),
+        tokens,
+        heads,
+        heads // k.shape[1],
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *beta.stride(),
+        K=k.shape[-1],
+        CHANNELS=blocks.part,
+        BLOCK=1 << _LEVELS,
+        LEVELS=_LEVELS,
+        SIZE=CHUNK,
+        NORMALISE=operands.normalise,
+        SIGMOID=operands.sigmoid_beta,
+        PRECISION=blocks.precision,
+        INVERSE=blocks.inverse,
+        num_warps=PAIRS.warps,
+        num_stages=PAIRS.stages,
+    )
+    return weights, lower
+
+
+def _correct(
+    operands: Operands, decayed: _Decayed, lower: torch.Tensor, sequences: Sequences
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Corrected values, but for what a start state takes, and its weights."""
+    v, beta = operands.v, operands.beta
+    assert beta is not None
+    tokens, heads, width = v.shape
+    w, u = torch.empty_like(decayed.k), decayed.k.new_empty(v.shape)
+    tuning = CORRECT.of(decayed.k)
+    blocks = chunk.Blocks.of(decayed.k, width, tuning)
+    kernels.correct_kernel[(chunk.most_chunks(tokens, sequences), heads)](
+        v,
+        beta,
+        sequences.cu_seqlens,
+        lower,
+        decayed.k,
+        w,
+        u,
+        *chunk.search(sequences),
+        heads,
+        *v.stride()[:2],
+        *beta.stride(),
+        K=w.shape[-1],
+        V=width,
+        BLOCK_K=blocks.part,
+        BLOCK_V=blocks.v,
+        SIZE=CHUNK,
+        LEVELS=_LEVELS,
+        SIGMOID=operands.sigmoid_beta,
         PRECISION=blocks.precision,
         INVERSE=blocks.inverse,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
-    return chunk.Prepared(end_k, u, w=w, ends=ends), grown_q, weights
+    return w, u
 
 
 def _outputs(
