@@ -31,6 +31,7 @@ _ONLY_ON_GPU = (
     "disable_flashinfer_autotune",
     "mem_fraction_static",
     "cuda_graph_bs_decode",
+    "cuda_graph_bs_prefill",
 )
 
 

@@ -192,6 +192,11 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def base(results: dict[str, Any]) -> str:
+    """The configuration that others are compared with."""
+    return DEFAULT if DEFAULT in results else next(iter(results))
+
+
 def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Write what there is so far."""
     document = {
@@ -204,7 +209,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         "results": results,
     }
     write(args.out, ".json", json.dumps(document, indent=1))
-    write(args.out, ".md", table(results, DEFAULT))
+    write(args.out, ".md", table(results, base(results)))
 
 
 def main() -> int:
@@ -224,7 +229,8 @@ def main() -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         serve(args)
     else:
-        print(table(run_all(args), DEFAULT))
+        results = run_all(args)
+        print(table(results, base(results)))
     return 0
 
 

@@ -79,6 +79,12 @@ def _column(
 
 
 @triton.jit
+def _tap(taps, NUMBER: tl.constexpr):
+    """Column `NUMBER` of four; zeros if it is none of them."""
+    return tl.sum(tl.where(tl.arange(0, 4)[None, :] == NUMBER, taps, 0.0), axis=1)
+
+
+@triton.jit
 def _before(
     x,
     state,
@@ -188,7 +194,6 @@ def _prefill_kernel(
     every,
     x_token,
     x_channel,
-    weight_channel,
     weight_tap,
     pool_slot,
     pool_channel,
@@ -196,6 +201,7 @@ def _prefill_kernel(
     boundary_row,
     out_token,
     out_channel,
+    WEIGHT_CHANNEL: tl.constexpr,
     WIDTH: tl.constexpr,
     INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -230,13 +236,22 @@ def _prefill_kernel(
         # Padding may hold anything: it is not read, and its outputs are zeros.
         real = tl.where(padding, 0, channels)
         given = channel < real
-        tap = channel * weight_channel
-        tap0 = _column(weight, 0, tap, weight_tap, given, 0, WIDTH).to(tl.float32)
-        tap1 = _column(weight, 0, tap, weight_tap, given, 1, WIDTH).to(tl.float32)
-        tap2 = _column(weight, 0, tap, weight_tap, given, 2, WIDTH).to(tl.float32)
-        tap3 = _column(weight, 0, tap, weight_tap, given, 3, WIDTH).to(tl.float32)
-        newest = tl.load(weight + tap + (WIDTH - 1) * weight_tap, mask=given, other=0.0)
-        newest = newest.to(tl.float32)
+        # Taps lie side by side: read one by one, they would take as long as the inputs.
+        # A constant stride lets one load read them all.
+        column = tl.arange(0, 4)[None, :]
+        taps = tl.load(
+            weight + channel[:, None] * WEIGHT_CHANNEL + column * weight_tap,
+            mask=given[:, None] & (column < WIDTH),
+            other=0.0,
+        ).to(tl.float32)
+        tap0 = _tap(taps, 0)
+        tap1 = _tap(taps, 1)
+        tap2 = _tap(taps, 2)
+        tap3 = _tap(taps, 3)
+        newest = _tap(taps, WIDTH - 1)
+        if WIDTH == 5:
+            place = weight + channel * WEIGHT_CHANNEL + 4 * weight_tap
+            newest = tl.load(place, mask=given, other=0.0).to(tl.float32)
         base = tl.zeros((CHANNELS,), tl.float32)
         if HAS_BIAS:
             base += tl.load(bias + channel, mask=given, other=0.0).to(tl.float32)
@@ -532,10 +547,11 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         boundaries,
         sequences.every,
         *x.stride(),
-        *weight.stride(),
+        weight.stride(1),
         *pool.stride(),
         boundary_row,
         *out.stride(),
+        WEIGHT_CHANNEL=weight.stride(0),
         WIDTH=operands.taps,
         INPUTS=4,
         HAS_BIAS=operands.bias is not None,
