@@ -62,8 +62,8 @@ def decay_kernel(
 
     `sizes` gets the factors that make queries and keys unit vectors.
     """
-    head = tl.program_id(1)
-    number = tl.program_id(0)
+    head = tl.program_id(0)
+    number = tl.program_id(1)
     first, length = chunk_kernels.locate(
         number, cu_seqlens, sequences, search_steps, SIZE
     )
@@ -260,9 +260,9 @@ def pair_kernel(
     the block on the diagonal inverted. Nothing is written above the diagonal blocks.
     """
     parts: tl.constexpr = SIZE // BLOCK
-    head = tl.program_id(1)
+    head = tl.program_id(0) // parts
     first, length = chunk_kernels.locate(
-        tl.program_id(0) // parts, cu_seqlens, sequences, search_steps, SIZE
+        tl.program_id(1), cu_seqlens, sequences, search_steps, SIZE
     )
     begin = (tl.program_id(0) % parts) * BLOCK
     if begin < length:
@@ -387,9 +387,9 @@ def correct_kernel(
 
     Afterwards the corrected values are ``u - w S^T``.
     """
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     first, length = chunk_kernels.locate(
-        tl.program_id(0), cu_seqlens, sequences, search_steps, SIZE
+        tl.program_id(1), cu_seqlens, sequences, search_steps, SIZE
     )
     if length > 0:
         position = tl.arange(0, SIZE)

@@ -146,7 +146,8 @@ def _decay(operands: Operands, sequences: Sequences) -> _Decayed:
     ends = total.new_empty(chunks, heads, depth)
     sizes = total.new_empty((2, heads, tokens) if operands.normalise else 1)
     decayed = _Decayed(total, grown_q, grown_k, end_k, ends, sizes)
-    kernels.decay_kernel[(chunks, heads)](
+    # Heads first: they lie side by side in memory.
+    kernels.decay_kernel[(heads, chunks)](
         q,
         k,
         g,
@@ -191,8 +192,8 @@ def _pairs(
     weights = k.new_empty(tokens, heads, CHUNK)
     lower = torch.empty_like(weights, dtype=torch.float32)
     blocks = chunk.Blocks.of(k, k.shape[-1], PAIRS)
-    programs = chunk.most_chunks(tokens, sequences) * (CHUNK >> _LEVELS)
-    kernels.pair_kernel[(programs, heads)](
+    programs = heads * (CHUNK >> _LEVELS)
+    kernels.pair_kernel[(programs, chunk.most_chunks(tokens, sequences))](
         q,
         k,
         beta,
@@ -234,7 +235,7 @@ def _correct(
     w, u = torch.empty_like(decayed.k), decayed.k.new_empty(v.shape)
     tuning = CORRECT.of(decayed.k)
     blocks = chunk.Blocks.of(decayed.k, width, tuning)
-    kernels.correct_kernel[(chunk.most_chunks(tokens, sequences), heads)](
+    kernels.correct_kernel[(heads, chunk.most_chunks(tokens, sequences))](
         v,
         beta,
         sequences.cu_seqlens,
