@@ -26,11 +26,13 @@ class Tuning:
     """Most key channels at a time, where a kernel can go through them in parts."""
     least: int = 16
     """Fewest value columns per program; those beyond the head are masked."""
+    crowded: int | None = None
+    """Stages with `CROWD` sequences or more; they change speed, not results."""
 
 
 @dataclass(frozen=True)
 class Tunings:
-    """One for each width of a key row; none depends on the batch."""
+    """One for each width of a key row; no result depends on the batch."""
 
     narrow: Tuning
     """Up to 128 channels of 2 bytes."""
@@ -47,9 +49,11 @@ class Tunings:
         return self.wide if row > 256 else self.narrow
 
 
+CROWD = 8
+"""Sequences that fill the device: programs take turns, and hide each other's loads."""
 PASS = Tunings(
-    narrow=Tuning(columns=32, warps=4, stages=3),
-    wide=Tuning(columns=32, warps=4, stages=2),
+    narrow=Tuning(columns=32, warps=4, stages=3, crowded=2),
+    wide=Tuning(columns=32, warps=8, stages=3),
     widest=Tuning(columns=32, warps=4, stages=1),
 )
 FEWEST = 64
@@ -62,7 +66,7 @@ is not understood, so such tiles are forbidden.
 """
 OUTPUT = Tunings(
     narrow=Tuning(columns=128, warps=4, stages=2, channels=64, least=FEWEST),
-    wide=Tuning(columns=64, warps=4, stages=1, channels=64, least=FEWEST),
+    wide=Tuning(columns=128, warps=4, stages=1, channels=64, least=FEWEST),
     widest=Tuning(columns=32, warps=4, stages=1, channels=64),
 )
 
@@ -185,6 +189,7 @@ def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
     states = torch.empty(chunks, heads, depth, width, dtype=k.dtype, device=k.device)
     tuning = PASS.of(k)
     blocks = Blocks.of(k, width, tuning)
+    crowded = tuning.crowded is not None and sequences.count >= CROWD
     table, boundaries, boundary_row = boundary_table(sequences)
     kernels.state_kernel[(triton.cdiv(width, blocks.v), heads, sequences.count)](
         k,
@@ -219,7 +224,7 @@ def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
         ROUND=rounds(sequences),
         PRECISION=blocks.precision,
         num_warps=tuning.warps,
-        num_stages=tuning.stages,
+        num_stages=tuning.crowded if crowded else tuning.stages,
     )
     return states
 

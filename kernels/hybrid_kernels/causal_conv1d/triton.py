@@ -16,7 +16,7 @@ from hybrid_kernels._common.tables import Drafts, Sequences
 from hybrid_kernels.causal_conv1d.reference import Operands
 
 _TOKENS = 16
-_CHANNELS = 512
+_CHANNELS = 256
 _WARPS = 2
 _STEP_CHANNELS = 256
 _STEP_WARPS = 4

@@ -26,8 +26,8 @@ from hybrid_kernels.kda import intra_kernels as kernels
 
 __all__ = ["prefill", "steps"]
 
-DECAY = chunk.Tuning(columns=64, warps=4, stages=1, channels=64)
-PAIRS = chunk.Tuning(columns=64, warps=2, stages=1, channels=64)
+DECAY = chunk.Tuning(columns=64, warps=4, stages=1, channels=128)
+PAIRS = chunk.Tuning(columns=64, warps=1, stages=1, channels=64)
 CORRECT = chunk.Tunings(
     narrow=chunk.Tuning(
         columns=128, warps=4, stages=1, channels=128, least=chunk.FEWEST
