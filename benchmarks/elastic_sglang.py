@@ -24,7 +24,7 @@ STOCK = {
     ),
     "SGLang, unified memory": Configuration({"enable_unified_memory": True, **_OFTEN}),
 }
-CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+CAPTURE_SIZES = [1, 2, 4, 8, *range(16, 257, 16)]
 _ONLY_ON_GPU = (
     "attention_backend",
     "sampling_backend",

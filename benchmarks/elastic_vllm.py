@@ -18,7 +18,7 @@ STOCK = {
     DEFAULT: Configuration(),
     "vLLM, unit 16, sparse": Configuration({"prefix_match_unit": 16}),
 }
-CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+CAPTURE_SIZES = [1, 2, 4, 8, *range(16, 257, 16)]
 
 
 def prepare(setup: Setup) -> None:

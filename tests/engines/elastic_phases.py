@@ -16,6 +16,8 @@ import sys
 from itertools import islice
 from typing import Any
 
+import torch
+
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.executor import Executor
 from tests.core.resident import resident
@@ -88,6 +90,7 @@ def main(model: str, options: dict[str, Any], ranks: int, count: int) -> None:
         max_num_seqs=32,
         max_num_batched_tokens=256,
         kv_cache_memory_bytes=64 << 20,
+        **({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}),
         tensor_parallel_size=ranks,
         disable_log_stats=True,
         enable_prefix_caching=options.get("enabled", True),

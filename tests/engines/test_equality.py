@@ -12,22 +12,26 @@ import pytest
 
 from tests.engines.conftest import DRIVER, StartServer
 from tests.engines.drivers import Driver, Variant
+from tests.engines.greedy import gaps
 from tests.engines.reference import Reference, make_reference, replay
 
 pytestmark = pytest.mark.engine
+
+EVERYTHING = "HYBRID_TEST_ALL" in os.environ
 
 
 def pairs() -> Iterator[Any]:
     """Models, and the variants that each is tested with."""
     if DRIVER is None:
         return
-    everything = "HYBRID_TEST_ALL" in os.environ
     for name, model in DRIVER.models.items():
         for title, variant in DRIVER.variants.items():
-            if everything or model.quick is None or title in model.quick:
+            if EVERYTHING or model.quick is None or title in model.quick:
                 yield pytest.param(name, variant, id=f"{name}: {title}")
 
 
+ROUNDING = 1e-3
+"""Nats that two implementations in float32 may differ by."""
 PAIRS = list(pairs())
 MODELS = dict.fromkeys(pair.values[0] for pair in PAIRS)
 
@@ -51,6 +55,17 @@ def reference(
     if name not in references:
         references[name] = make_reference(start_server, driver, name, tmp_path)
     return references[name]
+
+
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
+def test_the_reference_is_what_transformers_would_answer(reference: Reference) -> None:
+    step = 1 if EVERYTHING else 4
+    asks, answers = reference.asks[::step], reference.answers[::step]
+    found = list(gaps(reference.model, asks, answers))
+    print(f"{len(found)} answers, worst {max(found):.4f} nats")
+    bound = max(reference.bound, ROUNDING)
+    assert sum(gap > bound for gap in found) <= reference.stray
+    assert any(len(answer.tokens) > 1 for answer in answers)
 
 
 @pytest.mark.parametrize(("reference", "variant"), PAIRS, indirect=["reference"])
