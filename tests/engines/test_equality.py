@@ -30,8 +30,8 @@ def pairs() -> Iterator[Any]:
                 yield pytest.param(name, variant, id=f"{name}: {title}")
 
 
-ROUNDING = 1e-3
-"""Nats that two implementations in float32 may differ by."""
+ROUNDING = 5e-3
+"""Nats that two implementations in float32 may differ by: vLLM on a CPU by 0.0016."""
 PAIRS = list(pairs())
 MODELS = dict.fromkeys(pair.values[0] for pair in PAIRS)
 
