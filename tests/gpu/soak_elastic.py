@@ -67,7 +67,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--moves", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--budget-mib", type=int, default=258)
+    parser.add_argument(
+        "--budget-mib", type=int, default=4098, help="more is more moves a step"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     args = parser.parse_args()
