@@ -45,9 +45,7 @@ demo: $(READY)
 demo-sglang: $(SGLANG_READY)
 	$(SGLANG_BIN)/python -m hybrid_plugin.demo --engine sglang $(DEMO_FLAGS)
 
-# Both engines' tests wait a lot, for servers that start; together they take half as long.
-test: lint contracts $(SGLANG_DEV_READY)
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-vllm test-sglang
+test: lint contracts test-vllm test-sglang
 
 # The kernels' tests choose Triton's interpreter before anything imports Triton.
 test-vllm: $(DEV_READY)

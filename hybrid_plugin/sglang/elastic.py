@@ -10,7 +10,6 @@ strides; its own unified memory has the same layout for states.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -195,11 +194,12 @@ def share(
     found = hindrance(device.type) or _hindrance_of_pools(configurator)
     if not elastic_memory.is_wanted(options, found):
         return None
+    budget = _least_of_all_ranks(elastic_memory.limited(available, options))
     memory = elastic_memory.take(
         available,
         options,
         device,
-        block_bytes=block_bytes(options, device.type),
+        block_bytes=elastic_memory.block_bytes(budget, device.type),
         log=logger(),
     )
     plan = elastic_memory.plan(
@@ -235,16 +235,6 @@ def hindrance(device_type: str) -> str | None:
     if get_exec().features.enable_memory_saver:
         return "keep their addresses mapped by themselves; drop --enable-memory-saver."
     return None if device_type == "cpu" else _unstrided()
-
-
-def block_bytes(options: HybridConfig, device_type: str) -> int:
-    """Bytes that memory moves in, equal on ranks with equal devices."""
-    if device_type == "cpu":
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        installed = torch.cuda.get_device_properties(0).total_memory
-    bound = elastic_memory.bound(options, installed)
-    return elastic_memory.block_bytes(bound, device_type)
 
 
 def _hindrance_of_pools(configurator: Any) -> str | None:
@@ -307,11 +297,11 @@ def _layout(configurator: Any, token_bytes: int) -> CacheLayout:
     )
 
 
-def _least_of_all_ranks(held: int) -> int:
-    """What every rank holds at least: all plan with equal memory."""
+def _least_of_all_ranks(own: int) -> int:
+    """What every rank has at least: all plan with equal memory in equal blocks."""
     if get_parallel().launch_world_size == 1:
-        return held
-    least = torch.tensor(held, dtype=torch.int64)
+        return own
+    least = torch.tensor(own, dtype=torch.int64)
     torch.distributed.all_reduce(
         least,
         op=torch.distributed.ReduceOp.MIN,

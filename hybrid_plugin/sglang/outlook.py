@@ -128,7 +128,7 @@ def _shared(
         ),
         budget,
         options,
-        block_bytes=elastic.block_bytes(options, device_type),
+        block_bytes=elastic_memory.block_bytes(budget, device_type),
         max_model_len=model.context_len,
         max_sequences=elastic.MOST_SEQUENCES,
         log=logger(),

@@ -131,7 +131,8 @@ class Server:
 
     async def _ask_all(self, asks: Sequence[Ask], concurrency: int) -> list[Answer]:
         gate = asyncio.Semaphore(concurrency)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # A server may close a connection that waits just when it is used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=self.url, timeout=300, limits=limits
         ) as client:
