@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from benchmarks.elastic_setup import Configuration, Setup, of_plugin
 from benchmarks.elastic_table import table
 from benchmarks.elastic_workloads import CPU, GPU, Scale, phases
 from benchmarks.prefix_models import MODELS
-from benchmarks.prefix_sides import Side, machine, write
+from benchmarks.prefix_sides import Side, machine, turns, write
 
 ENGINES: dict[str, ModuleType] = {"vllm": elastic_vllm, "sglang": elastic_sglang}
 TINY = "tiny"
@@ -161,16 +161,6 @@ def stop_or_kill(side: Side) -> Callable[..., None]:
         side.stop()
 
     return end
-
-
-def turns(
-    sides: Sequence[Side], rounds: int, order: Sequence[str]
-) -> Iterator[list[tuple[Side, str, int]]]:
-    """Every phase of every round, with the side that goes first rotating."""
-    for seed in range(rounds):
-        for number, phase in enumerate(order):
-            first = (seed + number) % len(sides)
-            yield [(side, phase, seed) for side in [*sides[first:], *sides[:first]]]
 
 
 def as_json(document: dict[str, Any]) -> str:

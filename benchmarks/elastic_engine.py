@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.elastic_workloads import Scale, phases, warm_up
-from benchmarks.prefix_sides import MARK
+from benchmarks.prefix_sides import say
 from benchmarks.prefix_workloads import Ask, Reply, Workload, run_once
 
 INTERVAL_S = 0.25
@@ -167,12 +167,12 @@ async def answer_until_closed(
     ask = whole_or_nothing(ask)
     sent = {name: _watched(phase, watch) for name, phase in phases(scale).items()}
     starting.lift()
-    _say(facts)
+    say(facts)
     while line := await asyncio.to_thread(sys.stdin.readline):
         running = Limit(PHASE_LIMIT_S)
         outcome = await run_once(ask=ask, workloads=sent, **json.loads(line))
         running.lift()
-        _say(asdict(outcome) | {"series": watch.series()})
+        say(asdict(outcome) | {"series": watch.series()})
 
 
 def _watched(phase: Workload, watch: Watch) -> Workload:
@@ -184,7 +184,3 @@ def _watched(phase: Workload, watch: Watch) -> Workload:
         return replies
 
     return run
-
-
-def _say(result: Mapping[str, Any]) -> None:
-    print(MARK + json.dumps(result), flush=True)

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.elastic_workloads import Scale
 
 ELASTIC = "elastic"
+CAPTURE_SIZES = [1, 2, 4, 8, *range(16, 257, 16)]
+"""Sequences in a graph: fine enough that no split pays for padding."""
 SLACK = 16
 """Tokens that a sequence may have besides the longest one's."""
 

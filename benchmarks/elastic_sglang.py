@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks import sglang_prefix
 from benchmarks.elastic_engine import Limit, Watch, answer_until_closed, mapped_bytes
-from benchmarks.elastic_setup import Configuration, Setup
-from benchmarks.prefix_models import slot_bytes, token_bytes, write_model
+from benchmarks.elastic_setup import CAPTURE_SIZES, Configuration, Setup
+from benchmarks.prefix_models import write_model
 
 DEFAULT = "SGLang, default"
 _OFTEN = {"mamba_track_interval": 64, "page_size": 16}
@@ -24,7 +24,6 @@ STOCK = {
     ),
     "SGLang, unified memory": Configuration({"enable_unified_memory": True, **_OFTEN}),
 }
-CAPTURE_SIZES = [1, 2, 4, 8, *range(16, 257, 16)]
 _ONLY_ON_GPU = (
     "attention_backend",
     "sampling_backend",
@@ -62,13 +61,8 @@ def arguments(setup: Setup, configuration: Configuration) -> dict[str, Any]:
     """All arguments of one configuration."""
     found = shared_arguments(setup) | dict(configuration.flags)
     if configuration.options is None:
-        # The plugin has a budget; SGLang alone is told what that comes to, at its
-        # own ratio of states to KV, --mamba-full-memory-ratio.
-        budget = setup.cache_mib << 20
-        slots = int(budget * 0.9 / 1.9) // slot_bytes(setup.model)
-        rest = budget - slots * slot_bytes(setup.model)
-        found["max_mamba_cache_size"] = slots
-        found["max_total_tokens"] = rest // token_bytes(setup.model)
+        # The plugin has a budget; SGLang alone is told what that comes to.
+        found |= sglang_prefix.stock_pools(setup.model, setup.cache_mib << 20)
     return found
 
 

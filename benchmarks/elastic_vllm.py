@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import vllm_prefix
 from benchmarks.elastic_engine import Limit, Watch, answer_until_closed, mapped_bytes
-from benchmarks.elastic_setup import Configuration, Setup
+from benchmarks.elastic_setup import CAPTURE_SIZES, Configuration, Setup
 from benchmarks.prefix_models import write_model
 
 DEFAULT = "vLLM, default"
@@ -18,7 +18,6 @@ STOCK = {
     DEFAULT: Configuration(),
     "vLLM, unit 16, sparse": Configuration({"prefix_match_unit": 16}),
 }
-CAPTURE_SIZES = [1, 2, 4, 8, *range(16, 257, 16)]
 
 
 def prepare(setup: Setup) -> None:

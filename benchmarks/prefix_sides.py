@@ -38,13 +38,14 @@ async def answer_until_closed(
     workloads: Mapping[str, Workload] = WORKLOADS,
 ) -> None:
     """Be an engine's process: a line of JSON in, a line with the outcome out."""
-    _say(facts)
+    say(facts)
     while line := await asyncio.to_thread(sys.stdin.readline):
         outcome = await run_once(ask=ask, workloads=workloads, **json.loads(line))
-        _say(asdict(outcome))
+        say(asdict(outcome))
 
 
-def _say(result: Mapping[str, Any]) -> None:
+def say(result: Mapping[str, Any]) -> None:
+    """Tell the process that measures."""
     print(MARK + json.dumps(result), flush=True)
 
 
@@ -124,14 +125,23 @@ class Side:
 
 def take_turns(
     sides: Sequence[Side], rounds: int, workloads: Sequence[str] = tuple(WORKLOADS)
-) -> Iterator[int]:
+) -> Iterator[None]:
     """Measure engines that run, round after round; yields after each workload."""
+    for turn in turns(sides, rounds, workloads):
+        for side, workload, seed in turn:
+            side.run(workload, seed)
+        yield
+
+
+def turns(
+    sides: Sequence[Side], rounds: int, workloads: Sequence[str]
+) -> Iterator[list[tuple[Side, str, int]]]:
+    """Every workload of every round, with the side that goes first rotating."""
     for seed in range(rounds):
         for number, workload in enumerate(workloads):
             first = (seed + number) % len(sides)
-            for side in [*sides[first:], *sides[:first]]:
-                side.run(workload, seed)
-            yield seed
+            order = [*sides[first:], *sides[:first]]
+            yield [(side, workload, seed) for side in order]
 
 
 def table(results: Mapping[str, Any], base: str) -> str:

@@ -87,26 +87,31 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def memory(args: argparse.Namespace) -> dict[str, int]:
     """Tokens and slots of the configuration, out of the bytes that all get.
 
-    Elastic pools take those bytes as they are, by `options`.
+    Elastic pools take those bytes as they are: see `start`.
     """
     if args.one == PLUGIN:
         return {}
-    token, slot = token_bytes(args.model), slot_bytes(args.model)
     budget = args.cache_gib << 30
-    if args.one == FIXED:
-        from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+    if args.one != FIXED:
+        return stock_pools(args.model, budget)
+    from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 
-        layout = CacheLayout(
-            page_size=16,
-            attention=(AttentionGroup(("all",), 16 * token),),
-            states=(StateGroup(("all",), slot),),
-        )
-        pools = layout.split(budget, max_model_len=8192)
-        tokens, slots = (pools.pages - 1) * 16, pools.slots - 1
-    else:
-        # SGLang's own ratio of states to KV, --mamba-full-memory-ratio.
-        slots = int(budget * 0.9 / 1.9) // slot
-        tokens = (budget - slots * slot) // token
+    layout = CacheLayout(
+        page_size=16,
+        attention=(AttentionGroup(("all",), 16 * token_bytes(args.model)),),
+        states=(StateGroup(("all",), slot_bytes(args.model)),),
+    )
+    pools = layout.split(budget, max_model_len=8192)
+    return {
+        "max_total_tokens": (pools.pages - 1) * 16,
+        "max_mamba_cache_size": pools.slots - 1,
+    }
+
+
+def stock_pools(model: str, budget: int) -> dict[str, int]:
+    """Tokens and slots at SGLang's own ratio of them, --mamba-full-memory-ratio."""
+    slots = int(budget * 0.9 / 1.9) // slot_bytes(model)
+    tokens = (budget - slots * slot_bytes(model)) // token_bytes(model)
     return {"max_total_tokens": tokens, "max_mamba_cache_size": slots}
 
 

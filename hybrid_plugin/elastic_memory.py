@@ -70,8 +70,8 @@ def block_bytes(bound: int, device_type: str) -> int:
     """Bytes that a device's memory is mapped in.
 
     Args:
-        bound: bytes that no budget exceeds, equal on every rank, as blocks must be:
-            what a rank finds free is not.
+        bound: bytes that the pools of a rank may take, or a little more or less;
+            equal on every rank, as blocks must be: what each finds free is not.
         device_type: "cpu" or "cuda".
     """
     if device_type == "cpu":

@@ -69,6 +69,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     *_fields(
         _CACHE,
         "enable_prefix_caching",
+        "kv_cache_memory_bytes",
         "block_size",
         "user_specified_block_size",
         "mamba_cache_mode",
@@ -88,6 +89,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
     HookPoint(f"{_PLATFORM}.is_cuda", ("self",)),
     HookPoint(f"{_PLATFORM}.device_type"),
+    HookPoint(f"{_PLATFORM}.get_device_total_memory", ()),
     HookPoint("vllm.config:get_current_vllm_config_or_none", ()),
     HookPoint("vllm.config.vllm:set_current_vllm_config", ("vllm_config",)),
 )

@@ -59,6 +59,16 @@ def test_granules_are_whole_blocks_in_every_layer(
     assert made.layout.slot_bytes - of.slot_bytes <= of.slot_bytes / 31
 
 
+def test_a_small_budget_has_small_granules_though_they_are_padded() -> None:
+    of = layout(2, 8 << 10, 421 << 10)
+    small, large = (
+        plan(of, budget, max_model_len=1024) for budget in (16 * MIB, 8 << 30)
+    )
+    assert (small.slots_per_granule, small.slot_granule_bytes) == (4, 2 * MIB)
+    assert large.slots_per_granule > 4
+    assert large.layout.slot_bytes < small.layout.slot_bytes
+
+
 def test_layers_with_pages_of_several_sizes_agree_on_a_granule() -> None:
     of = CacheLayout(
         page_size=16,

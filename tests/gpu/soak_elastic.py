@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Pool
 
@@ -91,7 +93,7 @@ def main() -> None:
         compilation_config={} if args.eager else graphs,
         cudagraph_capture_sizes=None if args.eager else [1, 2, 4, 8, 16, 32],
         additional_config={"hybrid_plugin": options | {"enabled": True}},
-        **({"gdn_prefill_backend": "triton"} if _on_gpu() else {}),
+        **({"gdn_prefill_backend": "triton"} if torch.cuda.is_available() else {}),
     )
     core: Any = llm.llm_engine.engine_core
     shaker = Shaker(core.engine_core.scheduler, args.seed)
@@ -114,12 +116,6 @@ def main() -> None:
         "seconds": round(time.monotonic() - begin, 1),
     }
     print("SOAK " + json.dumps(found), flush=True)
-
-
-def _on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":
