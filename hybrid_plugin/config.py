@@ -42,8 +42,9 @@ class HybridConfig:
         "Tokens in a KV page; by default 16, or the least the attention backend takes.",
     )
     elastic: bool | None = _option(
-        False,
-        "Whether memory moves between KV pages and state slots while the engine runs.",
+        None,
+        "Whether memory moves between KV pages and state slots while the engine runs; "
+        "by default wherever it can and no other option fixes the pools.",
     )
     gpu_memory_budget: int | None = _option(
         None,

@@ -49,12 +49,15 @@ def obstacle(device_type: str) -> str | None:
     return None
 
 
-def is_wanted(options: HybridConfig, hindrance: str | None) -> bool:
+def is_wanted(
+    options: HybridConfig, hindrance: str | None, log: Logger | None = None
+) -> bool:
     """Whether pools share their memory, if the model allows.
 
     Args:
         options: of the plugin.
         hindrance: what the machine or the engine has against it, if anything.
+        log: where to say what stands against it, if it was not asked for.
 
     Raises:
         ConfigError: if the options ask for what cannot be done.
@@ -63,6 +66,10 @@ def is_wanted(options: HybridConfig, hindrance: str | None) -> bool:
         return False
     if hindrance is not None and options.elastic:
         raise ConfigError(f"elastic pools {hindrance}")
+    if hindrance is not None and log is not None:
+        log.info(
+            "hybrid-plugin gives each pool its own memory: elastic pools %s", hindrance
+        )
     return hindrance is None
 
 

@@ -48,11 +48,20 @@ def test_other_devices_are_named() -> None:
 
 @pytest.mark.parametrize("hindrance", [None, "need a thing; set elastic to false."])
 def test_what_cannot_be_had_is_refused_only_if_it_was_asked_for(
-    hindrance: str | None,
+    hindrance: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not elastic_memory.is_wanted(HybridConfig(elastic=False), hindrance)
-    whenever_possible = HybridConfig(elastic=None)
-    assert elastic_memory.is_wanted(whenever_possible, hindrance) == (hindrance is None)
+    assert not elastic_memory.is_wanted(HybridConfig(elastic=False), hindrance, LOG)
+    assert not caplog.messages
+    with caplog.at_level(logging.INFO):
+        wanted = elastic_memory.is_wanted(HybridConfig(), hindrance, LOG)
+    assert wanted == (hindrance is None)
+    assert caplog.messages == (
+        []
+        if hindrance is None
+        else [
+            f"hybrid-plugin gives each pool its own memory: elastic pools {hindrance}"
+        ]
+    )
     asked = HybridConfig(elastic=True)
     if hindrance is None:
         assert elastic_memory.is_wanted(asked, hindrance)

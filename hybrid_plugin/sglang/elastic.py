@@ -192,7 +192,7 @@ def share(
     _planned = None
     device = torch.empty(0, device=configurator.device).device
     found = hindrance(device.type) or _hindrance_of_pools(configurator)
-    if not elastic_memory.is_wanted(options, found):
+    if not elastic_memory.is_wanted(options, found, logger()):
         return None
     budget = _least_of_all_ranks(elastic_memory.limited(available, options))
     memory = elastic_memory.take(

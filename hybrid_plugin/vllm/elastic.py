@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import Logger
 from typing import TYPE_CHECKING
 
 from hybrid_plugin import elastic_memory
@@ -27,15 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["is_wanted", "limited", "plan", "take_memory"]
 
 
-def is_wanted(vllm_config: VllmConfig) -> bool:
+def is_wanted(vllm_config: VllmConfig, log: Logger | None = None) -> bool:
     """Whether the pools of this engine share their memory, if the model allows.
+
+    Args:
+        vllm_config: of the engine.
+        log: where to say what stands against it.
 
     Raises:
         ConfigError: if the options ask for it and the system cannot do it.
     """
     with _named():
         return elastic_memory.is_wanted(
-            read_options(vllm_config), elastic_memory.obstacle(_device_type())
+            read_options(vllm_config), elastic_memory.obstacle(_device_type()), log
         )
 
 
@@ -66,7 +71,7 @@ def plan(
     Raises:
         ConfigError: if the options ask for elastic pools that do not fit.
     """
-    if not is_wanted(vllm_config):
+    if not is_wanted(vllm_config, logger):
         return None
     options = read_options(vllm_config)
     budget = limited(available, options)

@@ -70,7 +70,8 @@ def _ask(driver: Driver, setup: Setup, *flags: str) -> tuple[int, dict[str, Any]
 def test_layout_is_that_of_the_server(
     driver: Driver, start_server: StartServer
 ) -> None:
-    status, engine = _ask(driver, Setup())
+    fixed = {"elastic": False}
+    status, engine = _ask(driver, Setup(options=fixed))
     assert (status, engine["problems"]) == (0, [])
     model = engine["model"]
     assert model["prospect"] == "served"
@@ -78,7 +79,7 @@ def test_layout_is_that_of_the_server(
     assert (model["attention_layers"], model["state_layers"]) == (2, 6)
     if driver.name != "vllm":
         return  # SGLang's servers log no pools
-    with start_server("foreseen") as server:
+    with start_server("foreseen", options=fixed) as server:
         log = re.sub(r"\s+", " ", server.log_text())
     pools = re.search(r"pools: (\d+) KV pages of (\d+) tokens .* and (\d+) state", log)
     assert pools is not None
