@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic pools against every fixed split and against the engine alone, in one run.
 
-Three phases follow each other, round after round: many short chats want state
-slots, a few long documents want KV pages, the third wants both.  A fixed split
-suits one of them.  All engines get equal bytes of cache memory and take turns, as
-in `vllm_prefix`.
+Three phases follow each other, round after round: many short chats with a handful of
+assistants, each of which has a system prompt, want state slots, a few long documents
+want KV pages, the third wants both.  A fixed split suits one of them.  All engines get
+equal bytes of cache memory and take turns, as in `vllm_prefix`.
 
     python -m benchmarks.elastic --engine vllm --out benchmarks/results/elastic-x
     python -m benchmarks.elastic_picture benchmarks/results/elastic-x.json x.svg

@@ -14,10 +14,14 @@ from benchmarks.prefix_workloads import Ask, Reply, Workload, at_most, text
 class Scale:
     """How much traffic: a GPU's share, or less of it where tokens are dear."""
 
-    chats: int = 600
+    chats: int = 2000
     """Short requests of a phase."""
-    chat_tokens: int = 300
-    chat_answer: int = 128
+    assistants: int = 8
+    """Each with a system prompt of its own; a chat is with one of them."""
+    system_tokens: int = 400
+    chat_tokens: int = 100
+    """Of the longest question; the shortest has a third."""
+    chat_answer: int = 32
     clients: int = 256
     """Chats at once, and sequences that an engine runs at once."""
     documents: int = 4
@@ -40,6 +44,8 @@ GPU = Scale()
 """With Qwen3-Next's shapes a token has 24 KiB of KV: the documents take 9 GB."""
 CPU = Scale(
     chats=120,
+    assistants=4,
+    system_tokens=64,
     chat_tokens=40,
     chat_answer=32,
     clients=64,
@@ -53,8 +59,12 @@ def phases(scale: Scale) -> dict[str, Workload]:
     """By name, in the order in which they are sent."""
 
     async def chat(ask: Ask, rng: random.Random, count: int) -> list[Reply]:
+        systems = [text(rng, scale.system_tokens) for _ in range(scale.assistants)]
         least, most = scale.chat_tokens // 3, scale.chat_tokens
-        prompts = [text(rng, rng.randint(least, most)) for _ in range(count)]
+        prompts = [
+            rng.choice(systems) + text(rng, rng.randint(least, most))
+            for _ in range(count)
+        ]
         asks = [ask(prompt, scale.chat_answer) for prompt in prompts]
         return await at_most(scale.clients, asks)
 
@@ -95,7 +105,8 @@ async def warm_up(ask: Ask, scale: Scale) -> None:
     """Compile what the first request of a kind compiles."""
     rng = random.Random(-1)
     for count in (1, 8, scale.clients):
-        prompts = [text(rng, scale.chat_tokens) for _ in range(count)]
+        length = scale.system_tokens + scale.chat_tokens
+        prompts = [text(rng, length) for _ in range(count)]
         await asyncio.gather(*(ask(prompt, 8) for prompt in prompts))
     document = text(rng, scale.document_tokens // 4)
     for _ in range(3):

@@ -7,9 +7,9 @@
 (cuda-bindings asks for functions that a driver may not have: API errors are left
 out.)
 
-Before each step a random pool asks for a random part of what it could have, so
-granules leave pages and slots all the time while requests prefill, decode and are
-restored.  Ends with one line of JSON; fails if a request does, if nothing was
+Before each step random pools ask, a few times, for a random part of what they could
+have, so granules leave pages and slots all the time while requests prefill, decode and
+are restored.  Ends with one line of JSON; fails if a request does, if nothing was
 restored, or if a pool went over the budget.
 """
 
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,21 @@ ANSWER = 24
 class Shaker:
     """Has the pools of a scheduler take memory from each other before each step."""
 
-    def __init__(self, scheduler: Any, seed: int) -> None:
+    def __init__(self, scheduler: Any, seed: int, times: int) -> None:
         self.elastic: ElasticController = scheduler.kv_cache_manager.cache.elastic
-        self._rng = random.Random(seed)
+        self._rng, self._times = random.Random(seed), times
         self._schedule = scheduler.schedule
         scheduler.schedule = self.schedule
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask for ids of a random pool, then schedule."""
-        pool = self._rng.choice([Pool.KV, Pool.STATE])
-        most = self.elastic.most(pool)
-        if most > 0:
-            self.elastic.provide({pool: self._rng.randint(1, most)})
-        mapped = sum(self.elastic.mapped_bytes().values())
-        assert mapped <= self.elastic.budget, (mapped, self.elastic.budget)
+        """Ask for ids of random pools, then schedule."""
+        for _ in range(self._times):
+            pool = self._rng.choice([Pool.KV, Pool.STATE])
+            most = self.elastic.most(pool)
+            if most > 0:
+                self.elastic.provide({pool: self._rng.randint(1, most)})
+            mapped = sum(self.elastic.mapped_bytes().values())
+            assert mapped <= self.elastic.budget, (mapped, self.elastic.budget)
         return self._schedule(*args, **kwargs)
 
 
@@ -70,7 +72,10 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument(
-        "--budget-mib", type=int, default=4098, help="more is more moves a step"
+        "--budget-mib", type=int, default=4094, help="more is more moves a step"
+    )
+    parser.add_argument(
+        "--times", type=int, default=8, help="that a pool asks before a step"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -96,17 +101,18 @@ def main() -> None:
         **({"gdn_prefill_backend": "triton"} if torch.cuda.is_available() else {}),
     )
     core: Any = llm.llm_engine.engine_core
-    shaker = Shaker(core.engine_core.scheduler, args.seed)
+    shaker = Shaker(core.engine_core.scheduler, args.seed, args.times)
     stats, rng = shaker.elastic.stats, random.Random(args.seed)
     sampling = SamplingParams(
         temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False
     )
     begin, requests, restored = time.monotonic(), 0, 0
     while stats.moves < args.moves and time.monotonic() - begin < args.seconds:
-        for answer in llm.generate(traffic(rng, 64), sampling, use_tqdm=False):
+        for answer in llm.generate(traffic(rng, 16), sampling, use_tqdm=False):
             assert len(answer.outputs[0].token_ids) == ANSWER, answer
             requests += 1
             restored += answer.num_cached_tokens or 0
+        print(f"{requests} requests, {stats.moves} moves", file=sys.stderr, flush=True)
     assert restored > 0
     found = {
         "moves": stats.moves,

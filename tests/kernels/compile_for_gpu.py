@@ -98,7 +98,8 @@ def prefill(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
         **tables,
         **(layer.rounding if extra else {}),
         cu_seqlens=torch.tensor([0, 100, 300], dtype=torch.int32),
-        pool=layer.states(4, dtype),
+        # States are wider than the rest, mostly; that takes more shared memory.
+        pool=layer.states(4, torch.float32 if extra else dtype),
         slots=torch.tensor([0, 1]),
     )
 

@@ -350,6 +350,8 @@ LARGE = [
     convolution(257, 4),
 ]
 """Heads as models have them."""
+MANY_HEADS = delta(16, 64, 128, 128, fused=True)
+"""Those of Qwen3.5-397B-A17B."""
 
 
 def names(layers: list[Layer]) -> list[str]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from hybrid_kernels import causal_conv1d
+from hybrid_kernels._common.linear_chunk import CROWD
 
 from tests.kernels.common import cu_seqlens, on, path_to, relative_error
-from tests.kernels.layers import LARGE, Layer, names
+from tests.kernels.layers import LARGE, MANY_HEADS, Layer, names
 
 # Relative error in the 2-norm against float64 on the same (rounded) inputs.
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -18,9 +19,10 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 STEP_BOUNDS = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 TREE = torch.tensor([[-1, 0, 0, 1, -1]])
 
-layers = pytest.mark.parametrize("layer", LARGE, ids=names(LARGE))
+ALL = [*LARGE, MANY_HEADS]
+layers = pytest.mark.parametrize("layer", ALL, ids=names(ALL))
 # One shape of each operation, those of models.
-KEPT = [LARGE[2], LARGE[6], LARGE[10], *LARGE[14:15], *LARGE[16:]]
+KEPT = [LARGE[2], LARGE[6], LARGE[10], *LARGE[14:15], *LARGE[16:], MANY_HEADS]
 some = pytest.mark.parametrize("layer", KEPT, ids=names(KEPT))
 dtypes = pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 pools = pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -149,15 +151,16 @@ def test_captured_prefill_replays_with_new_lengths(layer: Layer) -> None:
 def test_bits_ignore_the_batch_and_the_cached_prefix(
     layer: Layer, pool_dtype: torch.dtype
 ) -> None:
-    lengths = [300, 5, 700]
+    lengths = [300, 5, 700, *range(1, 1 + CROWD)]  # enough to be cut for a crowd
     inputs = make(layer, sum(lengths))
     if layer.module is causal_conv1d:
         pool_dtype = torch.bfloat16
-    pool = states(layer, 8, pool_dtype)
+    count = len(lengths)
+    pool = states(layer, count + 2, pool_dtype)
     alone = pool.clone()
-    table = torch.full((3, 4), -1)
-    table[0, 3] = 6
-    slots = torch.arange(3, device="cuda")
+    table = torch.full((count, 4), -1)
+    table[0, 3] = count
+    slots = torch.arange(count, device="cuda")
     together = layer.prefill(
         inputs,
         cu_seqlens=cu_seqlens(lengths, "cuda"),
@@ -166,7 +169,7 @@ def test_bits_ignore_the_batch_and_the_cached_prefix(
         boundary_slots=table.cuda(),
         **layer.rounding,
     )
-    for start, origin, states_then in ((0, 0, alone), (256, 6, pool)):
+    for start, origin, states_then in ((0, 0, alone), (256, count, pool)):
         mine = layer.prefill(
             layer.part(inputs, slice(start, 300)),
             cu_seqlens=cu_seqlens([300 - start], "cuda"),
