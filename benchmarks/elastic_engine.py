@@ -23,7 +23,7 @@ from benchmarks.prefix_workloads import Ask, Reply, Workload, run_once
 
 INTERVAL_S = 0.25
 MOST_POINTS = 300
-START_LIMIT_S, PHASE_LIMIT_S = 480, 240
+START_LIMIT_S = 480
 """An engine that takes longer hangs: its process ends, and the others go on."""
 _MAPPED = "hybrid_cache_mapped_bytes"
 
@@ -169,7 +169,7 @@ async def answer_until_closed(
     starting.lift()
     say(facts)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        running = Limit(PHASE_LIMIT_S)
+        running = Limit(scale.phase_limit)
         outcome = await run_once(ask=ask, workloads=sent, **json.loads(line))
         running.lift()
         say(asdict(outcome) | {"series": watch.series()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.prefix_workloads import Ask, Reply, Workload, at_most, text
 
@@ -33,6 +33,9 @@ class Scale:
     document_answer: int = 64
     readers: int = 2
     """Documents asked at once."""
+
+    phase_limit: int = 240
+    """Seconds after which an engine is taken to hang in a phase."""
 
     @property
     def longest(self) -> int:
@@ -102,12 +105,18 @@ def phases(scale: Scale) -> dict[str, Workload]:
 
 
 async def warm_up(ask: Ask, scale: Scale) -> None:
-    """Compile what the first request of a kind compiles."""
+    """Compile what the first request of a kind compiles: each phase, but shorter."""
     rng = random.Random(-1)
+    length = scale.system_tokens + scale.chat_tokens
     for count in (1, 8, scale.clients):
-        length = scale.system_tokens + scale.chat_tokens
         prompts = [text(rng, length) for _ in range(count)]
         await asyncio.gather(*(ask(prompt, 8) for prompt in prompts))
-    document = text(rng, scale.document_tokens // 4)
-    for _ in range(3):
-        await ask(document, 8)
+    shorter = replace(
+        scale,
+        chats=3 * scale.clients,
+        documents=2,
+        document_tokens=scale.document_tokens // 4,
+        questions=2,
+    )
+    for phase in phases(shorter).values():
+        await phase(ask, rng)

@@ -59,6 +59,7 @@ def hook_engine() -> None:
     _allow_paged_overlap()
     _divide_memory()
     _share_memory()
+    _convolve_in_few_shapes()
     _build_cache()
     _admit_by_demand()
     _place_tokens()
@@ -186,6 +187,27 @@ def _share_memory() -> None:
     _hook(f"{pool}.MHATokenToKVPool._create_buffers_normal", "AROUND", keys_and_values)
     _hook(f"{pool}.MLATokenToKVPool._create_buffers", "AROUND", latents)
     _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
+
+
+def _convolve_in_few_shapes() -> None:
+    """Symptom: with elastic pools, prefills take a third of a second longer at times.
+
+    Cause: where states are not contiguous, SGLang gathers those of the batch, and
+    its convolution kernel is compiled anew for every number of requests.
+    Fix: give it a power of two of rows.
+    Delete when: `num_cache_lines` is no compile-time constant there, or nothing is
+    gathered.
+    """
+
+    def convolve(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+        from hybrid_plugin.sglang import convolution, elastic
+
+        if elastic.planned() is None:
+            return original(self, *args)
+        return convolution.convolve(original, self, *args)
+
+    backend = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
+    _hook(f"{backend}._convolve_prefill", "AROUND", convolve)
 
 
 def _build_cache() -> None:

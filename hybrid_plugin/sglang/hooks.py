@@ -98,6 +98,10 @@ MEMORY_HOOKS = (
         ("self",),
         mentions=("kv_buffer", "kv_cache_dim"),
     ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend._convolve_prefill",
+        ("layer", "forward_batch", "mixed_qkv", "conv_states", "cache_indices"),
+    ),
     HookPoint(f"{_SRT}.runtime_context:get_exec"),
     HookPoint(f"{_SRT}.runtime_context:get_server_args"),
     HookPoint(f"{_SRT}.arg_groups.fields.model:Model.model_path"),

@@ -29,6 +29,10 @@ NEEDED = {
     "compat._share_memory": _while_there(
         f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal"
     ),
+    "compat._convolve_in_few_shapes": _while_there(
+        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
+        "needs_state_gather",
+    ),
     "compat._admit_by_demand": _while_there(f"{_SCHEDULER}.get_prefill_adder_class"),
     "compat._place_tokens": _while_there(
         f"{_SRT}.mem_cache.allocation:alloc_for_extend"
