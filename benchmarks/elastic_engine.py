@@ -158,15 +158,17 @@ async def answer_until_closed(
         facts: what it says about itself.
         scale: of the traffic.
         watch: of the engine.
-        starting: to be lifted once the engine is warm.
+        starting: to be lifted, for the engine is there.
 
     Raises:
         RuntimeError: if no request of a phase is answered: there is no engine.
     """
+    starting.lift()
+    warming = Limit(scale.phase_limit)
     await warm_up(ask, scale)
+    warming.lift()
     ask = whole_or_nothing(ask)
     sent = {name: _watched(phase, watch) for name, phase in phases(scale).items()}
-    starting.lift()
     say(facts)
     while line := await asyncio.to_thread(sys.stdin.readline):
         running = Limit(scale.phase_limit)

@@ -18,7 +18,7 @@ class Scale:
     """Short requests of a phase."""
     assistants: int = 8
     """Each with a system prompt of its own; a chat is with one of them."""
-    system_tokens: int = 400
+    system_tokens: int = 500
     chat_tokens: int = 100
     """Of the longest question; the shortest has a third."""
     chat_answer: int = 32
@@ -35,7 +35,7 @@ class Scale:
     """Documents asked at once."""
 
     phase_limit: int = 240
-    """Seconds after which an engine is taken to hang in a phase."""
+    """Seconds after which an engine is taken to hang in a phase, or warming up."""
 
     @property
     def longest(self) -> int:
