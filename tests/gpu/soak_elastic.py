@@ -75,7 +75,7 @@ def main() -> None:
         "--budget-mib", type=int, default=4094, help="more is more moves a step"
     )
     parser.add_argument(
-        "--times", type=int, default=8, help="that a pool asks before a step"
+        "--times", type=int, default=4, help="that a pool asks before a step"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
