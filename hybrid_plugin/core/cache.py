@@ -182,11 +182,12 @@ class HybridCache(MakesRoom):
         shared, most = len(match.pages), self._pages_for(max(cover, reserve))
         count = self._pages_for(cover) - shared
         self._share(match)
-        if not self._has_room(match, most - shared + spare, count):
+        wanted = most - shared + spare
+        if not self._has_room(match, wanted, count) or self._costs_hot(match, wanted):
             self._unshare(match)
             self.stats.refusals += 1
             return None
-        self.tree.begin_admission()
+        self.tree.begin_admission(self.live)
         held = self._hold(match)
         room = self._obtain(match, count)
         self._restore(match, room)

@@ -30,6 +30,11 @@ class Snapshot:
     is_superseded: bool = False
     """Whether nobody is expected to want it any more."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others than the next turn of one chat resumed from it."""
+        return self.hits > self.is_turn_end
+
 
 _NONE = cast("dict[bytes, Node]", MappingProxyType({}))
 

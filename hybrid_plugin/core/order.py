@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -33,6 +33,10 @@ class PriorityOrder(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Least first; sorts, so not for hot paths."""
         return iter([member for _, _, member in sorted(self._entries.values())])
+
+    def members(self) -> Iterable[T]:
+        """All of them, in the order in which they came."""
+        return self._entries.keys()
 
     def put(self, member: T, priority: float) -> None:
         """Add `member`, or move it."""

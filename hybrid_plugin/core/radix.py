@@ -82,6 +82,7 @@ class MambaRadixCache:
         self._reset_orders()
         self.clock = 0
         """Grows with every use of a node; the upper bits count admissions."""
+        self._live = 0
         self.version = 0
         """Grows whenever a match could change."""
 
@@ -349,17 +350,47 @@ class MambaRadixCache:
         return self.detach_snapshot(node)
 
     def next_snapshot(self) -> Node | None:
-        """The node whose snapshot would be evicted next."""
+        """The node whose snapshot would be evicted next; a hot one at the last."""
         orders = self._snapshots
         choice = self.eviction.next_segment(self.snapshot_counts())
+        hot = None
         for order in (orders[choice], *orders):
-            while (node := order.first()) is not None:
-                assert node.snapshot is not None, "ranked nodes have one"
-                priority = self.eviction.snapshot(node, node.snapshot)
-                if priority <= order.priority(node):
-                    return node
-                order.put(node, priority)
+            node = self._least(order)
+            if node is not None and not self.is_hot(node):
+                return node
+            hot = hot or node
+        return hot
+
+    def _least(self, order: PriorityOrder[Node]) -> Node | None:
+        """The node of a segment whose snapshot is worth least."""
+        while (node := order.first()) is not None:
+            assert node.snapshot is not None, "ranked nodes have one"
+            priority = self.eviction.snapshot(node, node.snapshot)
+            if priority <= order.priority(node):
+                return node
+            order.put(node, priority)
         return None
+
+    def is_hot(self, node: Node) -> bool:
+        """Whether many sequences resume from a node's snapshot, one after the other.
+
+        That is: one that is shared, and was used by one of the last admissions: as
+        many of them as sequences were live at the last.
+        """
+        snapshot = node.snapshot
+        if snapshot is None or not snapshot.is_shared:
+            return False
+        return self.age(snapshot.used_at) < self._live
+
+    def hot_snapshots(self) -> list[Node]:
+        """Nodes with a hot snapshot that is not locked, the latest used first."""
+        found = [
+            (node.snapshot.used_at, node)
+            for order in self._snapshots
+            for node in order.members()
+            if node.snapshot is not None and self.is_hot(node)
+        ]
+        return [node for _, node in sorted(found, key=lambda one: -one[0])]
 
     def beyond_cap(self, node: Node, most: int) -> list[Node]:
         """Nodes on the path before `node` that hold snapshots beyond `most`.
@@ -444,8 +475,13 @@ class MambaRadixCache:
 
     # -------------------------------------------------------------------- ages
 
-    def begin_admission(self) -> None:
-        """Count one admission, the unit of every age."""
+    def begin_admission(self, live: int = 0) -> None:
+        """Count one admission, the unit of every age.
+
+        Args:
+            live: sequences that are live besides.
+        """
+        self._live = live
         self.clock = (self.clock // ADMISSION + 1) * ADMISSION
 
     def age(self, used_at: int) -> int:

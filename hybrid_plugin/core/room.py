@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hybrid_plugin.core.budget import ElasticController
@@ -15,6 +16,9 @@ from hybrid_plugin.core.spans import live_pages
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tokens import Pages
 from hybrid_plugin.core.windows import WindowGroup
+
+_RUNNING_PER_HOT = 3
+"""Sequences that run for each hot snapshot for which another one waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,38 @@ class MakesRoom:
             or any(self.tree.snapshot_counts())
         )
 
+    def _costs_hot(self, match: Match, pages: int) -> bool:
+        """Whether a sequence could start only if a hot snapshot went.
+
+        Then it waits, as long as three sequences run for each hot snapshot that is
+        kept so: without them, all that come after compute what they save anew.
+
+        Args:
+            match: its hit.
+            pages: that it may need besides.
+        """
+        if self.slots.free or not self.slots.needed:
+            return False
+        most = self.slots.running // _RUNNING_PER_HOT
+        hot = [n.snapshot.slot for n in self.tree.hot_snapshots()[:most] if n.snapshot]
+        if not hot:
+            return False
+        if self.elastic is None:
+            return self.slots.snapshots <= len(hot)
+        return not self.elastic.fits(
+            {Pool.KV: pages, Pool.STATE: 1}, self._pinned(match, hot)
+        )
+
+    def _pinned(self, match: Match, slots: Iterable[int] = ()) -> dict[Pool, list[int]]:
+        """Cached ids that the admission of a match needs, and slots besides."""
+        snapshot = match.node.snapshot if match.node is not None else None
+        own = () if snapshot is None else (snapshot.slot,)
+        tail = _tail_of(match)
+        return {
+            Pool.KV: [page for page in tail if not self.pages.references(page)[0]],
+            Pool.STATE: list({*own, *slots}),
+        }
+
     def _could_free(self, pages: int, window_pages: int) -> bool:
         """Whether so many pages can be had, if all that is cached makes room."""
         if self.elastic is not None:
@@ -100,13 +136,10 @@ class MakesRoom:
         self, elastic: ElasticController, match: Match, pages: int
     ) -> bool:
         """The same where memory moves between the pools."""
-        snapshot = match.node.snapshot if match.node is not None else None
-        if snapshot is None:
+        if match.node is None or match.node.snapshot is None:
             return elastic.fits({Pool.KV: pages, Pool.STATE: 1})
-        tail = _tail_of(match)
-        cached = [page for page in tail if not self.pages.references(page)[0]]
-        pinned = {Pool.KV: cached, Pool.STATE: [snapshot.slot]}
-        own = {Pool.KV: pages - len(tail)}  # the last resort, see `_obtain`
+        pinned = self._pinned(match)
+        own = {Pool.KV: pages - len(_tail_of(match))}  # the last resort, see `_obtain`
         return elastic.fits({Pool.KV: pages, Pool.STATE: 1}, pinned) or elastic.fits(
             own, pinned
         )
