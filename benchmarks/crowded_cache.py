@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a crowd restores: fixed and elastic pools, with hot snapshots kept and not.
+
+Replays workloads of `prefix_workloads` on the bookkeeping alone, at the shapes of a
+model and the memory of `vllm_prefix`: steps like an engine's, but no model, no device
+and no time.  It tells what is restored, how many steps that takes and how many
+sequences are preempted.  "Not kept" is the same cache without the idea of hot ones.
+
+    PYTHONPATH=. python benchmarks/crowded_cache.py --out benchmarks/results/NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.prefix_models import (
+    MODELS,
+    attention_and_state_layers,
+    slot_bytes,
+    token_bytes,
+)
+from benchmarks.prefix_sides import write
+from benchmarks.prefix_workloads import WORKLOADS, Reply
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.elastic_plan import plan_elastic
+from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.radix import MambaRadixCache
+from hybrid_plugin.elastic_memory import block_bytes
+
+PAGE, LONGEST = 16, 8192
+MAX_RUNNING, MAX_STEP_TOKENS = 64, 8192
+"""As in `vllm_prefix`."""
+
+
+class Unprotected(MambaRadixCache):
+    """Takes no snapshot for a hot one."""
+
+    def is_hot(self, node: Node) -> bool:
+        return False
+
+
+@dataclass(eq=False)
+class Request:
+    """A sequence, from its arrival to its last token."""
+
+    name: str
+    tokens: array[int]
+    prompt: int
+    length: int
+    """Tokens at its end."""
+    done: asyncio.Future[None]
+    hit: int | None = None
+    computed: int = 0
+    resumed: bool = False
+
+
+@dataclass(eq=False)
+class Bookkeeper:
+    """Schedules like an engine, on a cache, and computes nothing."""
+
+    cache: HybridCache
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    steps: int = 0
+    preemptions: int = 0
+    _count: int = 0
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+        """Serve a request among others."""
+        self._count += 1
+        request = Request(
+            str(self._count),
+            array("q", prompt),
+            len(prompt),
+            len(prompt) + max_tokens,
+            asyncio.get_running_loop().create_future(),
+        )
+        self.waiting.append(request)
+        await request.done
+        answer = tuple(request.tokens[request.prompt :])
+        return Reply(answer, request.prompt, request.hit or 0, 0.0)
+
+    async def run(self) -> None:
+        """Step while there is something to do, for ever."""
+        while True:
+            await asyncio.sleep(0)
+            if self.waiting or self.running:
+                self.step()
+
+    def step(self) -> None:
+        """Grow what runs, admit what waits, compute."""
+        self.steps += 1
+        work: dict[Request, int] = {}
+        budget = MAX_STEP_TOKENS
+        for request in list(self.running):
+            if request in self.running and budget:
+                budget = self._go_on(request, work, budget)
+        while self.waiting and budget and len(self.running) < MAX_RUNNING:
+            spent = self._admit(self.waiting[0], work, budget)
+            if not spent:
+                break
+            budget -= spent
+        assert work, "nothing can run"
+        self.cache.drain_commands()
+        for request, end in work.items():
+            self._compute(request, end)
+
+    def _go_on(self, request: Request, work: dict[Request, int], budget: int) -> int:
+        end = min(request.computed + budget, len(request.tokens))
+        stops = self.cache.stops_of(request.name)
+        end = self.cache.split_at(stops, request.computed, end, len(request.tokens))
+        while self.cache.grow(request.name, end) is None:
+            last = self.running[-1]
+            budget += work.pop(last, last.computed) - last.computed
+            self._preempt(last)
+            if last is request:
+                return budget
+        work[request] = end
+        return budget - (end - request.computed)
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        self.running.remove(request)
+        self.cache.finish(request.name, request.tokens, request.computed)
+        request.computed, request.resumed = 0, True
+        self.waiting.insert(0, request)
+
+    def _admit(self, request: Request, work: dict[Request, int], budget: int) -> int:
+        found, length = self.cache.look_up(request.tokens), len(request.tokens)
+        hit = found.match.length
+        end = self.cache.split_at(found.stops, hit, min(hit + budget, length), length)
+        admission = self.cache.admit(
+            request.name, found, cover=end, reserve=length, resumed=request.resumed
+        )
+        if admission is None:
+            return 0
+        self.running.append(self.waiting.pop(0))
+        request.computed = hit
+        request.hit = hit if request.hit is None else request.hit
+        work[request] = end
+        return end - hit
+
+    def _compute(self, request: Request, end: int) -> None:
+        request.computed = end
+        if self.cache.is_prefilling(request.name):
+            self.cache.advance(request.name, request.tokens, end)
+        if end < len(request.tokens):
+            return
+        request.tokens.append(self._rng.randrange(1 << 15))
+        if len(request.tokens) == request.length:
+            self.running.remove(request)
+            self.cache.finish(request.name, request.tokens, end)
+            request.done.set_result(None)
+
+
+def make_cache(model: str, budget: int, *, elastic: bool, kept: bool) -> HybridCache:
+    """A cache as an engine's adapter makes it."""
+    options = HybridConfig()
+    attention, _ = attention_and_state_layers(model)
+    names = tuple(f"attention {i}" for i in range(attention))
+    layout = CacheLayout(
+        page_size=PAGE,
+        attention=(AttentionGroup(names, PAGE * token_bytes(model) // attention),),
+        states=(StateGroup(("states",), slot_bytes(model)),),
+    )
+    if elastic:
+        block = block_bytes(budget, "cuda")
+        pages, slots, controller = plan_elastic(
+            layout,
+            budget - block,
+            block_bytes=block,
+            max_model_len=LONGEST,
+            max_sequences=MAX_RUNNING,
+        ).build()
+    else:
+        sizes = layout.split(budget, max_model_len=LONGEST)
+        pages, slots, controller = PagePool(sizes.pages), SlotPool(sizes.slots), None
+    cache = HybridCache(
+        pages=pages,
+        slots=slots,
+        page_size=PAGE,
+        policy=options.snapshot_policy(PAGE),
+        eviction=options.eviction(
+            token_bytes=token_bytes(model), slot_bytes=slot_bytes(model)
+        ),
+        elastic=controller,
+    )
+    if not kept:
+        cache.tree = Unprotected(PAGE, eviction=cache.eviction)
+    return cache
+
+
+async def replay(cache: HybridCache, workload: str, rounds: int) -> dict[str, Any]:
+    """Serve a workload with several seeds, one after the other."""
+    engine = Bookkeeper(cache)
+    stepping = asyncio.create_task(engine.run())
+    replies = []
+    for seed in range(rounds):
+        replies += await WORKLOADS[workload](engine.ask, random.Random(seed))
+    stepping.cancel()
+    return {
+        "restored": sum(r.cached_tokens for r in replies)
+        / sum(r.prompt_tokens for r in replies),
+        "steps": engine.steps,
+        "preemptions": engine.preemptions,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = [
+        "| model | workload | pools | hot snapshots | restored | steps | preemptions |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['model']} | {r['workload']} | {r['pools']} | {r['hot']} | "
+        f"{r['restored']:.1%} | {r['steps']} | {r['preemptions']} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Replay everything and report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    shapes = [model for model in MODELS if model != "tiny"]
+    parser.add_argument("--models", nargs="*", choices=shapes, default=shapes)
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument("--cache-gib", type=float, default=8, help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    args = parser.parse_args()
+    rows = []
+    for model in args.models:
+        for workload in args.workloads:
+            for elastic in (False, True):
+                for kept in (False, True):
+                    budget = int(args.cache_gib * 2**30)
+                    cache = make_cache(model, budget, elastic=elastic, kept=kept)
+                    row = {
+                        "model": model,
+                        "workload": workload,
+                        "pools": "elastic" if elastic else "fixed",
+                        "hot": "kept" if kept else "not kept",
+                    }
+                    row |= asyncio.run(replay(cache, workload, args.rounds))
+                    rows.append(row)
+    print(table(rows))
+    if args.out:
+        document = {"cache_gib": args.cache_gib, "rounds": args.rounds, "rows": rows}
+        write(args.out, ".json", json.dumps(document, indent=1))
+        write(args.out, ".md", table(rows))
+
+
+if __name__ == "__main__":
+    main()
