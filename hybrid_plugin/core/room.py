@@ -103,6 +103,9 @@ class MakesRoom:
         """
         if self.slots.free or not self.slots.needed:
             return False
+        first = self.tree.next_snapshot()
+        if first is None or not self.tree.is_hot(first):
+            return False
         most = self.slots.running // _RUNNING_PER_HOT
         hot = [n.snapshot.slot for n in self.tree.hot_snapshots()[:most] if n.snapshot]
         if not hot:
