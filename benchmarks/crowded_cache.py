@@ -31,6 +31,7 @@ from benchmarks.prefix_sides import write
 from benchmarks.prefix_workloads import WORKLOADS, Reply
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Map, Unmap
 from hybrid_plugin.core.elastic_plan import plan_elastic
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.node import Node
@@ -74,6 +75,8 @@ class Bookkeeper:
     running: list[Request] = field(default_factory=list)
     steps: int = 0
     preemptions: int = 0
+    moving: int = 0
+    """Steps before which memory moved: a device waits there."""
     _count: int = 0
     _rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -113,7 +116,8 @@ class Bookkeeper:
                 break
             budget -= spent
         assert work, "nothing can run"
-        self.cache.drain_commands()
+        commands = self.cache.drain_commands()
+        self.moving += any(isinstance(c, Map | Unmap) for c in commands)
         for request, end in work.items():
             self._compute(request, end)
 
@@ -215,18 +219,20 @@ async def replay(cache: HybridCache, workload: str, rounds: int) -> dict[str, An
         / sum(r.prompt_tokens for r in replies),
         "steps": engine.steps,
         "preemptions": engine.preemptions,
+        "moving": engine.moving,
     }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
     lines = [
-        "| model | workload | pools | hot snapshots | restored | steps | preemptions |",
-        "|---|---|---|---|---|---|---|",
+        "| model | workload | pools | hot snapshots | restored | steps | with moves | "
+        "preemptions |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r['model']} | {r['workload']} | {r['pools']} | {r['hot']} | "
-        f"{r['restored']:.1%} | {r['steps']} | {r['preemptions']} |"
+        f"{r['restored']:.1%} | {r['steps']} | {r['moving']} | {r['preemptions']} |"
         for r in rows
     ]
     return "\n".join(lines)
