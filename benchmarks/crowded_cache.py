@@ -4,7 +4,8 @@
 Replays workloads of `prefix_workloads` on the bookkeeping alone, at the shapes of a
 model and the memory of `vllm_prefix`: steps like an engine's, but no model, no device
 and no time.  It tells what is restored, how many steps that takes and how many
-sequences are preempted.  "Not kept" is the same cache without the idea of hot ones.
+sequences are preempted.  "Not kept" is the same cache without the idea of hot ones:
+every sequence starts that can.
 
     PYTHONPATH=. python benchmarks/crowded_cache.py --out benchmarks/results/NAME
 """
@@ -36,7 +37,7 @@ from hybrid_plugin.core.elastic_plan import plan_elastic
 from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.node import Node
 from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.radix import MambaRadixCache
+from hybrid_plugin.core.radix import MambaRadixCache, Match
 from hybrid_plugin.elastic_memory import block_bytes
 
 PAGE, LONGEST = 16, 8192
@@ -44,10 +45,17 @@ MAX_RUNNING, MAX_STEP_TOKENS = 64, 8192
 """As in `vllm_prefix`."""
 
 
-class Unprotected(MambaRadixCache):
+class ColdTree(MambaRadixCache):
     """Takes no snapshot for a hot one."""
 
     def is_hot(self, node: Node) -> bool:
+        return False
+
+
+class GreedyCache(HybridCache):
+    """Gives every sequence the slot that it can get."""
+
+    def _must_wait(self, match: Match, pages: int, branch: int) -> bool:
         return False
 
 
@@ -191,7 +199,7 @@ def make_cache(model: str, budget: int, *, elastic: bool, kept: bool) -> HybridC
     else:
         sizes = layout.split(budget, max_model_len=LONGEST)
         pages, slots, controller = PagePool(sizes.pages), SlotPool(sizes.slots), None
-    cache = HybridCache(
+    cache = (HybridCache if kept else GreedyCache)(
         pages=pages,
         slots=slots,
         page_size=PAGE,
@@ -202,7 +210,7 @@ def make_cache(model: str, budget: int, *, elastic: bool, kept: bool) -> HybridC
         elastic=controller,
     )
     if not kept:
-        cache.tree = Unprotected(PAGE, eviction=cache.eviction)
+        cache.tree = ColdTree(PAGE, eviction=cache.eviction)
     return cache
 
 

@@ -20,6 +20,7 @@ from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
 from hybrid_plugin.core.events import EventLog
 from hybrid_plugin.core.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.keeping import Keeping
 from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import MambaRadixCache, Match
@@ -64,6 +65,10 @@ class HybridCache(MakesRoom):
     tuner: AlphaTuner | None = None
     tree: MambaRadixCache = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
+    _branching: dict[str, tuple[int, int]] = field(init=False, default_factory=dict)
+    """Live sequences whose branch point is still to get its snapshot: where that is,
+    and tokens that it saves."""
+    _keeping: Keeping = field(init=False, default_factory=Keeping)
     _commands: list[Command] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -183,7 +188,10 @@ class HybridCache(MakesRoom):
         count = self._pages_for(cover) - shared
         self._share(match)
         wanted = most - shared + spare
-        if not self._has_room(match, wanted, count) or self._costs_hot(match, wanted):
+        branches = max(found.branch - match.length, 0)
+        if not self._has_room(match, wanted, count) or self._must_wait(
+            match, wanted, branches
+        ):
             self._unshare(match)
             self.stats.refusals += 1
             return None
@@ -207,6 +215,8 @@ class HybridCache(MakesRoom):
             last_snapshot=match.length,
             windows=windows,
         )
+        if branches:
+            self._branching[seq_id] = (found.branch, found.branch - match.length)
         return Admission(pages[:], room.slot, match.length)
 
     def grow(self, seq_id: str, cover: int) -> Pages | None:
@@ -241,6 +251,8 @@ class HybridCache(MakesRoom):
             computed: tokens its KV and state cover once the step has run.
         """
         sequence = self._sequences[seq_id]
+        if seq_id in self._branching and computed >= self._branching[seq_id][0]:
+            del self._branching[seq_id]
         if sequence.in_tree < sequence.prompt_length:
             if self._is_stop(sequence, computed):
                 self._take_snapshot(sequence, tokens, computed)
@@ -281,6 +293,8 @@ class HybridCache(MakesRoom):
                 has consumed a token nobody has seen), the state is worthless.
         """
         sequence = self._sequences.pop(seq_id)
+        self._branching.pop(seq_id, None)
+        self._keeping.ended(max(computed - sequence.prompt_length, 0))
         donated = False
         if sequence.cacheable and computed > 0:
             known = min(len(tokens), computed)

@@ -6,9 +6,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.keeping import Keeping
 from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Match
@@ -17,8 +19,8 @@ from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tokens import Pages
 from hybrid_plugin.core.windows import WindowGroup
 
-_RUNNING_PER_HOT = 3
-"""Sequences that run for each hot snapshot for which another one waits."""
+_RUNNING_PER_SNAPSHOT = 3
+"""Sequences that run for each snapshot for which another one waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class MakesRoom:
     windows: tuple[WindowGroup, ...]
     elastic: ElasticController | None
     tree: MambaRadixCache
+    _branching: dict[str, tuple[int, int]]
+    _keeping: Keeping
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -91,29 +95,36 @@ class MakesRoom:
             or any(self.tree.snapshot_counts())
         )
 
-    def _costs_hot(self, match: Match, pages: int) -> bool:
-        """Whether a sequence could start only if a hot snapshot went.
+    def _must_wait(self, match: Match, pages: int, branch: int) -> bool:
+        """Whether a sequence leaves its slot to snapshots that are worth more.
 
-        Then it waits, as long as three sequences run for each hot snapshot that is
-        kept so: without them, all that come after compute what they save anew.
+        Those are hot ones, without which all that come after compute what they save
+        anew, and one that a sequence is to take where it branches off.
 
         Args:
-            match: its hit.
+            match: the sequence's hit.
             pages: that it may need besides.
+            branch: tokens that the snapshot at its own branch point saves; 0 if
+                there is none.
         """
-        if self.slots.free or not self.slots.needed:
+        running = self.slots.running
+        most = running // _RUNNING_PER_SNAPSHOT
+        room = self.slots.free + self.slots.snapshots
+        if not self.slots.needed or not most or room > most + 1:
             return False
-        first = self.tree.next_snapshot()
-        if first is None or not self.tree.is_hot(first):
-            return False
-        most = self.slots.running // _RUNNING_PER_HOT
-        hot = [n.snapshot.slot for n in self.tree.hot_snapshots()[:most] if n.snapshot]
-        if not hot:
-            return False
+        hot = self.tree.hot_snapshots()
+        saved = [(node.end - node.resume_before(), node) for node in hot]
+        planned = max([branch, *(saving for _, saving in self._branching.values())])
+        among = len(saved) + (planned > 0)
+        pays = partial(self._keeping.pays, among=among, running=running)
+        kept = [node for saving, node in saved if pays(saving)]
+        planned = min(int(planned > 0 and pays(planned)), most)
+        kept = kept[: most - planned]
         if self.elastic is None:
-            return self.slots.snapshots <= len(hot)
-        return not self.elastic.fits(
-            {Pool.KV: pages, Pool.STATE: 1}, self._pinned(match, hot)
+            return bool(kept or planned) and room < 1 + planned + len(kept)
+        slots = [node.snapshot.slot for node in kept if node.snapshot is not None]
+        return bool(kept or planned) and not self.elastic.fits(
+            {Pool.KV: pages, Pool.STATE: 1 + planned}, self._pinned(match, slots)
         )
 
     def _pinned(self, match: Match, slots: Iterable[int] = ()) -> dict[Pool, list[int]]:

@@ -25,6 +25,12 @@ class LookUp:
     version: int
     """Of the tree, when this was looked up."""
 
+    @property
+    def branch(self) -> int:
+        """Where it parts from one seen before, if that gets a snapshot; 0 if not."""
+        first = self.stops[0] if self.stops else 0
+        return first if first <= self.match.kv_length else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:

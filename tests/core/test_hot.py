@@ -8,11 +8,12 @@ import random
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.keeping import Keeping
 from hybrid_plugin.core.radix import Match
 from tests.core.audit import audit
 from tests.core.elastic import ElasticEngine, ElasticSetup
 from tests.core.engine import FakeEngine, Setup
-from tests.core.support import admit, make_cache, serve, span, start
+from tests.core.support import admit, make_cache, prefill, serve, span, start
 
 SYSTEM = span(0, 8)
 
@@ -96,7 +97,7 @@ def test_unused_ones_go_before_it_whatever_the_segment() -> None:
 class Careless(HybridCache):
     """Lets every admission take what it can get."""
 
-    def _costs_hot(self, match: Match, pages: int) -> bool:
+    def _must_wait(self, match: Match, pages: int, branch: int) -> bool:
         return False
 
 
@@ -142,3 +143,55 @@ def test_a_crowd_restores_more(setup: Setup) -> None:
     engine = ElasticEngine if isinstance(setup, ElasticSetup) else FakeEngine
     with_care, without = (hits(engine(setup, cls)) for cls in (HybridCache, Careless))
     assert with_care > 1.1 * without
+
+
+def test_long_answers_are_worth_more_than_it() -> None:
+    cache = crowded()
+    for number in range(40):
+        cache.finish("s0", (), 1000)  # as if it had decoded for so long
+        start(cache, "s0", SYSTEM + span(300 + 10 * number, 305 + 10 * number))
+    assert cache.slots.free == 0
+    start(cache, "late", span(900, 905))
+    assert asks_the_system_prompt(cache) == 0
+    audit(cache)
+
+
+def test_a_slot_is_left_for_a_branch_on_its_way() -> None:
+    cache = make_cache(pages=65, slots=7)
+    serve(cache, "a", SYSTEM + span(100, 104))
+    for number in range(3):
+        start(cache, f"other {number}", span(200 + 10 * number, 205 + 10 * number))
+    prompt = SYSTEM + span(110, 114)
+    assert start(cache, "b", prompt).hit == 0
+    assert (cache.slots.free, cache.slots.snapshots) == (1, 1)
+    start(cache, "c", span(300, 305))
+    assert admit(cache, "d", span(400, 405)) is None
+    prefill(cache, "b", prompt)
+    assert asks_the_system_prompt(cache) == 8
+    assert admit(cache, "d", SYSTEM + span(400, 405)) is not None
+    audit(cache)
+
+
+@pytest.mark.parametrize(
+    ("saving", "among", "running", "answer", "pays"),
+    [
+        (500, 8, 64, 32, True),
+        (500, 8, 64, 1000, False),
+        (500, 8, 11, 32, False),
+        (500, 1, 11, 32, True),
+        (1, 1, 1, 0, True),
+        (0, 1, 64, 0, False),
+    ],
+)
+def test_what_a_slot_is_worth(
+    saving: int, among: int, running: int, answer: int, pays: bool
+) -> None:
+    keeping = Keeping(float(answer))
+    assert keeping.pays(saving, among=among, running=running) == pays
+
+
+def test_answers_are_averaged() -> None:
+    keeping = Keeping()
+    for _ in range(300):
+        keeping.ended(64)
+    assert 63 < keeping.answer < 64
