@@ -7,7 +7,7 @@ and no time.  It tells what is restored, how many steps that takes and how many
 sequences are preempted.  "Not kept" is the same cache without the idea of hot ones:
 every sequence starts that can.
 
-    PYTHONPATH=. python benchmarks/crowded_cache.py --out benchmarks/results/NAME
+    python -m benchmarks.crowded_cache --out benchmarks/results/NAME
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prefix_models import (
-    MODELS,
-    attention_and_state_layers,
-    slot_bytes,
-    token_bytes,
-)
+from benchmarks.prefix_models import MODELS, cache_layout
 from benchmarks.prefix_sides import write
 from benchmarks.prefix_workloads import WORKLOADS, Reply
+from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Unmap
-from hybrid_plugin.core.elastic_plan import plan_elastic
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.node import Node
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import MambaRadixCache, Match
-from hybrid_plugin.elastic_memory import block_bytes
 
 PAGE, LONGEST = 16, 8192
 MAX_RUNNING, MAX_STEP_TOKENS = 64, 8192
@@ -180,22 +175,19 @@ class Bookkeeper:
 def make_cache(model: str, budget: int, *, elastic: bool, kept: bool) -> HybridCache:
     """A cache as an engine's adapter makes it."""
     options = HybridConfig()
-    attention, _ = attention_and_state_layers(model)
-    names = tuple(f"attention {i}" for i in range(attention))
-    layout = CacheLayout(
-        page_size=PAGE,
-        attention=(AttentionGroup(names, PAGE * token_bytes(model) // attention),),
-        states=(StateGroup(("states",), slot_bytes(model)),),
-    )
+    layout = cache_layout(model, PAGE)
     if elastic:
-        block = block_bytes(budget, "cuda")
-        pages, slots, controller = plan_elastic(
+        shared = elastic_memory.plan(
             layout,
-            budget - block,
-            block_bytes=block,
+            budget,
+            HybridConfig(elastic=True),  # refuse rather than fall back
+            block_bytes=elastic_memory.block_bytes(budget, "cuda"),
             max_model_len=LONGEST,
             max_sequences=MAX_RUNNING,
-        ).build()
+            log=logging.getLogger(__name__),
+        )
+        assert shared is not None
+        pages, slots, controller = shared.build()
     else:
         sizes = layout.split(budget, max_model_len=LONGEST)
         pages, slots, controller = PagePool(sizes.pages), SlotPool(sizes.slots), None
@@ -205,7 +197,7 @@ def make_cache(model: str, budget: int, *, elastic: bool, kept: bool) -> HybridC
         page_size=PAGE,
         policy=options.snapshot_policy(PAGE),
         eviction=options.eviction(
-            token_bytes=token_bytes(model), slot_bytes=slot_bytes(model)
+            token_bytes=layout.page_bytes / PAGE, slot_bytes=layout.slot_bytes
         ),
         elastic=controller,
     )
@@ -257,20 +249,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="path without suffix")
     args = parser.parse_args()
     rows = []
-    for model in args.models:
-        for workload in args.workloads:
-            for elastic in (False, True):
-                for kept in (False, True):
-                    budget = int(args.cache_gib * 2**30)
-                    cache = make_cache(model, budget, elastic=elastic, kept=kept)
-                    row = {
-                        "model": model,
-                        "workload": workload,
-                        "pools": "elastic" if elastic else "fixed",
-                        "hot": "kept" if kept else "not kept",
-                    }
-                    row |= asyncio.run(replay(cache, workload, args.rounds))
-                    rows.append(row)
+    budget = int(args.cache_gib * 2**30)
+    for model, workload, elastic, kept in product(
+        args.models, args.workloads, (False, True), (False, True)
+    ):
+        cache = make_cache(model, budget, elastic=elastic, kept=kept)
+        row = {
+            "model": model,
+            "workload": workload,
+            "pools": "elastic" if elastic else "fixed",
+            "hot": "kept" if kept else "not kept",
+        }
+        rows.append(row | asyncio.run(replay(cache, workload, args.rounds)))
     print(table(rows))
     if args.out:
         document = {"cache_gib": args.cache_gib, "rounds": args.rounds, "rows": rows}

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.prefix_workloads import VOCABULARY
+
+if TYPE_CHECKING:
+    from hybrid_plugin.core.layout import CacheLayout
 
 COMMON = {
     "dtype": "bfloat16",
@@ -147,3 +150,18 @@ def slot_bytes(name: str) -> int:
         state = values * model["linear_key_head_dim"]
         channels = 2 * keys + values
     return int(states * (4 * state + 2 * 3 * channels))
+
+
+def cache_layout(name: str, page_size: int) -> CacheLayout:
+    """Pages and slots of a model as the plugin sees them."""
+    # Processes of stock engines read this module too, without the plugin.
+    from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+
+    attention, _ = attention_and_state_layers(name)
+    layers = tuple(f"attention {i}" for i in range(attention))
+    page_bytes = page_size * token_bytes(name) // attention
+    return CacheLayout(
+        page_size=page_size,
+        attention=(AttentionGroup(layers, page_bytes),),
+        states=(StateGroup(("states",), slot_bytes(name)),),
+    )

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.prefix_models import (
     MODELS,
+    cache_layout,
     slot_bytes,
     token_bytes,
     write_model,
@@ -94,14 +95,7 @@ def memory(args: argparse.Namespace) -> dict[str, int]:
     budget = args.cache_gib << 30
     if args.one != FIXED:
         return stock_pools(args.model, budget)
-    from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-
-    layout = CacheLayout(
-        page_size=16,
-        attention=(AttentionGroup(("all",), 16 * token_bytes(args.model)),),
-        states=(StateGroup(("all",), slot_bytes(args.model)),),
-    )
-    pools = layout.split(budget, max_model_len=8192)
+    pools = cache_layout(args.model, 16).split(budget, max_model_len=8192)
     return {
         "max_total_tokens": (pools.pages - 1) * 16,
         "max_mamba_cache_size": pools.slots - 1,

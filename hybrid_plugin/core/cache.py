@@ -65,9 +65,9 @@ class HybridCache(MakesRoom):
     tuner: AlphaTuner | None = None
     tree: MambaRadixCache = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
-    _branching: dict[str, tuple[int, int]] = field(init=False, default_factory=dict)
-    """Live sequences whose branch point is still to get its snapshot: where that is,
-    and tokens that it saves."""
+    _branching: dict[str, int] = field(init=False, default_factory=dict)
+    """Live sequences whose branch point is still to get its snapshot: tokens from the
+    hit to there."""
     _keeping: Keeping = field(init=False, default_factory=Keeping)
     _commands: list[Command] = field(init=False, default_factory=list)
 
@@ -188,9 +188,8 @@ class HybridCache(MakesRoom):
         count = self._pages_for(cover) - shared
         self._share(match)
         wanted = most - shared + spare
-        branches = max(found.branch - match.length, 0)
         if not self._has_room(match, wanted, count) or self._must_wait(
-            match, wanted, branches
+            match, wanted, found.branch
         ):
             self._unshare(match)
             self.stats.refusals += 1
@@ -215,8 +214,8 @@ class HybridCache(MakesRoom):
             last_snapshot=match.length,
             windows=windows,
         )
-        if branches:
-            self._branching[seq_id] = (found.branch, found.branch - match.length)
+        if found.branch:
+            self._branching[seq_id] = found.branch
         return Admission(pages[:], room.slot, match.length)
 
     def grow(self, seq_id: str, cover: int) -> Pages | None:
@@ -251,7 +250,8 @@ class HybridCache(MakesRoom):
             computed: tokens its KV and state cover once the step has run.
         """
         sequence = self._sequences[seq_id]
-        if seq_id in self._branching and computed >= self._branching[seq_id][0]:
+        branch = self._branching.get(seq_id)
+        if branch is not None and computed >= sequence.hit + branch:
             del self._branching[seq_id]
         if sequence.in_tree < sequence.prompt_length:
             if self._is_stop(sequence, computed):

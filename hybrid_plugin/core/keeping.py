@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 STEP_TOKENS = 512
 """Tokens whose prefill takes a device about as long as one step of a decoding batch,
-whatever its size.  The device waits for the weights then; on an H200 computing some
-300 tokens of a dense model takes as long as reading it, more with experts."""
+whatever its size: the device waits for the weights then.  An estimate, by what devices
+compute and read in a second; not measured."""
 _REMEMBERED = 32
 """Ends of sequences over which answers are averaged."""
 

@@ -83,6 +83,7 @@ class MambaRadixCache:
         self.clock = 0
         """Grows with every use of a node; the upper bits count admissions."""
         self._live = 0
+        """Sequences that were live at the last admission, besides the one admitted."""
         self.version = 0
         """Grows whenever a match could change."""
 

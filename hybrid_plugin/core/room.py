@@ -49,7 +49,7 @@ class MakesRoom:
     windows: tuple[WindowGroup, ...]
     elastic: ElasticController | None
     tree: MambaRadixCache
-    _branching: dict[str, tuple[int, int]]
+    _branching: dict[str, int]
     _keeping: Keeping
 
     def _pages_for(self, tokens: int) -> int:
@@ -113,17 +113,18 @@ class MakesRoom:
         if not self.slots.needed or not most or room > most + 1:
             return False
         hot = self.tree.hot_snapshots()
-        saved = [(node.end - node.resume_before(), node) for node in hot]
-        planned = max([branch, *(saving for _, saving in self._branching.values())])
-        among = len(saved) + (planned > 0)
+        saving = max([branch, *self._branching.values()])
+        among = len(hot) + (saving > 0)
         pays = partial(self._keeping.pays, among=among, running=running)
-        kept = [node for saving, node in saved if pays(saving)]
-        planned = min(int(planned > 0 and pays(planned)), most)
+        planned = int(saving > 0 and pays(saving))
+        kept = [node for node in hot if pays(node.end - node.resume_before())]
         kept = kept[: most - planned]
+        if not kept and not planned:
+            return False
         if self.elastic is None:
-            return bool(kept or planned) and room < 1 + planned + len(kept)
+            return room < 1 + planned + len(kept)
         slots = [node.snapshot.slot for node in kept if node.snapshot is not None]
-        return bool(kept or planned) and not self.elastic.fits(
+        return not self.elastic.fits(
             {Pool.KV: pages, Pool.STATE: 1 + planned}, self._pinned(match, slots)
         )
 

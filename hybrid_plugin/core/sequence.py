@@ -27,9 +27,13 @@ class LookUp:
 
     @property
     def branch(self) -> int:
-        """Where it parts from one seen before, if that gets a snapshot; 0 if not."""
+        """Tokens from its hit to where it parts from a sequence seen before.
+
+        0 if no snapshot is planned there.
+        """
         first = self.stops[0] if self.stops else 0
-        return first if first <= self.match.kv_length else 0
+        parts = self.match.length < first <= self.match.kv_length
+        return first - self.match.length if parts else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ def _share_memory() -> None:
 
 
 def _convolve_in_few_shapes() -> None:
-    """Symptom: with elastic pools, prefills take a third of a second longer at times.
+    """Symptom: with elastic pools, prefills stall at times: a kernel is compiled.
 
     Cause: where states are not contiguous, SGLang gathers those of the batch, and
     its convolution kernel is compiled anew for every number of requests.

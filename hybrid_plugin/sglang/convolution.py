@@ -24,8 +24,8 @@ def convolve(
     """Convolve a prefill; states that were gathered go in with rows added.
 
     SGLang gathers the states of a batch where a slot's are not side by side, and
-    its kernel is compiled for the number of rows: a third of a second for every
-    number of requests that a batch never had before.
+    its kernel is compiled for the number of rows: once more for every number of
+    requests that no batch had before.
 
     Args:
         original: SGLang's method, which updates `conv_states` in place.

@@ -13,7 +13,15 @@ from hybrid_plugin.core.radix import Match
 from tests.core.audit import audit
 from tests.core.elastic import ElasticEngine, ElasticSetup
 from tests.core.engine import FakeEngine, Setup
-from tests.core.support import admit, make_cache, prefill, serve, span, start
+from tests.core.support import (
+    Tokens,
+    admit,
+    make_cache,
+    prefill,
+    serve,
+    span,
+    start,
+)
 
 SYSTEM = span(0, 8)
 
@@ -24,12 +32,22 @@ def serve_two(cache: HybridCache) -> None:
     serve(cache, "b", SYSTEM + span(110, 114))
 
 
+def start_hitting(cache: HybridCache, count: int) -> None:
+    """Sequences behind the system prompt."""
+    for number in range(count):
+        assert start(cache, f"s{number}", SYSTEM + span(200, 205)).hit == 8
+
+
+def unrelated(number: int) -> Tokens:
+    """A prompt that begins like no other."""
+    return span(400 + 10 * number, 405 + 10 * number)
+
+
 def crowded() -> HybridCache:
     """Five slots: the system prompt's snapshot, and four sequences that hit it."""
     cache = make_cache(pages=65, slots=6)
     serve_two(cache)
-    for number in range(4):
-        assert start(cache, f"s{number}", SYSTEM + span(200, 205)).hit == 8
+    start_hitting(cache, 4)
     return cache
 
 
@@ -52,8 +70,7 @@ def test_an_admission_waits_rather_than_take_it() -> None:
 def test_it_goes_where_too_few_sequences_run() -> None:
     cache = make_cache(pages=65, slots=4)
     serve_two(cache)
-    for number in range(3):
-        start(cache, f"s{number}", SYSTEM + span(200, 205))
+    start_hitting(cache, 3)
     assert (cache.slots.running, cache.slots.snapshots) == (3, 0)
     audit(cache)
 
@@ -62,7 +79,7 @@ def test_it_goes_once_nobody_resumes_from_it() -> None:
     cache = crowded()
     for number in range(4):
         cache.finish(f"s{number}", (), 0)
-        start(cache, f"other {number}", span(400 + 10 * number, 405 + 10 * number))
+        start(cache, f"other {number}", unrelated(number))
         assert asks_the_system_prompt(cache) == 8
     start(cache, "one more", span(500, 505))
     assert asks_the_system_prompt(cache) == 0
@@ -75,7 +92,7 @@ def test_a_chat_s_next_turn_does_not_make_it_hot() -> None:
     serve(cache, "turn 1", history)
     start(cache, "turn 2", history + span(50, 55))
     for number in range(4):
-        start(cache, f"other {number}", span(100 + 10 * number, 105 + 10 * number))
+        start(cache, f"other {number}", unrelated(number))
     assert cache.slots.running == 5
     audit(cache)
 
@@ -83,13 +100,12 @@ def test_a_chat_s_next_turn_does_not_make_it_hot() -> None:
 def test_unused_ones_go_before_it_whatever_the_segment() -> None:
     cache = make_cache(pages=65, slots=8)
     serve_two(cache)
-    for number in range(3):
-        start(cache, f"s{number}", SYSTEM + span(200, 205))
+    start_hitting(cache, 3)
     serve(cache, "c", span(300, 305))
     assert [node.end for node in cache.tree.snapshots()] == [12, 12, 5, 8]
     for number in range(3):
         assert cache.slots.free == 0 or number == 0
-        start(cache, f"t{number}", span(400 + 10 * number, 405 + 10 * number))
+        start(cache, f"t{number}", unrelated(number))
     assert asks_the_system_prompt(cache) == 8
     audit(cache)
 
@@ -160,12 +176,12 @@ def test_a_slot_is_left_for_a_branch_on_its_way() -> None:
     cache = make_cache(pages=65, slots=7)
     serve(cache, "a", SYSTEM + span(100, 104))
     for number in range(3):
-        start(cache, f"other {number}", span(200 + 10 * number, 205 + 10 * number))
+        start(cache, f"other {number}", unrelated(number))
     prompt = SYSTEM + span(110, 114)
     assert start(cache, "b", prompt).hit == 0
     assert (cache.slots.free, cache.slots.snapshots) == (1, 1)
     start(cache, "c", span(300, 305))
-    assert admit(cache, "d", span(400, 405)) is None
+    assert admit(cache, "d", span(500, 505)) is None
     prefill(cache, "b", prompt)
     assert asks_the_system_prompt(cache) == 8
     assert admit(cache, "d", SYSTEM + span(400, 405)) is not None

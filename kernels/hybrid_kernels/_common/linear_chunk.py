@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,8 +28,6 @@ class Tuning:
     """Fewest value columns per program; those beyond the head are masked."""
     crowded: int | None = None
     """Stages with `CROWD` sequences or more; they change speed, not results."""
-    correcting: int | None = None
-    """Stages where values are corrected: what that needs takes shared memory too."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,17 @@ CROWD = 8
 """Sequences that fill the device: programs take turns, and hide each other's loads."""
 PASS = Tunings(
     narrow=Tuning(columns=32, warps=4, stages=3, crowded=2),
-    wide=Tuning(columns=32, warps=8, stages=3, correcting=2),
+    wide=Tuning(columns=32, warps=8, stages=3),
     widest=Tuning(columns=32, warps=4, stages=1),
 )
+PASS_CORRECTING = replace(PASS, wide=Tuning(columns=32, warps=8, stages=2))
+"""Where values are corrected: what that needs takes shared memory too."""
 MANY_HEADS = 48
 """Value heads that outnumber the processors in programs of 32 columns."""
-PASS_CORRECTING_MANY = Tuning(columns=64, warps=4, stages=3, crowded=2)
-"""In place of `PASS.narrow` then, where values are corrected."""
+PASS_CORRECTING_MANY = replace(
+    PASS_CORRECTING, narrow=Tuning(columns=64, warps=4, stages=3, crowded=2)
+)
+"""The same then."""
 FEWEST = 64
 """`Tuning.least` wherever parts have 64 or more key channels of 16 bits.
 
@@ -193,8 +195,9 @@ def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
     tokens, heads, width = v.shape
     depth, chunks = k.shape[-1], most_chunks(tokens, sequences)
     states = torch.empty(chunks, heads, depth, width, dtype=k.dtype, device=k.device)
-    tuning = _passing(k, heads, correcting=prepared.w is not None)
+    tuning = _passing(heads, correcting=prepared.w is not None).of(k)
     blocks = Blocks.of(k, width, tuning)
+    crowded = tuning.crowded is not None and sequences.count >= CROWD
     table, boundaries, boundary_row = boundary_table(sequences)
     kernels.state_kernel[(triton.cdiv(width, blocks.v), heads, sequences.count)](
         k,
@@ -229,24 +232,15 @@ def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
         ROUND=rounds(sequences),
         PRECISION=blocks.precision,
         num_warps=tuning.warps,
-        num_stages=_stages(tuning, sequences.count, correcting=prepared.w is not None),
+        num_stages=tuning.crowded if crowded else tuning.stages,
     )
     return states
 
 
-def _passing(k: torch.Tensor, heads: int, *, correcting: bool) -> Tuning:
-    tuning = PASS.of(k)
-    if correcting and tuning is PASS.narrow and heads >= MANY_HEADS:
-        return PASS_CORRECTING_MANY
-    return tuning
-
-
-def _stages(tuning: Tuning, sequences: int, *, correcting: bool) -> int:
-    if correcting and tuning.correcting is not None:
-        return tuning.correcting
-    if sequences >= CROWD and tuning.crowded is not None:
-        return tuning.crowded
-    return tuning.stages
+def _passing(heads: int, *, correcting: bool) -> Tunings:
+    if not correcting:
+        return PASS
+    return PASS_CORRECTING_MANY if heads >= MANY_HEADS else PASS_CORRECTING
 
 
 def outputs(
