@@ -64,7 +64,8 @@ class Run:
             **of_plugin(args.ratios),
         }
         self.names = args.only or list(self.configurations)
-        self.order = list(phases(self.setup.scale))
+        names = phases(self.setup.scale)
+        self.order = [name for name in names if name[0] in args.phases]
         unknown = [name for name in self.names if name not in self.configurations]
         if unknown:
             known = "; ".join(self.configurations)
@@ -204,6 +205,9 @@ def parse() -> argparse.Namespace:
         nargs="*",
         default=[0.15, 0.3, 0.5, 0.8],
         help="fixed splits: shares of the memory for states (%(default)s)",
+    )
+    parser.add_argument(
+        "--phases", choices=("A", "B", "C"), nargs="+", default=("A", "B", "C")
     )
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
     parser.add_argument(

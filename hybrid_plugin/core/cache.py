@@ -255,7 +255,9 @@ class HybridCache(MakesRoom):
             del self._branching[seq_id]
         if sequence.in_tree < sequence.prompt_length:
             if self._is_stop(sequence, computed):
-                self._take_snapshot(sequence, tokens, computed)
+                taken = self._take_snapshot(sequence, tokens, computed)
+                if taken is not None and computed not in sequence.stops:
+                    self._supersede_chunk_end(sequence, taken)
                 sequence.last_snapshot = computed
             if computed >= sequence.prompt_length:
                 if sequence.cacheable and sequence.prompt_length >= self.page_size:
@@ -472,21 +474,26 @@ class HybridCache(MakesRoom):
 
     def _take_snapshot(
         self, sequence: LiveSequence, tokens: Sequence[int], length: int
-    ) -> None:
-        """Copy the running state into the tree, if a slot can be had for it."""
+    ) -> Node | None:
+        """Copy the running state into the tree, if a slot can be had for it.
+
+        Returns:
+            The node that got it; None if it has one already, or gets none.
+        """
         if not sequence.cacheable or not self.tree.needs_snapshots:
-            return
+            return None
         node = self._insert_pages(sequence, tokens, length)
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
-            return
+            return None
         self._make_room_on_path(node)
         if not self._free_snapshot_slot(node):
-            return
+            return None
         slot = self.slots.allocate_snapshot()
         self._attach(node, sequence, slot)
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
+        return node
 
     def _make_room_on_path(self, node: Node) -> None:
         """Let go of snapshots before `node` until one more is within the cap."""
@@ -564,3 +571,15 @@ class HybridCache(MakesRoom):
             return
         if origin.snapshot.is_turn_end and origin.snapshot.hits == 1:
             self.tree.supersede_snapshot(origin)
+
+    def _supersede_chunk_end(self, sequence: LiveSequence, node: Node) -> None:
+        """Let a prompt's chunk end go first, now that a later one is there.
+
+        Who shares a long beginning with the prompt mostly shares that one too, and
+        a slot may take as many bytes as the KV of thousands of tokens.
+        """
+        before, sequence.chunk_end = sequence.chunk_end, node
+        if before is None or before.snapshot is None:
+            return
+        if not before.snapshot.hits and not before.snapshot.is_turn_end:
+            self.tree.supersede_snapshot(before)

@@ -495,10 +495,15 @@ class MambaRadixCache:
         return None if leaf is None else self.age(leaf.used_at)
 
     def snapshot_age(self) -> int | None:
-        """Age of the snapshot that would be evicted next; None if there is none."""
+        """Age of the snapshot that would be evicted next; None if there is none.
+
+        A superseded one is older than anything else.
+        """
         node = self.next_snapshot()
         if node is None or node.snapshot is None:
             return None
+        if node.snapshot.is_superseded:
+            return self.clock
         return self.age(node.snapshot.used_at)
 
     # ---------------------------------------------------------------- internal

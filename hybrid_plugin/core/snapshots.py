@@ -13,7 +13,8 @@ names the first and the third):
 * the *turn end*, where the next turn of a chat goes on.  It costs nothing: the
   sequence donates its slot when it finishes;
 * the *chunk end*, where the engine pauses a long prefill anyway.  It costs a
-  copy, and serves the next sequence that shares a long beginning.
+  copy, and serves the next sequence that shares a long beginning.  The last one
+  of a prompt serves most of those; the others are the first to go.
 
 Two more come from outside: positions that the *application* asks to keep, and the
 end of the *system message*, by the delimiters of the chat template, so that the

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_plugin.core.cache import HybridCache
 from tests.core.audit import audit
+from tests.core.elastic import ElasticSetup
 from tests.core.support import (
+    NO_SNAPSHOTS,
+    Tokens,
     admission,
     admit,
     make_cache,
@@ -169,21 +173,75 @@ def test_equal_calls_give_equal_commands(page_size: int) -> None:
     assert len(commands()) > 6
 
 
-def test_chunk_ends_of_a_long_prompt_are_kept_and_hit() -> None:
-    cache = make_cache(chunk_end=8)
-    tokens = span(0, 31)
-    start(cache, "long", tokens)
-    ends = []
-    position = 0
+def prefill_in_chunks(cache: HybridCache, seq_id: str, tokens: Tokens) -> list[int]:
+    """Compute a prompt in steps of up to 9 tokens; returns where they ended."""
+    ends: list[int] = []
+    position = cache.sequence(seq_id).hit
     while position < len(tokens):
         cut = min(position + 9, len(tokens))
         position = cache.split_at((), position, cut, len(tokens))
         cache.drain_commands()
-        cache.advance("long", tokens, position)
+        cache.advance(seq_id, tokens, position)
         ends.append(position)
-    assert ends == [8, 16, 24, 31]
+    return ends
+
+
+def test_chunk_ends_of_a_long_prompt_are_kept_and_hit() -> None:
+    cache = make_cache(chunk_end=8)
+    tokens = span(0, 31)
+    start(cache, "long", tokens)
+    assert prefill_in_chunks(cache, "long", tokens) == [8, 16, 24, 31]
     assert cache.stats.snapshots_taken == 3
     assert cache.look_up(tokens[:20] + span(90, 99)).match.length == 16
+    audit(cache)
+
+
+def test_chunk_ends_before_a_prompt_s_last_one_go_first() -> None:
+    cache = make_cache(chunk_end=8, slots=7)
+    serve(cache, "older", span(500, 506))
+    tokens = span(0, 31)
+    start(cache, "long", tokens)
+    prefill_in_chunks(cache, "long", tokens)
+    assert [node.end for node in cache.tree.snapshots()] == [8, 16, 6, 24]
+    start(cache, "a", span(600, 605))
+    start(cache, "b", span(700, 705))
+    assert [node.end for node in cache.tree.snapshots()] == [16, 6, 24]
+    audit(cache)
+
+
+def test_pages_take_the_memory_of_such_chunk_ends_before_that_of_their_own() -> None:
+    """Though they are the latest that were used."""
+    cache = ElasticSetup(
+        pages=60,
+        slots=20,
+        budget=48,
+        slot_bytes=4,
+        prompt_end_min=NO_SNAPSHOTS,
+        chunk_end_min=8,
+        patience=16,
+    ).build()
+    serve(cache, "older", span(500, 506))
+    tokens = span(0, 57)
+    start(cache, "long", tokens)
+    prefill_in_chunks(cache, "long", tokens)
+    cache.finish("long", tokens, 57)
+    assert [node.end for node in cache.tree.snapshots()] == [24, 32, 40, 6, 48, 57]
+    assert cache.pages.free == 0
+    start(cache, "next", span(700, 716))
+    assert [node.end for node in cache.tree.snapshots()] == [40, 6, 48, 57]
+    assert cache.stats.pages_evicted == 0
+    audit(cache)
+
+
+def test_a_chunk_end_that_another_resumed_from_stays() -> None:
+    cache = make_cache(chunk_end=8)
+    tokens = span(0, 31)
+    start(cache, "long", tokens)
+    cache.advance("long", tokens, 8)
+    assert start(cache, "other", tokens[:8] + span(90, 95)).hit == 8
+    cache.advance("long", tokens, 16)
+    cache.advance("long", tokens, 24)
+    assert [node.end for node in cache.tree.snapshots()] == [16, 24, 8]
     audit(cache)
 
 

@@ -342,3 +342,15 @@ def test_ages_count_admissions() -> None:
     assert (tree.kv_age(), tree.snapshot_age()) == (0, 3)
     tree.clear()
     assert (tree.kv_age(), tree.snapshot_age()) == (None, None)
+
+
+def test_a_superseded_snapshot_is_older_than_anything() -> None:
+    tree = tree_with("ab", "cd")
+    first, second = tree.leaves()
+    snap(tree, first, 1)
+    for _ in range(3):
+        tree.begin_admission()
+    snap(tree, second, 2)
+    tree.supersede_snapshot(second)
+    assert tree.next_snapshot() is second
+    assert (tree.snapshot_age() or 0) > 1000
