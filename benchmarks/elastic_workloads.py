@@ -113,7 +113,7 @@ async def warm_up(ask: Ask, scale: Scale) -> None:
         await asyncio.gather(*(ask(prompt, 8) for prompt in prompts))
     shorter = replace(
         scale,
-        chats=3 * scale.clients,
+        chats=2 * scale.clients,
         documents=2,
         document_tokens=scale.document_tokens // 4,
         questions=2,
