@@ -83,6 +83,8 @@ class _Member:
     reclaim: Reclaim
     wanted: int = 0
     """Ids that it must have free at the end of a call."""
+    promised: int = 0
+    """Free ids that live sequences are about to take."""
     least: int = 0
     """Granules that it must have at the end of a call."""
     to_map: list[int] = field(default_factory=list)
@@ -159,6 +161,14 @@ class ElasticController:
     def send_to(self, order: Callable[[Command], None]) -> None:
         """Have commands go to `order`."""
         self._order = order
+
+    def promise(self, pool: Pool, ids: int) -> None:
+        """Leave a pool so many more free ids, or fewer: live sequences will take them.
+
+        Other pools do not look for idle granules among them; what must be had is taken
+        from there all the same.
+        """
+        self._members[pool].promised += ids
 
     @property
     def slack(self) -> int:
@@ -280,14 +290,14 @@ class ElasticController:
     def _gain(self, member: _Member, *, must: bool) -> bool:
         """Do one thing that brings a pool nearer to free ids; False if none does."""
         if member.takes_memory():
-            if self._map_slack(member) or self._take_idle(member, spare=1):
+            if self._map_slack(member) or self._take_idle(member, last=False):
                 return True
             if self._take_older(member, must):
                 return True
         if member.reclaim.evict(member.wanted - member.ids.free):
             return True
         return must and (
-            self._take_idle(member, spare=0)
+            self._take_idle(member, last=True)
             or any(self._shrink(donor) for donor in self._donors(member))
         )
 
@@ -300,18 +310,19 @@ class ElasticController:
             self._map(member)
         return count > 0
 
-    def _take_idle(self, member: _Member, *, spare: int) -> bool:
+    def _take_idle(self, member: _Member, *, last: bool) -> bool:
         """Take idle granules of other pools, up to one step and at least enough.
 
         Args:
             member: the pool that gets them.
-            spare: granules' worth of free ids that the others keep.
+            last: whether this is the last resort.  If not, the others keep what they
+                promised and a granule's worth of free ids.
         """
         missing = max(self._step, member.share.granule_bytes) - self.slack
         plan: list[tuple[_Member, int]] = []
         for donor in self._donors(member):
-            kept = donor.wanted + spare * donor.ids.per_granule
-            most = min(donor.ids.idle, donor.spare_granules(kept))
+            kept = 0 if last else donor.promised + donor.ids.per_granule
+            most = min(donor.ids.idle, donor.spare_granules(donor.wanted + kept))
             count = min(most, -(-missing // donor.share.granule_bytes))
             plan.append((donor, count))
             missing -= count * donor.share.granule_bytes

@@ -159,13 +159,13 @@ class MakesRoom:
             own, pinned
         )
 
-    def _obtain(self, match: Match, count: int) -> Grant:
+    def _obtain(self, match: Match, count: int, most: int) -> Grant:
         """A slot, and `count` pages of every group, at the price of cached ones.
 
         The last resort is the matched snapshot itself: its slot and tail pages
         become the sequence's own, without a copy (see `HybridCache._settle`).
         """
-        if self._make_room(match, count, slots=1):
+        if self._make_room_ahead(match, count, most):
             return Grant(
                 slot=self.slots.allocate_running(),
                 fresh=self.pages.allocate(count),
@@ -190,6 +190,19 @@ class MakesRoom:
             ),
             taken_over=True,
         )
+
+    def _make_room_ahead(self, match: Match, count: int, most: int) -> bool:
+        """Free a slot and `count` pages, and `most` where memory moves, if possible.
+
+        Then a long prompt waits for the device once, not in each step of its prefill.
+        """
+        if (
+            self.elastic is not None
+            and most > count
+            and self._make_room(match, most, slots=1)
+        ):
+            return True
+        return self._make_room(match, count, slots=1)
 
     def _make_room(self, match: Match, pages: int, *, slots: int) -> bool:
         """Free pages of every group, and slots; False if it cannot be done."""

@@ -64,6 +64,8 @@ class LiveSequence:
     """The node it resumed from."""
     last_snapshot: int = 0
     """Tokens of it at the last position worth a snapshot."""
+    promised: int = 0
+    """Pages that it will take for the rest of its prompt."""
     chunk_end: Node | None = None
     """The last chunk end that it gave a snapshot."""
     windows: tuple[WindowTable, ...] = ()

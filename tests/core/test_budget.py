@@ -132,6 +132,27 @@ def test_unless_there_is_nothing_else() -> None:
     assert pools.drain() == [Unmap(KV, (3, 4)), Map(STATE, (2,))]
 
 
+def test_what_is_promised_is_not_idle() -> None:
+    pools = full_pools()
+    pools.states.fill(1)
+    pools.controller.promise(KV, 8)  # of 19 that are free, and 4 are spare
+    assert pools.provide(slots=1)
+    assert pools.drain() == []
+    assert pools.states.ids.cached == 0
+    pools.controller.promise(KV, -1)
+    pools.states.fill(1)
+    assert pools.provide(slots=1)
+    assert pools.drain() == [Unmap(KV, (3, 4)), Map(STATE, (2,))]
+
+
+def test_but_it_is_taken_where_there_is_nothing_else() -> None:
+    pools = full_pools()
+    pools.states.ids.take(1)
+    pools.controller.promise(KV, 19)
+    assert pools.provide(slots=1)
+    assert pools.drain() == [Unmap(KV, (3, 4)), Map(STATE, (2,))]
+
+
 @pytest.mark.parametrize("much", [False, True], ids=["older", "much older"])
 def test_then_what_was_not_used_for_longer(much: bool) -> None:
     pools = full_pools(compacts=False)

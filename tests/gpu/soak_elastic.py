@@ -32,6 +32,8 @@ from hybrid_plugin.core.commands import Pool
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-qwen3-next"
 MAX_MODEL_LEN = 1024
 ANSWER = 24
+GROUP = 8
+"""Requests at once: those of the next group begin like these."""
 
 
 class Shaker:
@@ -55,9 +57,15 @@ class Shaker:
         return self._schedule(*args, **kwargs)
 
 
-def traffic(rng: random.Random, count: int) -> list[dict[str, Any]]:
+def make_stems(rng: random.Random) -> list[list[int]]:
+    """What all prompts begin with."""
+    return [[rng.randrange(3, 250) for _ in range(700)] for _ in range(6)]
+
+
+def traffic(
+    rng: random.Random, stems: list[list[int]], count: int
+) -> list[dict[str, Any]]:
     """Prompts of all lengths, many of which begin alike."""
-    stems = [[rng.randrange(3, 250) for _ in range(700)] for _ in range(6)]
     prompts = []
     for _ in range(count):
         stem = rng.choice(stems)[: rng.randint(1, 700)]
@@ -106,9 +114,11 @@ def main() -> None:
     sampling = SamplingParams(
         temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False
     )
-    begin, requests, restored = time.monotonic(), 0, 0
+    stems, begin, requests, restored = make_stems(rng), time.monotonic(), 0, 0
     while stats.moves < args.moves and time.monotonic() - begin < args.seconds:
-        for answer in llm.generate(traffic(rng, 16), sampling, use_tqdm=False):
+        for answer in llm.generate(
+            traffic(rng, stems, GROUP), sampling, use_tqdm=False
+        ):
             assert len(answer.outputs[0].token_ids) == ANSWER, answer
             requests += 1
             restored += answer.num_cached_tokens or 0

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for a whole prompt moves when it is admitted, not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from tests.core.audit import audit
+from tests.core.elastic import ElasticSetup
+from tests.core.support import NO_SNAPSHOTS, Tokens, admit, serve, span, start
+
+LONG = span(0, 48)
+
+
+def full_cache(chunk_end: int = NO_SNAPSHOTS) -> HybridCache:
+    """Pages of 4 tokens in granules of 2; 40 bytes, of which slots have 33."""
+    cache = ElasticSetup(
+        pages=60,
+        slots=20,
+        budget=40,
+        prompt_end_min=NO_SNAPSHOTS,
+        chunk_end_min=chunk_end,
+    ).build()
+    for number in range(10):
+        serve(cache, f"short {number}", span(1000 + 10 * number, 1004 + 10 * number))
+    assert cache.elastic is not None
+    assert cache.elastic.slack < 2
+    cache.drain_commands()
+    return cache
+
+
+def moves(commands: Sequence[Command]) -> list[Command]:
+    return [command for command in commands if isinstance(command, Map | Unmap)]
+
+
+def moving_steps(cache: HybridCache, tokens: Tokens, reserve: int) -> list[int]:
+    """Ends of the steps of a prefill that wait for memory."""
+    found = cache.look_up(tokens)
+    assert cache.admit("long", found, cover=8, reserve=reserve) is not None
+    steps = []
+    for end in range(8, len(tokens) + 1, 8):
+        assert cache.grow("long", end) is not None
+        if moves(cache.drain_commands()):
+            steps.append(end)
+        cache.advance("long", tokens, end)
+        audit(cache)
+    return steps
+
+
+def test_a_long_prompt_waits_once() -> None:
+    assert moving_steps(full_cache(), LONG, reserve=len(LONG)) == [8]
+
+
+def test_without_a_reserve_it_waits_again_and_again() -> None:
+    assert moving_steps(full_cache(), LONG, reserve=0) == [16, 32, 40, 48]
+
+
+def test_snapshots_on_the_way_do_not_take_it_back() -> None:
+    cache = full_cache(chunk_end=8)
+    assert moving_steps(cache, LONG, reserve=len(LONG)) == [8]
+    assert cache.stats.snapshots_taken > 10
+
+
+def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
+    cache = full_cache()
+    found = cache.look_up(LONG)
+    assert cache.admit("long", found, cover=8, reserve=len(LONG)) is not None
+    assert cache.sequence("long").promised == 10
+    cache.finish("long", LONG, 0)
+    audit(cache)
+    start(cache, "short", span(500, 504))
+    assert cache.sequence("short").promised == 0
+    audit(cache)
+
+
+def test_another_sequence_may_take_what_was_promised() -> None:
+    cache = full_cache()
+    found = cache.look_up(LONG)
+    assert cache.admit("long", found, cover=8, reserve=len(LONG)) is not None
+    running = 0
+    while admit(cache, f"other {running}", span(500, 504)) is not None:
+        running += 1
+    assert running == 7
+    assert cache.elastic is not None
+    assert not cache.elastic.fits({Pool.STATE: 1})
+    audit(cache)
