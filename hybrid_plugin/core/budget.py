@@ -170,6 +170,10 @@ class ElasticController:
         """
         self._members[pool].promised += ids
 
+    def promised(self, pool: Pool) -> int:
+        """Free ids of a pool that live sequences will take."""
+        return self._members[pool].promised
+
     @property
     def slack(self) -> int:
         """Bytes of the budget that are not mapped."""

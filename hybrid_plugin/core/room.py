@@ -196,12 +196,10 @@ class MakesRoom:
 
         Then a long prompt waits for the device once, not in each step of its prefill.
         """
-        if (
-            self.elastic is not None
-            and most > count
-            and self._make_room(match, most, slots=1)
-        ):
-            return True
+        if self.elastic is not None and most > count:
+            others = self.elastic.promised(Pool.KV)
+            if self._make_room(match, most + others, slots=1):
+                return True
         return self._make_room(match, count, slots=1)
 
     def _make_room(self, match: Match, pages: int, *, slots: int) -> bool:

@@ -38,6 +38,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
                 s.slot,
                 s.stops,
                 s.in_tree,
+                s.promised,
                 id(s.locked),
                 [(table.first, list(table.pages)) for table in s.windows],
             )

@@ -53,6 +53,21 @@ def test_a_long_prompt_waits_once() -> None:
     assert moving_steps(full_cache(), LONG, reserve=len(LONG)) == [8]
 
 
+def test_two_prompts_at_a_time_do_not_take_each_other_s() -> None:
+    cache = full_cache()
+    prompts = {"a": LONG[:32], "b": span(100, 132)}
+    for name, tokens in prompts.items():
+        found = cache.look_up(tokens)
+        assert cache.admit(name, found, cover=8, reserve=len(tokens)) is not None
+    assert moves(cache.drain_commands())
+    for end in range(16, 33, 8):
+        for name, tokens in prompts.items():
+            assert cache.grow(name, end) is not None
+            cache.advance(name, tokens, end)
+    assert moves(cache.drain_commands()) == []
+    audit(cache)
+
+
 def test_without_a_reserve_it_waits_again_and_again() -> None:
     assert moving_steps(full_cache(), LONG, reserve=0) == [16, 32, 40, 48]
 
