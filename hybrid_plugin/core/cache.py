@@ -587,8 +587,10 @@ class HybridCache(MakesRoom):
         Who shares a long beginning with the prompt mostly shares that one too, and
         a slot may take as many bytes as the KV of thousands of tokens.
         """
-        before, sequence.chunk_end = sequence.chunk_end, node
-        if before is None or before.snapshot is None:
-            return
-        if not before.snapshot.hits and not before.snapshot.is_turn_end:
-            self.tree.supersede_snapshot(before)
+        snapshot = node.snapshot
+        assert snapshot is not None, "it was taken just now"
+        before, sequence.chunk_end = sequence.chunk_end, (node, snapshot)
+        if before is not None:
+            earlier, its_own = before
+            if earlier.snapshot is its_own and not its_own.hits:
+                self.tree.supersede_snapshot(earlier)

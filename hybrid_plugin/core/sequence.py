@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from hybrid_plugin.core.node import Node
+from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.radix import Match
 from hybrid_plugin.core.tokens import Pages
 from hybrid_plugin.core.windows import WindowTable
@@ -66,8 +66,8 @@ class LiveSequence:
     """Tokens of it at the last position worth a snapshot."""
     promised: int = 0
     """Pages that it will take for the rest of its prompt."""
-    chunk_end: Node | None = None
-    """The last chunk end that it gave a snapshot."""
+    chunk_end: tuple[Node, Snapshot] | None = None
+    """The last chunk end that it gave a snapshot, and that snapshot."""
     windows: tuple[WindowTable, ...] = ()
     """Its pages in each window group."""
 

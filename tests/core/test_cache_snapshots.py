@@ -245,6 +245,21 @@ def test_a_chunk_end_that_another_resumed_from_stays() -> None:
     audit(cache)
 
 
+def test_a_branch_that_another_found_at_a_chunk_end_stays() -> None:
+    cache = make_cache(chunk_end=8)
+    tokens, other = span(0, 31), span(0, 8) + span(90, 95)
+    start(cache, "long", tokens)
+    cache.advance("long", tokens, 8)
+    assert cache.evict_snapshot()
+    start(cache, "other", other)
+    prefill(cache, "other", other)
+    assert [node.end for node in cache.tree.snapshots()] == [8]
+    cache.advance("long", tokens, 16)
+    cache.advance("long", tokens, 24)
+    assert [node.end for node in cache.tree.snapshots()] == [16, 8, 24]
+    audit(cache)
+
+
 def test_short_lived_ends_do_not_drive_out_a_shared_prompt() -> None:
     """Five slots; the shared prompt is used now and then, the others never."""
     cache = make_cache(pages=200, slots=6)
