@@ -35,13 +35,16 @@ NOTICEABLE = 0.1
 
 
 class Reclaim(Protocol):
-    """What the owner of a pool's cached ids does for the controller."""
+    """What the owner of a pool's ids tells the controller, and does for it."""
 
     def age(self) -> int | None:
         """Admissions since what would be evicted next was used; None for nothing."""
 
     def evict(self, count: int) -> bool:
         """Evict that, up to `count` ids; False if nothing could be."""
+
+    def promised(self) -> int:
+        """Free ids that live sequences will take; others get them if they must."""
 
     def empty(self, granule: int) -> None:
         """Move the cached ids of a granule without live ones to free ids elsewhere."""
@@ -83,8 +86,6 @@ class _Member:
     reclaim: Reclaim
     wanted: int = 0
     """Ids that it must have free at the end of a call."""
-    promised: int = 0
-    """Free ids that live sequences are about to take."""
     least: int = 0
     """Granules that it must have at the end of a call."""
     to_map: list[int] = field(default_factory=list)
@@ -161,18 +162,6 @@ class ElasticController:
     def send_to(self, order: Callable[[Command], None]) -> None:
         """Have commands go to `order`."""
         self._order = order
-
-    def promise(self, pool: Pool, ids: int) -> None:
-        """Leave a pool so many more free ids, or fewer: live sequences will take them.
-
-        Other pools do not look for idle granules among them; what must be had is taken
-        from there all the same.
-        """
-        self._members[pool].promised += ids
-
-    def promised(self, pool: Pool) -> int:
-        """Free ids of a pool that live sequences will take."""
-        return self._members[pool].promised
 
     @property
     def slack(self) -> int:
@@ -325,7 +314,7 @@ class ElasticController:
         missing = max(self._step, member.share.granule_bytes) - self.slack
         plan: list[tuple[_Member, int]] = []
         for donor in self._donors(member):
-            kept = 0 if last else donor.promised + donor.ids.per_granule
+            kept = 0 if last else donor.reclaim.promised() + donor.ids.per_granule
             most = min(donor.ids.idle, donor.spare_granules(donor.wanted + kept))
             count = min(most, -(-missing // donor.share.granule_bytes))
             plan.append((donor, count))

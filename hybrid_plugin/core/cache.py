@@ -212,9 +212,9 @@ class HybridCache(MakesRoom):
             cacheable=cacheable,
             origin=held,
             last_snapshot=match.length,
+            reserved=most,
             windows=windows,
         )
-        self._promise(self._sequences[seq_id], most - shared - count)
         if found.branch:
             self._branching[seq_id] = found.branch
         return Admission(pages[:], room.slot, match.length)
@@ -234,7 +234,6 @@ class HybridCache(MakesRoom):
         enough = self._free_pages(count)
         assert enough, "reclaimable pages belong to evictable nodes"
         fresh = self.pages.allocate(count)
-        self._promise(sequence, max(sequence.promised - count, 0))
         sequence.pages += fresh
         for group, table in zip(self.windows, sequence.windows, strict=True):
             table.pages += group.pages.allocate(count)
@@ -297,7 +296,6 @@ class HybridCache(MakesRoom):
                 has consumed a token nobody has seen), the state is worthless.
         """
         sequence = self._sequences.pop(seq_id)
-        self._promise(sequence, 0)
         self._branching.pop(seq_id, None)
         self._keeping.ended(max(computed - sequence.prompt_length, 0))
         donated = False
@@ -420,12 +418,6 @@ class HybridCache(MakesRoom):
             self.tree.unlock(kept)
             return None
         return kept
-
-    def _promise(self, sequence: LiveSequence, pages: int) -> None:
-        """Note the pages that a sequence will take for the rest of its prompt."""
-        if self.elastic is not None:
-            self.elastic.promise(Pool.KV, pages - sequence.promised)
-            sequence.promised = pages
 
     def _window_tables(self, match: Match, room: Grant) -> tuple[WindowTable, ...]:
         shared = self._hit_windows(match)

@@ -25,6 +25,10 @@ class PageReclaim:
         """Evict up to so many pages of the oldest leaf."""
         return self._cache.evict_pages(count)
 
+    def promised(self) -> int:
+        """Pages for the rest of the prompts that are computed now."""
+        return self._cache.promised_pages
+
     def empty(self, granule: int) -> None:
         """Move a granule's cached pages to free ones elsewhere."""
         moved = self._cache.pages.move(granule)
@@ -46,6 +50,10 @@ class SnapshotReclaim:
     def evict(self, count: int) -> bool:
         """Evict that snapshot."""
         return self._cache.evict_snapshot()
+
+    def promised(self) -> int:
+        """None: a sequence has its slot from the start."""
+        return 0
 
     def empty(self, granule: int) -> None:
         """Move a granule's snapshots to free slots elsewhere."""

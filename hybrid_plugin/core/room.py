@@ -14,6 +14,7 @@ from hybrid_plugin.core.keeping import Keeping
 from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import Evicted, MambaRadixCache, Match
+from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.spans import live_pages
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tokens import Pages
@@ -49,8 +50,14 @@ class MakesRoom:
     windows: tuple[WindowGroup, ...]
     elastic: ElasticController | None
     tree: MambaRadixCache
+    _sequences: dict[str, LiveSequence]
     _branching: dict[str, int]
     _keeping: Keeping
+
+    @property
+    def promised_pages(self) -> int:
+        """Pages that live sequences will take for the rest of their prompts."""
+        return sum([sequence.promised for sequence in self._sequences.values()])
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -196,10 +203,12 @@ class MakesRoom:
 
         Then a long prompt waits for the device once, not in each step of its prefill.
         """
-        if self.elastic is not None and most > count:
-            others = self.elastic.promised(Pool.KV)
-            if self._make_room(match, most + others, slots=1):
-                return True
+        if (
+            self.elastic is not None
+            and most > count
+            and self._make_room(match, most + self.promised_pages, slots=1)
+        ):
+            return True
         return self._make_room(match, count, slots=1)
 
     def _make_room(self, match: Match, pages: int, *, slots: int) -> bool:

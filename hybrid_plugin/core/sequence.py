@@ -64,12 +64,17 @@ class LiveSequence:
     """The node it resumed from."""
     last_snapshot: int = 0
     """Tokens of it at the last position worth a snapshot."""
-    promised: int = 0
-    """Pages that it will take for the rest of its prompt."""
+    reserved: int = 0
+    """Pages in all that there had to be room for when it was admitted."""
     chunk_end: tuple[Node, Snapshot] | None = None
     """The last chunk end that it gave a snapshot, and that snapshot."""
     windows: tuple[WindowTable, ...] = ()
     """Its pages in each window group."""
+
+    @property
+    def promised(self) -> int:
+        """Pages that it will take for the rest of its prompt."""
+        return max(self.reserved - len(self.pages), 0)
 
     @property
     def locked_tokens(self) -> int:

@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.eviction import FlopAware
 from hybrid_plugin.core.granules import IdSpace
 from hybrid_plugin.core.node import Node
@@ -84,7 +83,6 @@ def audit(cache: HybridCache) -> None:
     audit_pages(cache)
     audit_windows(cache)
     audit_slots(cache)
-    audit_promises(cache)
     audit_locks(cache)
     audit_orders(cache.tree)
     audit_structure(cache.tree)
@@ -123,16 +121,6 @@ def audit_windows(cache: HybridCache) -> None:
             assert len(set(table.held())) == len(table.held())
             in_sequences.update(table.held())
         audit_pool(group.pages, in_sequences, in_tree)
-
-
-def audit_promises(cache: HybridCache) -> None:
-    """What pools keep for live sequences is what those will take."""
-    promised = [sequence.promised for sequence in cache._sequences.values()]
-    assert all(pages >= 0 for pages in promised)
-    if cache.elastic is None:
-        assert not any(promised)
-        return
-    assert cache.elastic._members[Pool.KV].promised == sum(promised)
 
 
 def audit_pool(

@@ -84,6 +84,7 @@ def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
     assert cache.admit("long", found, cover=8, reserve=len(LONG)) is not None
     assert cache.sequence("long").promised == 10
     cache.finish("long", LONG, 0)
+    assert cache.promised_pages == 0
     audit(cache)
     start(cache, "short", span(500, 504))
     assert cache.sequence("short").promised == 0

@@ -26,6 +26,8 @@ class Content:
 
     ids: IdSpace
     cached: list[tuple[int, int]] = field(default_factory=list)
+    kept: int = 0
+    """Free ids that somebody will take."""
 
     def fill(self, count: int, age: int = 0) -> None:
         """Cache so many free ids."""
@@ -40,6 +42,9 @@ class Content:
         gone, self.cached = self.cached[:count], self.cached[count:]
         self.ids.free_cached([i for i, _ in gone])
         return bool(gone)
+
+    def promised(self) -> int:
+        return self.kept
 
     def empty(self, granule: int) -> None:
         per = self.ids.per_granule
@@ -135,11 +140,11 @@ def test_unless_there_is_nothing_else() -> None:
 def test_what_is_promised_is_not_idle() -> None:
     pools = full_pools()
     pools.states.fill(1)
-    pools.controller.promise(KV, 8)  # of 19 that are free, and 4 are spare
+    pools.kv.kept = 8  # of 19 that are free, and 4 are spare
     assert pools.provide(slots=1)
     assert pools.drain() == []
     assert pools.states.ids.cached == 0
-    pools.controller.promise(KV, -1)
+    pools.kv.kept = 7
     pools.states.fill(1)
     assert pools.provide(slots=1)
     assert pools.drain() == [Unmap(KV, (3, 4)), Map(STATE, (2,))]
@@ -148,7 +153,7 @@ def test_what_is_promised_is_not_idle() -> None:
 def test_but_it_is_taken_where_there_is_nothing_else() -> None:
     pools = full_pools()
     pools.states.ids.take(1)
-    pools.controller.promise(KV, 19)
+    pools.kv.kept = 19
     assert pools.provide(slots=1)
     assert pools.drain() == [Unmap(KV, (3, 4)), Map(STATE, (2,))]
 
