@@ -84,9 +84,9 @@ def grow(cache: HybridCache, seq_id: str, cover: int) -> list[int] | None:
 
 
 def prefill(
-    cache: HybridCache, seq_id: str, tokens: Tokens
+    cache: HybridCache, seq_id: str, tokens: Tokens, budget: int = 1_000_000
 ) -> list[tuple[int, list[Command]]]:
-    """Compute the whole prompt.
+    """Compute the whole prompt, up to `budget` tokens in a step.
 
     Returns:
         For each step its end and the commands that precede it.
@@ -95,7 +95,8 @@ def prefill(
     steps = []
     while position < len(tokens):
         stops = cache.stops_of(seq_id)
-        position = cache.split_at(stops, position, len(tokens), len(tokens))
+        end = min(position + budget, len(tokens))
+        position = cache.split_at(stops, position, end, len(tokens))
         steps.append((position, cache.drain_commands()))
         cache.advance(seq_id, tokens, position)
     return steps

@@ -37,8 +37,7 @@ def moves(commands: Sequence[Command]) -> list[Command]:
 
 def moving_steps(cache: HybridCache, tokens: Tokens, reserve: int) -> list[int]:
     """Ends of the steps of a prefill that wait for memory."""
-    found = cache.look_up(tokens)
-    assert cache.admit("long", found, cover=8, reserve=reserve) is not None
+    start(cache, "long", tokens, cover=8, reserve=reserve)
     steps = []
     for end in range(8, len(tokens) + 1, 8):
         assert cache.grow("long", end) is not None
@@ -57,8 +56,7 @@ def test_two_prompts_at_a_time_do_not_take_each_other_s() -> None:
     cache = full_cache()
     prompts = {"a": LONG[:32], "b": span(100, 132)}
     for name, tokens in prompts.items():
-        found = cache.look_up(tokens)
-        assert cache.admit(name, found, cover=8, reserve=len(tokens)) is not None
+        start(cache, name, tokens, cover=8, reserve=len(tokens))
     assert moves(cache.drain_commands())
     for end in range(16, 33, 8):
         for name, tokens in prompts.items():
@@ -80,8 +78,7 @@ def test_snapshots_on_the_way_do_not_take_it_back() -> None:
 
 def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
     cache = full_cache()
-    found = cache.look_up(LONG)
-    assert cache.admit("long", found, cover=8, reserve=len(LONG)) is not None
+    start(cache, "long", LONG, cover=8, reserve=len(LONG))
     assert cache.sequence("long").promised == 10
     cache.finish("long", LONG, 0)
     assert cache.promised_pages == 0
@@ -93,8 +90,7 @@ def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
 
 def test_another_sequence_may_take_what_was_promised() -> None:
     cache = full_cache()
-    found = cache.look_up(LONG)
-    assert cache.admit("long", found, cover=8, reserve=len(LONG)) is not None
+    start(cache, "long", LONG, cover=8, reserve=len(LONG))
     running = 0
     while admit(cache, f"other {running}", span(500, 504)) is not None:
         running += 1

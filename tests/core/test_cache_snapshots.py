@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_plugin.core.cache import HybridCache
 from tests.core.audit import audit
 from tests.core.elastic import ElasticSetup
 from tests.core.support import (
     NO_SNAPSHOTS,
-    Tokens,
     admission,
     admit,
     make_cache,
@@ -173,24 +171,12 @@ def test_equal_calls_give_equal_commands(page_size: int) -> None:
     assert len(commands()) > 6
 
 
-def prefill_in_chunks(cache: HybridCache, seq_id: str, tokens: Tokens) -> list[int]:
-    """Compute a prompt in steps of up to 9 tokens; returns where they ended."""
-    ends: list[int] = []
-    position = cache.sequence(seq_id).hit
-    while position < len(tokens):
-        cut = min(position + 9, len(tokens))
-        position = cache.split_at((), position, cut, len(tokens))
-        cache.drain_commands()
-        cache.advance(seq_id, tokens, position)
-        ends.append(position)
-    return ends
-
-
 def test_chunk_ends_of_a_long_prompt_are_kept_and_hit() -> None:
     cache = make_cache(chunk_end=8)
     tokens = span(0, 31)
     start(cache, "long", tokens)
-    assert prefill_in_chunks(cache, "long", tokens) == [8, 16, 24, 31]
+    steps = prefill(cache, "long", tokens, budget=9)
+    assert [end for end, _ in steps] == [8, 16, 24, 31]
     assert cache.stats.snapshots_taken == 3
     assert cache.look_up(tokens[:20] + span(90, 99)).match.length == 16
     audit(cache)
@@ -201,7 +187,7 @@ def test_chunk_ends_before_a_prompt_s_last_one_go_first() -> None:
     serve(cache, "older", span(500, 506))
     tokens = span(0, 31)
     start(cache, "long", tokens)
-    prefill_in_chunks(cache, "long", tokens)
+    prefill(cache, "long", tokens, budget=9)
     assert [node.end for node in cache.tree.snapshots()] == [8, 16, 6, 24]
     start(cache, "a", span(600, 605))
     start(cache, "b", span(700, 705))
@@ -223,7 +209,7 @@ def test_pages_take_the_memory_of_such_chunk_ends_before_that_of_their_own() -> 
     serve(cache, "older", span(500, 506))
     tokens = span(0, 57)
     start(cache, "long", tokens)
-    prefill_in_chunks(cache, "long", tokens)
+    prefill(cache, "long", tokens, budget=9)
     cache.finish("long", tokens, 57)
     assert [node.end for node in cache.tree.snapshots()] == [24, 32, 40, 6, 48, 57]
     assert cache.pages.free == 0
