@@ -64,8 +64,7 @@ class Run:
             **of_plugin(args.ratios),
         }
         self.names = args.only or list(self.configurations)
-        names = phases(self.setup.scale)
-        self.order = [name for name in names if name[0] in args.phases]
+        self.order = [p for p in phases(self.setup.scale) if p[0] in args.phases]
         unknown = [name for name in self.names if name not in self.configurations]
         if unknown:
             known = "; ".join(self.configurations)
@@ -207,7 +206,11 @@ def parse() -> argparse.Namespace:
         help="fixed splits: shares of the memory for states (%(default)s)",
     )
     parser.add_argument(
-        "--phases", choices=("A", "B", "C"), nargs="+", default=("A", "B", "C")
+        "--phases",
+        choices=("A", "B", "C"),
+        nargs="+",
+        default=("A", "B", "C"),
+        help="that each round has (all)",
     )
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
     parser.add_argument(
