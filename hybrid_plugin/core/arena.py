@@ -9,6 +9,10 @@ import torch
 
 from hybrid_plugin.core.virtual import AddressRange, Refusal, Span, VirtualArena
 
+_COPY_BYTES = 16 << 20
+"""Of one part that are copied at once: it takes as much memory meanwhile."""
+_WORD = 8
+
 
 class Arena:
     """Bytes of one pool.
@@ -28,6 +32,7 @@ class Arena:
         if len(shapes) != 1 or next(iter(shapes))[0] != 2:
             raise ValueError("the parts of an arena are matrices with equal row counts")
         self.parts = tuple(parts)
+        self._words = [_in_words(part) for part in parts]
 
     @property
     def capacity(self) -> int:
@@ -43,10 +48,28 @@ class Arena:
         for part in self.parts:
             part[index].zero_()
 
-    def copy(self, source: int, destination: int) -> None:
-        """Copy one id over another, in order on the current stream."""
-        for part in self.parts:
-            part[destination].copy_(part[source])
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy ids over others, in order on the current stream.
+
+        Pages are many and small, so a layer copies many at once; a slot is large
+        enough to be copied alone, and to need no memory for others beside it.
+
+        Args:
+            sources: ids to read, none of which is written here.
+            destinations: one for each, all different.
+        """
+        if len(self.parts) == 1 or len(sources) == 1:
+            for source, destination in zip(sources, destinations, strict=True):
+                for part in self.parts:
+                    part[destination].copy_(part[source])
+            return
+        most = max(_COPY_BYTES // self.parts[0].shape[1], 1)
+        ids = torch.tensor([sources, destinations], dtype=torch.int64)
+        ids = to_device(ids, self.parts[0].device)
+        for begin in range(0, len(sources), most):
+            source, destination = ids[:, begin : begin + most]
+            for part in self._words:
+                part[destination] = part[source]
 
 
 class ElasticArena(Arena):
@@ -116,6 +139,21 @@ class ElasticArena(Arena):
             for granule in granules:
                 first = start + granule * size
                 yield Span(self._place, first, first + size)
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to a device without waiting for it."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def _in_words(part: torch.Tensor) -> torch.Tensor:
+    """The same memory in 8 bytes each, if its rows allow it: faster to index."""
+    places = (part.data_ptr(), part.stride(0), part.shape[1])
+    if part.dtype != torch.int8 or part.stride(1) != 1:
+        return part
+    return part if any(place % _WORD for place in places) else part.view(torch.int64)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hybrid_plugin.core.arena import Arena, ElasticArena
+from hybrid_plugin.core.batches import batches
 from hybrid_plugin.core.commands import Command, Copy, Map, Pool, PoolId, Unmap, Zero
 from hybrid_plugin.core.virtual import Refusal
 
@@ -41,18 +42,22 @@ class Executor:
             MemoryError: if the system refuses memory for a granule, which can
                 only be where it was not held from the start.
         """
-        for command in commands:
-            match command:
-                case Zero(pool, index):
-                    self._arenas[pool].zero(index)
-                case Copy(pool, source, destination):
-                    self._arenas[pool].copy(source, destination)
+        for batch in batches(commands):
+            first = batch[0]
+            arena = self._arenas[first.pool]
+            match first:
+                case Zero():
+                    for command in batch:
+                        arena.zero(command.index)
+                case Copy():
+                    arena.copy(
+                        [command.source for command in batch],
+                        [command.destination for command in batch],
+                    )
                 case Map() | Unmap():
-                    refusal = self._move(command, self._elastic(command.pool))
+                    refusal = self._move(first, self._elastic(first.pool))
                     if refusal is not None:
                         raise MemoryError(str(refusal))
-                case _:
-                    raise TypeError(f"{command!r} is not a command")
 
     def _move(self, command: Map | Unmap, arena: ElasticArena) -> Refusal | None:
         begin = time.perf_counter()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hybrid_plugin.sglang.memory import to_device
+from hybrid_plugin.core.arena import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,19 +2,24 @@
 """The cache's commands on SGLang's own pools.
 
 A run of equal commands that do not touch each other's rows is one indexed copy
-per tensor, however many rows it moves.
+per tensor, or a few where rows are large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.arena import to_device
+from hybrid_plugin.core.batches import batches
 from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
 from hybrid_plugin.core.executor import Executor
+
+_STATES_AT_ONCE = 4
+"""States that are copied together; one may have 100 MiB."""
 
 
 class SglangExecutor:
@@ -69,11 +74,18 @@ class SglangExecutor:
                     source = self._ids(c.source for c in batch)
                     destination = self._ids(c.destination for c in batch)
                     if pool is Pool.STATE:
-                        self._states.copy_from(source, destination)
+                        self._copy_states(source, destination)
                     else:
                         self._copy_pages(source, destination)
                 case _:
                     raise TypeError(f"{first!r} is no command for this pool")
+
+    def _copy_states(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        # SGLang's pool gathers all that it is asked for before it scatters: memory
+        # that nobody set aside.
+        for begin in range(0, len(source), _STATES_AT_ONCE):
+            some = slice(begin, begin + _STATES_AT_ONCE)
+            self._states.copy_from(source[some], destination[some])
 
     def _copy_pages(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         for pages in self._pages:
@@ -82,50 +94,6 @@ class SglangExecutor:
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         host = torch.tensor(list(ids), dtype=torch.int64)
         return to_device(host, self._device)
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to a device without waiting for it."""
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
-    """Split into runs of one kind and pool in which no order matters."""
-    batch: list[Command] = []
-    read: set[int] = set()
-    written: set[int] = set()
-    for command in commands:
-        source, target = _rows(command)
-        apart = (
-            batch
-            and type(batch[0]) is type(command)
-            and batch[0].pool is command.pool
-            and not isinstance(command, Map | Unmap)
-            and not target & (read | written)
-            and not source & written
-        )
-        if batch and not apart:
-            yield batch
-            batch, read, written = [], set(), set()
-        batch.append(command)
-        read |= source
-        written |= target
-    if batch:
-        yield batch
-
-
-def _rows(command: Command) -> tuple[set[int], set[int]]:
-    """Rows that a command reads, and rows that it writes."""
-    match command:
-        case Zero(_, index):
-            return set(), {index}
-        case Copy(_, source, destination):
-            return {source}, {destination}
-        case Map() | Unmap():
-            return set(), set()
-    raise TypeError(f"{command!r} is no command for this pool")
 
 
 def kv_tensors(pool: Any) -> list[torch.Tensor]:

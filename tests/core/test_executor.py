@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 
 import pytest
 import torch
 
+import hybrid_plugin.core.arena as arena_module
 from hybrid_plugin.core.arena import Arena
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
 from hybrid_plugin.core.executor import Executor
@@ -50,6 +52,25 @@ def test_a_strided_part() -> None:
     Executor({Pool.KV: Arena([whole[:, 2:5]])}).run([page(4, 1)])
     before[1, 2:5] = before[4, 2:5]
     assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("width", [3, 16], ids=["bytes", "words"])
+@pytest.mark.parametrize("at_once", [1, 50, 4 << 20])
+def test_many_copies_do_what_one_at_a_time_does(
+    width: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_COPY_BYTES", at_once)
+    rng = random.Random(width)
+    pages = arena(12, parts=3, width=width)
+    executor = Executor({Pool.KV: pages})
+    expected = list(range(12))
+    for _ in range(40):
+        moves = [tuple(rng.sample(range(12), 2)) for _ in range(rng.randrange(9))]
+        executor.run([page(*move) for move in moves])
+        for source, destination in moves:
+            expected[destination] = expected[source]
+    for part in range(3):
+        assert column(pages, part) == [10 * part + row for row in expected]
 
 
 def test_what_is_no_command() -> None:
