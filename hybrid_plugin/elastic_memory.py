@@ -20,9 +20,9 @@ from hybrid_plugin.core.virtual import VirtualArena
 
 _CUDA_BLOCK, _LARGEST_CUDA_BLOCK = 2 << 20, 16 << 20
 """The least is what NVIDIA's drivers map; `CudaArena` checks it."""
-_CUDA_BLOCKS = 2048
+_CUDA_BLOCKS = 1024
 """GPU memory comes in about so many blocks: to move one takes the driver 0.1 ms,
-whatever its size (`benchmarks/memory_moves.py`)."""
+whatever its size (`benchmarks/memory_moves.py`), so all of it moves in 0.1 s."""
 _HOST_BLOCK, _LARGEST_HOST_BLOCK = 16 << 10, 2 << 20
 _HOST_BLOCKS = 8192
 """Host memory comes in about so many blocks: each may cost the kernel a record."""

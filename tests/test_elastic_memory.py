@@ -80,8 +80,9 @@ def test_host_memory_comes_in_some_thousand_blocks() -> None:
 
 def test_gpu_memory_comes_in_blocks_that_grow_with_the_device() -> None:
     assert elastic_memory.block_bytes(8 * MIB, "cuda") == 2 * MIB
-    assert elastic_memory.block_bytes(4 << 30, "cuda") == 2 * MIB
-    assert elastic_memory.block_bytes(12 << 30, "cuda") == 8 * MIB
+    assert elastic_memory.block_bytes(2 << 30, "cuda") == 2 * MIB
+    assert elastic_memory.block_bytes(6 << 30, "cuda") == 8 * MIB
+    assert elastic_memory.block_bytes(12 << 30, "cuda") == 16 * MIB
     assert elastic_memory.block_bytes(140 << 30, "cuda") == 16 * MIB
 
 
