@@ -30,6 +30,8 @@ MUCH_OLDER = 2
 """How many times older another pool's content must be to go before its own."""
 PATIENCE = 16
 """And by how many admissions at least."""
+BATCHES_IN_POOL = 1024
+"""What is evicted at least is this part of a pool."""
 NOTICEABLE = 0.1
 """Change of a pool's part of the memory that `notice` reports."""
 
@@ -97,15 +99,22 @@ class _Member:
 
     def least_granules(self, wanted: int, pinned: Iterable[int]) -> int:
         """Granules that hold `wanted` more ids, once all else is evicted."""
-        pinned = list(pinned)
-        ids = self.ids.live + len(pinned) + 1 + wanted
-        granules = self.ids.pinned_granules + self.ids.newly_pinned(pinned)
+        ids = self.ids.live + 1 + wanted
+        granules = self.ids.pinned_granules
+        if pinned := list(pinned):
+            ids += len(pinned)
+            granules += self.ids.newly_pinned(pinned)
         return max(self.share.floor, granules, -(-ids // self.ids.per_granule))
 
     def spare_granules(self, kept: int) -> int:
         """Granules whose worth of ids is free, `kept` ids not counted."""
         most = (self.ids.free - kept) // self.ids.per_granule
         return max(min(most, self.ids.mapped - self.least), 0)
+
+    @property
+    def batch(self) -> int:
+        """Ids to evict at least, so that not each new one asks for it."""
+        return self.ids.mapped * self.ids.per_granule // BATCHES_IN_POOL
 
     def takes_memory(self) -> bool:
         """Whether there are addresses left to map."""
@@ -204,6 +213,8 @@ class ElasticController:
             wanted: ids per pool.
             pinned: cached ids that must stay, per pool.
         """
+        if self._are_free(wanted):
+            return True
         pinned = pinned or {}
         total = 0
         for pool, member in self._members.items():
@@ -236,7 +247,7 @@ class ElasticController:
         Returns:
             False if it cannot be done, with nothing changed.
         """
-        if all(self._members[pool].ids.free >= n for pool, n in wanted.items()):
+        if self._are_free(wanted):
             return True
         if not self.fits(wanted, pinned):
             return False
@@ -255,6 +266,13 @@ class ElasticController:
         return self._serve({pool: 1}, {}, must=False)
 
     # ---------------------------------------------------------------- internal
+
+    def _are_free(self, wanted: Mapping[Pool, int]) -> bool:
+        """Whether pools have so many free ids as they are."""
+        for pool, count in wanted.items():
+            if self._members[pool].ids.free < count:
+                return False
+        return True
 
     def _serve(
         self,
@@ -287,7 +305,7 @@ class ElasticController:
                 return True
             if self._take_older(member, must):
                 return True
-        if member.reclaim.evict(member.wanted - member.ids.free):
+        if member.reclaim.evict(max(member.wanted - member.ids.free, member.batch)):
             return True
         return must and (
             self._take_idle(member, last=True)

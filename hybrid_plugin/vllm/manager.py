@@ -160,7 +160,9 @@ class HybridKVCacheManager:
         if self.cache.is_live(seq_id):
             cover = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
             fresh = self.cache.grow(seq_id, cover)
-            return None if fresh is None else self._blocks(fresh, None)
+            if fresh is None:
+                return None
+            return self._blocks(fresh, None) if fresh else self.empty_kv_cache_blocks
         found = self._found.pop(seq_id)
         if not self.cache.is_current(found):
             found = self._look_up(request, num_new_computed_tokens)

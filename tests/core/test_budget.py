@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hybrid_plugin.core.budget import (
+    BATCHES_IN_POOL,
     MUCH_OLDER,
     PATIENCE,
     STEPS_IN_BUDGET,
@@ -337,3 +338,22 @@ def test_most_is_what_fits_and_no_id_more() -> None:
         assert pools.controller.fits({pool: most})
         assert not pools.controller.fits({pool: most + 1})
     assert pools.controller.most(KV) == 4 * 16 - 5 - 1
+
+
+def test_a_large_pool_evicts_some_at_once() -> None:
+    pools = Pools(budget=4 * BATCHES_IN_POOL)
+    capacity = 4 * (BATCHES_IN_POOL - 2)  # the states keep the granule that they have
+    assert pools.provide(pages=capacity - 1)
+    pools.kv.fill(capacity - 1)
+    assert pools.kv.ids.free == 0
+    assert pools.provide(pages=1)
+    assert pools.kv.ids.free == capacity // BATCHES_IN_POOL == 3
+
+
+def test_what_is_free_fits_whatever_is_pinned() -> None:
+    pools = full_pools()
+    pools.kv.fill(18)
+    everything = {KV: [i for i, _ in pools.kv.cached]}
+    assert pools.controller.fits({KV: 1}, everything)
+    assert pools.controller.fits({KV: 9}, everything), "with the memory of a slot"
+    assert not pools.controller.fits({KV: 10}, everything)
