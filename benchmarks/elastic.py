@@ -79,10 +79,16 @@ class Run:
         """Start one configuration's process, the `lane`-th of those that run."""
         command = [sys.executable, "-m", "benchmarks.elastic", *sys.argv[1:]]
         command += ["--one", name, "--on", self.on]
+        return Side(name, command, self.variables(name, lane))
+
+    def variables(self, name: str, lane: int) -> dict[str, str]:
+        """The environment of one configuration's process."""
         configuration = self.configurations[name]
-        return Side(
-            name, command, self.engine.variables(self.setup, configuration, lane)
-        )
+        found: dict[str, str] = self.engine.variables(self.setup, configuration, lane)
+        if self.args.gpus:
+            gpu = self.args.gpus[lane % len(self.args.gpus)]
+            found |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        return found
 
     def measure(self) -> dict[str, Any]:
         """Every configuration, so many of them at a time as fit."""
@@ -140,6 +146,7 @@ class Run:
                 for name, c in self.configurations.items()
             },
             "scale": vars(self.setup.scale),
+            "gpus": len(self.args.gpus or [0]),
             "phases": self.order,
             "machine": machine(),
             "results": results,
@@ -223,6 +230,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="configurations to run")
     parser.add_argument(
         "--at-once", type=int, default=4, help="engines that fit the device together"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        help="equal ones to spread the engines over, where they do not fit on one; "
+        "they take turns all the same",
     )
     parser.add_argument("--out", type=Path, help="path without suffix")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import elastic_engine
+from benchmarks import elastic, elastic_engine
 from benchmarks.elastic_engine import Watch, whole_or_nothing
 from benchmarks.elastic_picture import Timeline, smoothed
 from benchmarks.elastic_table import best_fixed, table
@@ -148,3 +148,12 @@ def test_phases_of_a_picture_begin_together() -> None:
 def test_throughput_is_growth_per_second() -> None:
     times = [i / 4 for i in range(20)]
     assert smoothed(times, [40 * t for t in times]) == pytest.approx([40.0] * 20)
+
+
+def test_engines_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "elastic --on gpu --ratios 0.5 --only elastic --gpus 2 5"
+    monkeypatch.setattr("sys.argv", line.split())
+    run = elastic.Run(elastic.parse())
+    lanes = [run.variables("elastic", lane) for lane in range(3)]
+    assert [lane["CUDA_VISIBLE_DEVICES"] for lane in lanes] == ["2", "5", "2"]
+    assert all(lane["HYBRID_PLUGIN"] == "1" for lane in lanes)
