@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a crowd restores: fixed and elastic pools, with hot snapshots kept and not.
+"""What a crowd restores: fixed and elastic pools, hot snapshots kept, waiting or not.
 
 Replays workloads of `prefix_workloads` on the bookkeeping alone, at the shapes of a
 model and the memory of `vllm_prefix`: steps like an engine's, but no model, no device
 and no time.  It tells what is restored, how many steps that takes and how many
 sequences are preempted.  "Not kept" is the same cache without the idea of hot ones:
-every sequence starts that can.
+every sequence starts that can.  "Following" sequences wait for one that computes what
+they begin with.
 
     python -m benchmarks.crowded_cache --out benchmarks/results/NAME
 """
@@ -20,6 +21,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Unmap
+from hybrid_plugin.core.following import LOOK_AHEAD, Following, waiting_prefill
 from hybrid_plugin.core.node import Node
 from hybrid_plugin.core.pool import PagePool, SlotPool
 from hybrid_plugin.core.radix import MambaRadixCache, Match
@@ -80,8 +83,12 @@ class Bookkeeper:
     preemptions: int = 0
     moving: int = 0
     """Steps before which memory moved: a device waits there."""
+    following: Following = field(init=False)
     _count: int = 0
     _rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __post_init__(self) -> None:
+        self.following = Following(self.cache)
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
         """Serve a request among others."""
@@ -113,8 +120,13 @@ class Bookkeeper:
         for request in list(self.running):
             if request in self.running and budget:
                 budget = self._go_on(request, work, budget)
-        while self.waiting and budget and len(self.running) < MAX_RUNNING:
-            spent = self._admit(self.waiting[0], work, budget)
+        self._plan()
+        for request in list(self.waiting):
+            if not budget or len(self.running) >= MAX_RUNNING:
+                break
+            if self.following.holds(request.name):
+                continue
+            spent = self._admit(request, work, budget)
             if not spent:
                 break
             budget -= spent
@@ -123,6 +135,18 @@ class Bookkeeper:
         self.moving += any(isinstance(c, Map | Unmap) for c in commands)
         for request, end in work.items():
             self._compute(request, end)
+
+    def _plan(self) -> None:
+        if self.following is not None:
+            self.following.plan(
+                [
+                    (
+                        r.name,
+                        partial(waiting_prefill, self.cache, r.name, r.tokens, None),
+                    )
+                    for r in self.waiting[:LOOK_AHEAD]
+                ]
+            )
 
     def _go_on(self, request: Request, work: dict[Request, int], budget: int) -> int:
         end = min(request.computed + budget, len(request.tokens))
@@ -145,7 +169,9 @@ class Bookkeeper:
         self.waiting.insert(0, request)
 
     def _admit(self, request: Request, work: dict[Request, int], budget: int) -> int:
-        found, length = self.cache.look_up(request.tokens), len(request.tokens)
+        keep = self.following.pauses_of(request.name)
+        found = self.cache.look_up(request.tokens, keep=keep)
+        length = len(request.tokens)
         hit = found.match.length
         end = self.cache.split_at(found.stops, hit, min(hit + budget, length), length)
         admission = self.cache.admit(
@@ -153,7 +179,8 @@ class Bookkeeper:
         )
         if admission is None:
             return 0
-        self.running.append(self.waiting.pop(0))
+        self.waiting.remove(request)
+        self.running.append(request)
         request.computed = hit
         request.hit = hit if request.hit is None else request.hit
         work[request] = end
@@ -172,9 +199,11 @@ class Bookkeeper:
             request.done.set_result(None)
 
 
-def make_cache(model: str, budget: int, *, elastic: bool, kept: bool) -> HybridCache:
+def make_cache(
+    model: str, budget: int, *, elastic: bool, kept: bool, follows: bool = True
+) -> HybridCache:
     """A cache as an engine's adapter makes it."""
-    options = HybridConfig()
+    options = HybridConfig() if follows else HybridConfig(follow_min_tokens=0)
     layout = cache_layout(model, PAGE)
     if elastic:
         shared = elastic_memory.plan(
@@ -226,12 +255,13 @@ async def replay(cache: HybridCache, workload: str, rounds: int) -> dict[str, An
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
     lines = [
-        "| model | workload | pools | hot snapshots | restored | steps | with moves | "
-        "preemptions |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | workload | pools | hot snapshots | following | restored | steps | "
+        "with moves | preemptions |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r['model']} | {r['workload']} | {r['pools']} | {r['hot']} | "
+        f"{r['following']} | "
         f"{r['restored']:.1%} | {r['steps']} | {r['moving']} | {r['preemptions']} |"
         for r in rows
     ]
@@ -250,15 +280,17 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     budget = int(args.cache_gib * 2**30)
-    for model, workload, elastic, kept in product(
-        args.models, args.workloads, (False, True), (False, True)
+    kinds = ((False, False), (True, False), (True, True))
+    for model, workload, elastic, (kept, follows) in product(
+        args.models, args.workloads, (False, True), kinds
     ):
-        cache = make_cache(model, budget, elastic=elastic, kept=kept)
+        cache = make_cache(model, budget, elastic=elastic, kept=kept, follows=follows)
         row = {
             "model": model,
             "workload": workload,
             "pools": "elastic" if elastic else "fixed",
             "hot": "kept" if kept else "not kept",
+            "following": "yes" if follows else "no",
         }
         rows.append(row | asyncio.run(replay(cache, workload, args.rounds)))
     print(table(rows))

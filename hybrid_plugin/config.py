@@ -94,6 +94,11 @@ class HybridConfig:
         "a snapshot if that can save so many tokens: already the second chat with it "
         "hits. By default the third does.",
     )
+    follow_min_tokens: int = _option(
+        256,
+        "A request waits for another one that computes just now what both begin with, "
+        "if that saves so many tokens; 0 for never.",
+    )
     max_snapshots_per_path: int | None = _option(
         None,
         "Snapshots on the way to a new one, itself included; beyond that the one worth "
@@ -182,6 +187,7 @@ class HybridConfig:
             prompt_end_min_tokens=self.prompt_snapshot_min_tokens,
             chunk_end_min_tokens=self.chunk_snapshot_min_tokens,
             body_share=self.prompt_body_share,
+            follow_min_tokens=self.follow_min_tokens,
             most_per_path=self.max_snapshots_per_path,
             delimiters=delimiters,
             system_min_tokens=self.system_snapshot_min_tokens or 1,
@@ -233,6 +239,7 @@ _LEAST = {
     "prompt_snapshot_min_tokens": 1,
     "chunk_snapshot_min_tokens": 1,
     "system_snapshot_min_tokens": 1,
+    "follow_min_tokens": 0,
     "max_snapshots_per_path": 1,
 }
 _TUNED = "flop-aware-tuned"

@@ -32,6 +32,7 @@ _TOTALS = {
     "pages_evicted": "KV pages that left the prefix cache for want of room.",
     "refusals": "Admissions and growths that found no room.",
     "preemptions": "Sequences preempted.",
+    "followed": "Requests that waited for one that computed what both begin with.",
     "moves": "Granules of memory that pools got or lost.",
     "moved_bytes": "Bytes of them.",
     "granules_emptied": "Granules emptied by moving what was cached in them.",

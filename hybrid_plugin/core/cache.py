@@ -15,11 +15,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
 from hybrid_plugin.core.events import EventLog
 from hybrid_plugin.core.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.following import Prefill
 from hybrid_plugin.core.keeping import Keeping
 from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.pool import PagePool, SlotPool
@@ -115,7 +117,7 @@ class HybridCache(MakesRoom):
             stops = self.policy.stops_of(
                 ids, hit=match.length, kv_length=match.kv_length, keep=keep
             )
-        return LookUp(length, namespace, match, stops, self.tree.version)
+        return LookUp(length, namespace, match, stops, self.tree.version, ids)
 
     def bypass(self, tokens: Sequence[int], namespace: Hashable = None) -> LookUp:
         """Stand in for `look_up` where a request must not be served from cache.
@@ -124,7 +126,8 @@ class HybridCache(MakesRoom):
         the tree all the same: under `namespace`.
         """
         match = Match(0, None, array("i"), None, 0)
-        return LookUp(len(tokens), namespace, match, (), self.tree.version)
+        ids = as_tokens(tokens)
+        return LookUp(len(tokens), namespace, match, (), self.tree.version, ids)
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -149,6 +152,29 @@ class HybridCache(MakesRoom):
     def stops_of(self, seq_id: str) -> tuple[int, ...]:
         """Snapshot positions of the live sequence's prefill."""
         return self._sequences[seq_id].stops
+
+    def pause_at(self, seq_id: str, position: int) -> None:
+        """Have a live sequence take a snapshot at a page end that it has not passed."""
+        sequence = self._sequences[seq_id]
+        if not sequence.computed < position < sequence.prompt_length:
+            raise ValueError(f"{seq_id!r} does not get to {position} any more")
+        sequence.stops = tuple(sorted({*sequence.stops, position}))
+
+    def prefilling(self) -> list[Prefill]:
+        """Live sequences that still compute prompts which others may resume from."""
+        if not self.tree.needs_snapshots:
+            return []
+        return [
+            Prefill(
+                seq_id,
+                sequence.prompt,
+                sequence.namespace,
+                partial(int, sequence.computed),
+                {stop for stop in sequence.stops if stop > sequence.computed},
+            )
+            for seq_id, sequence in self._sequences.items()
+            if sequence.cacheable and sequence.in_tree < sequence.prompt_length
+        ]
 
     # --------------------------------------------------------------- admission
 
@@ -211,6 +237,8 @@ class HybridCache(MakesRoom):
             locked=self._settle(held, room),
             cacheable=cacheable,
             origin=held,
+            prompt=found.tokens,
+            computed=match.length,
             last_snapshot=match.length,
             reserved=most,
             windows=windows,
@@ -253,6 +281,7 @@ class HybridCache(MakesRoom):
             computed: tokens its KV and state cover once the step has run.
         """
         sequence = self._sequences[seq_id]
+        sequence.computed = computed
         branch = self._branching.get(seq_id)
         if branch is not None and computed >= sequence.hit + branch:
             del self._branching[seq_id]
@@ -267,6 +296,7 @@ class HybridCache(MakesRoom):
                     self._insert_pages(sequence, tokens, sequence.prompt_length)
                 sequence.in_tree = sequence.prompt_length
                 sequence.stops = ()
+                sequence.prompt = array("q")
         self.trim(seq_id, computed)
 
     def trim(self, seq_id: str, computed: int) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybrid_plugin.core.node import Node, Snapshot
 from hybrid_plugin.core.radix import Match
-from hybrid_plugin.core.tokens import Pages
+from hybrid_plugin.core.tokens import Pages, Tokens
 from hybrid_plugin.core.windows import WindowTable
 
 
@@ -24,6 +25,7 @@ class LookUp:
     """Positions at which its prefill should pause for a snapshot."""
     version: int
     """Of the tree, when this was looked up."""
+    tokens: Tokens
 
     @property
     def branch(self) -> int:
@@ -62,6 +64,10 @@ class LiveSequence:
     """Tokens of it that were inserted into the tree so far."""
     origin: Node | None = None
     """The node it resumed from."""
+    prompt: Tokens = field(default_factory=lambda: array("q"))
+    """Its tokens, until all are computed."""
+    computed: int = 0
+    """Tokens of the prompt that are computed or on the way."""
     last_snapshot: int = 0
     """Tokens of it at the last position worth a snapshot."""
     reserved: int = 0

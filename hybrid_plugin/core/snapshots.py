@@ -57,6 +57,9 @@ class SnapshotPolicy:
     """What ends a message in the model's chat template, if it is known."""
     system_min_tokens: int = 64
     """The end of a system message must lie this far behind the hit."""
+    follow_min_tokens: int = 0
+    """Tokens that a sequence must save by waiting for one that computes what it begins
+    with; 0 for never to wait.  See `following`."""
     most_per_path: int | None = None
     """Snapshots on the path to a new one, itself included; beyond that the one worth
     least of them goes.  None for any number."""

@@ -253,6 +253,7 @@ def _admit_by_demand() -> None:
 
         if _served_by(scheduler.tree_cache):
             park_paused(scheduler, running_batch, last_batch)
+            scheduler.tree_cache.plan_following(scheduler.waiting_queue)
 
     def rows(
         result: int, scheduler: Any, *_: Any, num_held_rows: int = 0, **__: Any

@@ -9,7 +9,9 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache, LookUp
+from hybrid_plugin.core.following import (
+    LOOK_AHEAD,
+    Following,
+    Prefill,
+    waiting_prefill,
+)
 from hybrid_plugin.core.node import Node
 from hybrid_plugin.hints import Hints
 from hybrid_plugin.sglang.compat import logger
@@ -64,6 +72,7 @@ class HybridPrefixCache(BasePrefixCache):
         self.device = self.token_to_kv_pool_allocator.device
         self._executor = executor
         self._hints = Hints(logger())
+        self._following = Following(self.cache)
         self._found: dict[str, LookUp] = {}
         self._live: dict[str, Req] = {}
         self._paused: list[Req] = []
@@ -115,6 +124,8 @@ class HybridPrefixCache(BasePrefixCache):
             return self.cache.bypass(req.full_untruncated_fill_ids, namespace)
         extra = None if req is None else req.sampling_params.custom_params
         keep = self._hints.keep(extra)
+        if req is not None:
+            keep = (*keep, *self._following.pauses_of(req.rid))
         return self.cache.look_up(tokens, namespace, limit, keep=keep)
 
     def stops(self, req: Req) -> tuple[int, ...]:
@@ -162,6 +173,26 @@ class HybridPrefixCache(BasePrefixCache):
         """Take back an admission that the scheduler did not use."""
         if self._live.pop(req.rid, None) is not None:
             self.cache.finish(req.rid, (), 0)
+
+    # --------------------------------------------------------------- following
+
+    def plan_following(self, queue: Iterable[Req]) -> None:
+        """Decide which of the requests that wait follow another one."""
+        waiting = (req for req in queue if not self.is_live(req) and cacheable(req))
+        self._following.plan(
+            [
+                (req.rid, partial(self._prefill, req))
+                for req in islice(waiting, LOOK_AHEAD)
+            ]
+        )
+
+    def follows(self, req: Req) -> bool:
+        """Whether a request that waits should go on waiting, for another one."""
+        return not self.is_live(req) and self._following.holds(req.rid)
+
+    def _prefill(self, req: Req) -> Prefill:
+        tokens, namespace = known_tokens(req), namespace_of(req)
+        return waiting_prefill(self.cache, req.rid, tokens, namespace)
 
     # ---------------------------------------------------------------- progress
 

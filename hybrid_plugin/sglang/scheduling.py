@@ -31,6 +31,8 @@ class HybridPrefillAdder(PrefillAdder):
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         """Admit a waiting request, or leave everything as it was."""
+        if self.tree_cache.follows(req):
+            return AddReqResult.CONTINUE  # with the next one
         was_live = self.tree_cache.is_live(req)
         if not was_live and not self._has_row():
             return AddReqResult.OTHER

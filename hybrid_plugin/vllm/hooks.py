@@ -189,8 +189,17 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         f"{_SCHEDULER}:Scheduler.schedule",
-        mentions=("need_mamba_block_aligned_split", "_mamba_block_aligned_split"),
+        mentions=(
+            "need_mamba_block_aligned_split",
+            "_mamba_block_aligned_split",
+            "_handle_blocked_waiting_request",
+            "waiting",
+        ),
     ),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._handle_blocked_waiting_request", ("self", "request")
+    ),
+    HookPoint(f"{_SCHEDULER}:Scheduler._is_blocked_waiting_status", ("status",)),
     HookPoint(f"{_SCHEDULER}:Scheduler.make_stats", ("self",), own=True),
     HookPoint(
         f"{_SCHEDULER}:Scheduler._preempt_request", ("self", "request", "timestamp")

@@ -9,6 +9,8 @@ start-up.  No decision is made here: each method translates to `HybridCache`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -19,7 +21,14 @@ from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.delimiters import Delimiters
+from hybrid_plugin.core.following import (
+    LOOK_AHEAD,
+    Following,
+    Prefill,
+    waiting_prefill,
+)
 from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.tokens import Tokens, as_tokens
 from hybrid_plugin.core.tuning import AlphaTuner
 from hybrid_plugin.hints import Hints
 from hybrid_plugin.vllm.activation import logger
@@ -129,6 +138,9 @@ class HybridKVCacheManager:
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self._found: dict[str, LookUp] = {}
+        self._following = Following(self.cache)
+        self._prompts: dict[str, Tokens] = {}
+        """Of requests that wait: `RequestKeys.tokens` is linear in them."""
         self.prefix_cache_stats = PrefixCacheStats()
         self._page_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.pages)]
         self._slot_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.slots)]
@@ -179,6 +191,7 @@ class HybridKVCacheManager:
         )
         if admission is None:
             return None
+        self._prompts.pop(seq_id, None)
         fresh_pages = admission.pages[len(found.match.pages) :]
         return self._blocks(fresh_pages, admission.slot)
 
@@ -192,7 +205,10 @@ class HybridKVCacheManager:
             tuple(self.keys.tokens(request)),
             self.keys.namespace(request),
             limit,
-            keep=self._hints.keep(parameters.extra_args) if parameters else (),
+            keep=(
+                *(self._hints.keep(parameters.extra_args) if parameters else ()),
+                *self._following.pauses_of(request.request_id),
+            ),
         )
 
     def stops(self, request: Request) -> tuple[int, ...]:
@@ -201,6 +217,34 @@ class HybridKVCacheManager:
             return self.cache.stops_of(request.request_id)
         found = self._found.get(request.request_id)
         return found.stops if found is not None else ()
+
+    # -------------------------------------------------------------- following
+
+    def plan_following(self, waiting: Iterable[Request]) -> None:
+        """Decide which of the requests that wait follow another one.
+
+        Args:
+            waiting: in the order in which they are served.
+        """
+        able = [
+            request
+            for request in islice(waiting, LOOK_AHEAD)
+            if not request.skip_reading_prefix_cache and self.keys.cacheable(request)
+        ]
+        self._following.plan([(r.request_id, partial(self._prefill, r)) for r in able])
+
+    def follows(self, request: Request) -> bool:
+        """Whether a request that waits should go on waiting, for another one."""
+        return self._following.holds(request.request_id)
+
+    def _prefill(self, request: Request) -> Prefill:
+        seq_id = request.request_id
+        tokens = self._prompts.get(seq_id)
+        if tokens is None or len(tokens) != request.num_tokens:
+            tokens = as_tokens(tuple(self.keys.tokens(request)))
+            self._prompts[seq_id] = tokens
+        namespace = self.keys.namespace(request)
+        return waiting_prefill(self.cache, seq_id, tokens, namespace)
 
     # -------------------------------------------------------------- progress
 
@@ -217,6 +261,7 @@ class HybridKVCacheManager:
         """End the request's sequence: finished, aborted or preempted."""
         seq_id = request.request_id
         self._found.pop(seq_id, None)
+        self._prompts.pop(seq_id, None)
         if self.cache.is_live(seq_id):
             self.cache.finish(
                 seq_id, self.keys.tokens(request), request.num_computed_tokens

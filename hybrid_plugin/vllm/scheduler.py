@@ -81,8 +81,18 @@ class _OnTwoPools(Scheduler):
         )
         return end - start
 
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether a request may be admitted in this step."""
+        may: bool = super()._handle_blocked_waiting_request(request)
+        return may and not self.kv_cache_manager.follows(request)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
+        self.kv_cache_manager.plan_following(
+            request
+            for request in self.waiting
+            if not self._is_blocked_waiting_status(request.status)
+        )
         output = super().schedule(*args, **kwargs)
         setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
         elastic = self.kv_cache_manager.cache.elastic

@@ -18,4 +18,5 @@ def test_branches_are_restored(elastic: bool) -> None:
     assert found["steps"] > 24 / 4 * 32
     assert cache.live == 0
     row = {"model": "m", "workload": "w", "pools": "p", "hot": "kept"}
+    row |= {"following": "yes"}
     assert f"| {found['restored']:.1%} | {found['steps']} |" in table([row | found])

@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
 from hybrid_plugin.core.eviction import FlopAware
+from hybrid_plugin.core.following import Following, Prefill, waiting_prefill
 from hybrid_plugin.core.pool import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.core.spans import Span
@@ -55,6 +57,8 @@ class Setup:
     has_states: bool = True
     windows: tuple[tuple[Span, int], ...] = ()
     """Span of each window group, and pages that it has beyond those of `pages`."""
+    follow: int = field(default=0, repr=False)
+    """Tokens for which a sequence waits for another one's prefill; 0 for never."""
 
     @property
     def window_pools(self) -> list[tuple[Span, int]]:
@@ -77,6 +81,7 @@ class Setup:
                 branch_min_tokens=self.branch_min,
                 prompt_end_min_tokens=self.prompt_end_min,
                 chunk_end_min_tokens=self.chunk_end_min,
+                follow_min_tokens=self.follow,
                 most_per_path=self.most_per_path,
             ),
             eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
@@ -134,6 +139,7 @@ class FakeEngine:
             setup.page_size,
             setup.window_pools,
         )
+        self.following = Following(self.cache)
         self.prefixes = Prefixes()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -275,10 +281,12 @@ class FakeEngine:
         return fresh
 
     def _schedule_waiting(self, budget: int) -> None:
-        while self.waiting and budget > 0:
-            if len(self.running) == self.setup.max_running:
+        self._plan_following()
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) == self.setup.max_running:
                 return
-            request = self.waiting[0]
+            if self.following.holds(request.seq_id):
+                continue
             found = self._look_up(request)
             hit = found.match.length
             assert hit < request.known, "nothing is left to compute"
@@ -292,11 +300,23 @@ class FakeEngine:
             self._take_in(request, admission, end)
             budget -= end - hit
 
+    def _plan_following(self) -> None:
+        normal = [r for r in self.waiting if r.access is Access.NORMAL]
+        self.following.plan([(r.seq_id, partial(self._prefill, r)) for r in normal])
+        held = [r for r in self.waiting if self.following.holds(r.seq_id)]
+        assert not held or len(held) < len(self.waiting + self.running), "none leads"
+
+    def _prefill(self, request: Request) -> Prefill:
+        return waiting_prefill(
+            self.cache, request.seq_id, request.known_tokens, request.namespace
+        )
+
     def _look_up(self, request: Request) -> LookUp:
         tokens, namespace = request.known_tokens, request.namespace
         if request.access is not Access.NORMAL:
             return self.cache.bypass(tokens, namespace)
-        return self.cache.look_up(tokens, namespace, request.limit)
+        keep = self.following.pauses_of(request.seq_id)
+        return self.cache.look_up(tokens, namespace, request.limit, keep=keep)
 
     def _admit(self, request: Request, found: LookUp, end: int) -> Admission | None:
         attempt = self.cache.admit

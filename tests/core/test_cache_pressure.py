@@ -285,6 +285,7 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "pages_evicted": 0,
         "refusals": 0,
         "preemptions": 0,
+        "followed": 0,
     }
 
 

@@ -54,6 +54,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
         setup,
         flop_aware=side.random() < 0.3,
         most_per_path=side.choice((None, None, None, 1, 2)),
+        follow=side.choice((0, 1, 2 * page_size)),
     )
 
 
