@@ -100,7 +100,7 @@ class Following:
 
     def pauses_of(self, seq_id: str) -> tuple[int, ...]:
         """Where a sequence that is not live yet should pause for others."""
-        return tuple(self._pauses.get(seq_id, ()))
+        return tuple(sorted(self._pauses.get(seq_id, ())))
 
     def plan(self, waiting: Sequence[tuple[str, Callable[[], Prefill]]]) -> None:
         """Decide who waits in the step that is scheduled next.

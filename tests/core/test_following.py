@@ -58,6 +58,16 @@ class Queue:
         return hit
 
 
+def late_to(chunk: int) -> Queue:
+    """One that waits while another has computed a chunk of what both begin with."""
+    queue = Queue(make_cache())
+    queue.add("live", prompt(100))
+    queue.plan()
+    queue.admit("live", chunk=chunk)
+    queue.add("late", prompt(200))
+    return queue
+
+
 def test_the_first_leads_and_pauses_where_the_others_part_from_it() -> None:
     queue = Queue(make_cache())
     for number in range(3):
@@ -86,30 +96,18 @@ def test_what_follows_restores_what_the_leader_saved() -> None:
 
 
 def test_a_live_sequence_leads_too() -> None:
-    queue = Queue(make_cache())
-    queue.add("live", prompt(100))
-    queue.plan()
-    queue.admit("live", chunk=4)
-    queue.add("late", prompt(200))
+    queue = late_to(chunk=4)
     assert queue.plan() == ["late"]
     assert queue.cache.stops_of("live") == (16,)
 
 
 def test_nobody_waits_for_what_has_passed() -> None:
-    queue = Queue(make_cache())
-    queue.add("live", prompt(100))
-    queue.plan()
-    queue.admit("live", chunk=20)
-    queue.add("late", prompt(200))
+    queue = late_to(chunk=20)
     assert queue.plan() == []
 
 
 def test_nobody_waits_for_a_sequence_that_ended() -> None:
-    queue = Queue(make_cache())
-    queue.add("live", prompt(100))
-    queue.plan()
-    queue.admit("live", chunk=4)
-    queue.add("late", prompt(200))
+    queue = late_to(chunk=4)
     assert queue.plan() == ["late"]
     queue.cache.finish("live", prompt(100), 4)
     assert queue.plan() == []
@@ -177,11 +175,7 @@ def test_nobody_waits_if_that_is_switched_off() -> None:
 
 
 def test_who_waits_is_counted_once() -> None:
-    queue = Queue(make_cache())
-    queue.add("live", prompt(100))
-    queue.plan()
-    queue.admit("live", chunk=4)
-    queue.add("late", prompt(200))
+    queue = late_to(chunk=4)
     queue.plan()
     queue.cache.advance("live", prompt(100), 8)
     assert queue.plan() == ["late"]
