@@ -3,9 +3,9 @@
 
 A pool that runs dry asks it to expand.  It takes, in this order: what the
 budget has left; idle granules of the pools that use theirs least; what is
-cached, the pool's own or another's, whichever was not used for longer; and at
-last what another pool can spare at all.  No pool loses what a live sequence
-uses, nor goes below its floor.
+cached, the pool's own or another's, whichever was not used for longer; then
+what another pool can spare at all; and at last what is hot.  No pool loses
+what a live sequence uses, nor goes below its floor.
 
 Every move costs a wait for the device.  So memory moves in few large steps,
 and content that is cached moves out of another pool's way only if it is older
@@ -42,8 +42,13 @@ class Reclaim(Protocol):
     def age(self) -> int | None:
         """Admissions since what would be evicted next was used; None for nothing."""
 
-    def evict(self, count: int) -> bool:
-        """Evict that, up to `count` ids; False if nothing could be."""
+    def evict(self, count: int, *, last: bool) -> bool:
+        """Evict that, up to `count` ids; False if nothing could be.
+
+        Args:
+            count: ids that are wanted.
+            last: whether this is the last resort.  If not, what is hot stays.
+        """
 
     def promised(self) -> int:
         """Free ids that live sequences will take; others get them if they must."""
@@ -305,11 +310,21 @@ class ElasticController:
                 return True
             if self._take_older(member, must):
                 return True
-        if member.reclaim.evict(max(member.wanted - member.ids.free, member.batch)):
-            return True
-        return must and (
+        count = max(member.wanted - member.ids.free, member.batch)
+        return member.reclaim.evict(count, last=False) or (
+            must and self._gain_at_last(member, count)
+        )
+
+    def _gain_at_last(self, member: _Member, count: int) -> bool:
+        """The same, at the price of what nobody should lose; hot content goes last."""
+        if member.takes_memory() and (
             self._take_idle(member, last=True)
-            or any(self._shrink(donor) for donor in self._donors(member))
+            or any(self._shrink(donor, last=False) for donor in self._donors(member))
+        ):
+            return True
+        return member.reclaim.evict(count, last=True) or (
+            member.takes_memory()
+            and any(self._shrink(donor, last=True) for donor in self._donors(member))
         )
 
     def _map_slack(self, member: _Member) -> bool:
@@ -357,7 +372,7 @@ class ElasticController:
         gained = 0
         while gained < missing:
             donor = self._oldest_donor(member, limit)
-            if donor is None or not self._shrink(donor):
+            if donor is None or not self._shrink(donor, last=False):
                 break
             gained += donor.share.granule_bytes
             if self.slack >= member.share.granule_bytes:
@@ -371,7 +386,7 @@ class ElasticController:
         pool = max(old, key=lambda one: old[one], default=None)
         return None if pool is None or old[pool] <= limit else self._members[pool]
 
-    def _shrink(self, donor: _Member) -> bool:
+    def _shrink(self, donor: _Member, *, last: bool) -> bool:
         """Take one granule from a pool, evicting what is oldest; False if it cannot."""
         if donor.ids.mapped <= donor.least:
             return False
@@ -383,7 +398,7 @@ class ElasticController:
                     donor.reclaim.empty(granule)
                     self.stats.granules_emptied += 1
                     continue
-            if not donor.reclaim.evict(donor.ids.per_granule):
+            if not donor.reclaim.evict(donor.ids.per_granule, last=last):
                 return False
         self._unmap(donor)
         return True

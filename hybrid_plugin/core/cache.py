@@ -195,7 +195,8 @@ class HybridCache(MakesRoom):
             seq_id: name of the sequence; it must not be live.
             found: a current look-up.
             cover: tokens to have pages for now.
-            reserve: tokens that must fit, though pages for them come later.
+            reserve: tokens that must fit, though pages for them come later.  Nobody
+                is admitted on those meanwhile; what others generate may take them.
             spare: pages that must be left over.
             cacheable: whether its KV and states may enter the tree.
             resumed: whether it ran before, so that its hit counts apart.
@@ -214,6 +215,8 @@ class HybridCache(MakesRoom):
         count = self._pages_for(cover) - shared
         self._share(match)
         wanted = most - shared + spare
+        # Who is in the middle of a prompt has been promised the rest.
+        wanted += self.promised_pages
         if not self._has_room(match, wanted, count) or self._must_wait(
             match, wanted, found.branch
         ):

@@ -383,6 +383,11 @@ class MambaRadixCache:
             return False
         return self.age(snapshot.used_at) < self._live
 
+    def next_is_hot(self) -> bool:
+        """Whether hot snapshots are all that could be evicted."""
+        node = self.next_snapshot()
+        return node is not None and self.is_hot(node)
+
     def hot_snapshots(self) -> list[Node]:
         """Nodes with a hot snapshot that is not locked, the latest used first."""
         found = [

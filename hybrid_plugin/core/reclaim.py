@@ -21,7 +21,7 @@ class PageReclaim:
         """Admissions since the oldest leaf was used."""
         return self._cache.tree.kv_age()
 
-    def evict(self, count: int) -> bool:
+    def evict(self, count: int, *, last: bool) -> bool:
         """Evict up to so many pages of the oldest leaf."""
         return self._cache.evict_pages(count)
 
@@ -47,8 +47,10 @@ class SnapshotReclaim:
         """Admissions since the snapshot to go next was taken or used."""
         return self._cache.tree.snapshot_age()
 
-    def evict(self, count: int) -> bool:
-        """Evict that snapshot."""
+    def evict(self, count: int, *, last: bool) -> bool:
+        """Evict that snapshot; a hot one only at the last."""
+        if not last and self._cache.tree.next_is_hot():
+            return False
         return self._cache.evict_snapshot()
 
     def promised(self) -> int:

@@ -9,7 +9,15 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
 from tests.core.audit import audit
 from tests.core.elastic import ElasticSetup
-from tests.core.support import NO_SNAPSHOTS, Tokens, admit, serve, span, start
+from tests.core.support import (
+    NO_SNAPSHOTS,
+    Tokens,
+    admit,
+    make_cache,
+    serve,
+    span,
+    start,
+)
 
 LONG = span(0, 48)
 
@@ -88,13 +96,35 @@ def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
     audit(cache)
 
 
-def test_another_sequence_may_take_what_was_promised() -> None:
+def test_nobody_starts_on_what_was_promised() -> None:
     cache = full_cache()
     start(cache, "long", LONG, cover=8, reserve=len(LONG))
     running = 0
     while admit(cache, f"other {running}", span(500, 504)) is not None:
         running += 1
-    assert running == 7
+    assert running == 5
     assert cache.elastic is not None
-    assert not cache.elastic.fits({Pool.STATE: 1})
+    assert cache.elastic.fits({Pool.STATE: 1}), "it is kept for the prompt's rest"
+    for end in range(16, 49, 8):
+        assert cache.grow("long", end) is not None
+        cache.advance("long", LONG, end)
+    audit(cache)
+
+
+def test_nor_where_memory_does_not_move() -> None:
+    cache = make_cache(pages=16, slots=6)
+    start(cache, "long", LONG, cover=8, reserve=len(LONG))
+    assert cache.pages.free == 13 and cache.promised_pages == 10
+    assert admit(cache, "a", span(500, 512)) is not None
+    assert admit(cache, "b", span(600, 604)) is None
+    assert cache.grow("long", 48) is not None
+    audit(cache)
+
+
+def test_what_a_running_sequence_generates_may_take_it() -> None:
+    cache = make_cache(pages=16, slots=6)
+    start(cache, "a", span(500, 512))
+    start(cache, "long", LONG, cover=8, reserve=len(LONG))
+    assert cache.pages.free == cache.promised_pages == 10
+    assert cache.grow("a", 16) is not None
     audit(cache)

@@ -29,6 +29,8 @@ class Content:
     cached: list[tuple[int, int]] = field(default_factory=list)
     kept: int = 0
     """Free ids that somebody will take."""
+    hot: int = 0
+    """Cached ids, the newest, that go at the last."""
 
     def fill(self, count: int, age: int = 0) -> None:
         """Cache so many free ids."""
@@ -39,7 +41,9 @@ class Content:
     def age(self) -> int | None:
         return self.cached[0][1] if self.cached else None
 
-    def evict(self, count: int) -> bool:
+    def evict(self, count: int, *, last: bool) -> bool:
+        if not last:
+            count = min(count, max(len(self.cached) - self.hot, 0))
         gone, self.cached = self.cached[:count], self.cached[count:]
         self.ids.free_cached([i for i, _ in gone])
         return bool(gone)
@@ -187,6 +191,59 @@ def test_without_content_of_its_own_a_pool_takes_young_content_too() -> None:
     assert pools.provide(slots=1)
     assert pools.mapped == (3, 3)
     assert pools.kv.ids.cached == 7, "no more than two granules were emptied"
+
+
+def test_hot_content_stays_while_another_pool_has_anything() -> None:
+    pools = full_pools(compacts=False)
+    pools.states.fill(1, age=99)
+    pools.states.hot = 1
+    pools.kv.fill(19, age=0)
+    assert pools.provide(slots=1)
+    assert pools.drain() == [Unmap(KV, (1, 2)), Map(STATE, (2,))]
+    assert (pools.states.ids.cached, pools.kv.ids.cached) == (1, 7)
+
+
+def test_and_goes_where_there_is_nothing_else() -> None:
+    pools = full_pools()
+    pools.states.fill(1, age=0)
+    pools.states.hot = 1
+    pools.kv.ids.take(19)
+    assert pools.provide(slots=1)
+    assert pools.drain() == []
+    assert pools.states.ids.cached == 0
+
+
+def test_hot_content_makes_way_for_another_pool_at_the_last() -> None:
+    pools = full_pools()
+    pools.states.fill(1, age=99)
+    pools.states.hot = 1
+    pools.kv.ids.take(12)
+    pools.kv.fill(7, age=0)
+    assert pools.provide(pages=8)
+    assert pools.drain() == [Unmap(STATE, (1,)), Map(KV, (5,))]
+    assert (pools.states.ids.cached, pools.kv.ids.cached) == (0, 0)
+
+
+def test_a_pool_without_addresses_left_gives_up_hot_content() -> None:
+    pools = Pools(budget=36)
+    assert pools.provide(slots=3)
+    assert pools.mapped == (1, 4)
+    assert not pools.states.ids.lowest_hole()
+    pools.states.fill(3, age=0)
+    pools.states.hot = 3
+    pools.drain()
+    assert pools.provide(slots=1)
+    assert pools.drain() == []
+    assert pools.states.ids.cached == 2
+
+
+def test_a_snapshot_does_not_take_hot_content() -> None:
+    pools = full_pools()
+    pools.states.fill(1, age=99)
+    pools.states.hot = 1
+    pools.kv.ids.take(19)
+    assert not pools.controller.offer(STATE)
+    assert pools.states.ids.cached == 1
 
 
 def test_a_snapshot_takes_old_content_only() -> None:
