@@ -14,6 +14,7 @@ from benchmarks import sglang_prefix
 from benchmarks.elastic_engine import Limit, Watch, answer_until_closed, mapped_bytes
 from benchmarks.elastic_setup import CAPTURE_SIZES, Configuration, Setup
 from benchmarks.prefix_models import write_model
+from benchmarks.prefix_sides import check_plugin
 
 DEFAULT = "SGLang, default"
 _OFTEN = {"mamba_track_interval": 64, "page_size": 16}
@@ -81,6 +82,7 @@ def serve(setup: Setup, configuration: Configuration, starting: Limit) -> None:
     """Be one configuration's engine."""
     import sglang
 
+    check_plugin("sglang.srt.plugins")
     given = arguments(setup, configuration)
     engine = sglang.Engine(**given)
     facts = {"sglang": sglang.__version__}

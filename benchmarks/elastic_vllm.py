@@ -12,6 +12,7 @@ from benchmarks import vllm_prefix
 from benchmarks.elastic_engine import Limit, Watch, answer_until_closed, mapped_bytes
 from benchmarks.elastic_setup import CAPTURE_SIZES, Configuration, Setup
 from benchmarks.prefix_models import write_model
+from benchmarks.prefix_sides import check_plugin
 
 DEFAULT = "vLLM, default"
 STOCK = {
@@ -76,6 +77,7 @@ async def _serve(setup: Setup, configuration: Configuration, starting: Limit) ->
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    check_plugin("vllm.general_plugins")
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments(setup, configuration))
     )

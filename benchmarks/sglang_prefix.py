@@ -30,6 +30,7 @@ from benchmarks.prefix_models import (
 from benchmarks.prefix_sides import (
     Side,
     answer_until_closed,
+    check_plugin,
     machine,
     table,
     take_turns,
@@ -116,6 +117,7 @@ def serve(args: argparse.Namespace) -> None:
     """Be one configuration's engine."""
     import sglang
 
+    check_plugin("sglang.srt.plugins")
     arguments = engine_arguments(args) | memory(args)
     arguments |= configurations(args.model)[args.one]
     engine = sglang.Engine(model_path=str(SCRATCH / args.model), **arguments)

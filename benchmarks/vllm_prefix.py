@@ -26,6 +26,7 @@ from benchmarks.prefix_models import MODELS, write_model
 from benchmarks.prefix_sides import (
     Side,
     answer_until_closed,
+    check_plugin,
     machine,
     table,
     take_turns,
@@ -98,6 +99,7 @@ async def serve(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    check_plugin("vllm.general_plugins")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     ask = asker(engine)
     await warm_up(ask)

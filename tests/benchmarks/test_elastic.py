@@ -15,6 +15,7 @@ from benchmarks.elastic_engine import Watch, whole_or_nothing
 from benchmarks.elastic_picture import Timeline, smoothed
 from benchmarks.elastic_table import best_fixed, table
 from benchmarks.elastic_workloads import CPU, phases
+from benchmarks.prefix_sides import check_plugin
 from benchmarks.prefix_workloads import Reply
 
 ORDER = ["A", "B"]
@@ -157,3 +158,14 @@ def test_engines_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     lanes = [run.variables("elastic", lane) for lane in range(3)]
     assert [lane["CUDA_VISIBLE_DEVICES"] for lane in lanes] == ["2", "5", "2"]
     assert all(lane["HYBRID_PLUGIN"] == "1" for lane in lanes)
+
+
+def test_nothing_is_measured_as_the_plugin_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HYBRID_PLUGIN", "1")
+    check_plugin("vllm.general_plugins")
+    with pytest.raises(RuntimeError, match="not find it .* of 'no.such.group'"):
+        check_plugin("no.such.group")
+    monkeypatch.setenv("HYBRID_PLUGIN", "0")
+    check_plugin("no.such.group")
