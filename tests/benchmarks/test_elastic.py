@@ -165,7 +165,7 @@ def test_nothing_is_measured_as_the_plugin_without_it(
 ) -> None:
     monkeypatch.setenv("HYBRID_PLUGIN", "1")
     check_plugin("vllm.general_plugins")
-    with pytest.raises(RuntimeError, match="not find it .* of 'no.such.group'"):
+    with pytest.raises(RuntimeError, match="would not find it"):
         check_plugin("no.such.group")
     monkeypatch.setenv("HYBRID_PLUGIN", "0")
     check_plugin("no.such.group")
