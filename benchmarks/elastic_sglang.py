@@ -82,7 +82,7 @@ def serve(setup: Setup, configuration: Configuration, starting: Limit) -> None:
     """Be one configuration's engine."""
     import sglang
 
-    check_plugin("sglang.srt.plugins")
+    check_plugin("sglang")
     given = arguments(setup, configuration)
     engine = sglang.Engine(**given)
     facts = {"sglang": sglang.__version__}

@@ -77,7 +77,7 @@ async def _serve(setup: Setup, configuration: Configuration, starting: Limit) ->
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    check_plugin("vllm.general_plugins")
+    check_plugin("vllm")
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(**arguments(setup, configuration))
     )

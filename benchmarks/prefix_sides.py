@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,21 @@ from benchmarks.prefix_workloads import (
     Workload,
     run_once,
 )
+from hybrid_plugin.config import ENABLE_VARIABLE
+from hybrid_plugin.doctor.installed import loading_problem
 
 MARK = "RESULT "
 """Begins the lines that are meant for us: engines log to the same stream."""
 
 
-def check_plugin(group: str) -> None:
+def check_plugin(engine: str) -> None:
     """Make sure that a side which is measured with the plugin has it.
-
-    Args:
-        group: of the entry points by which the engine finds plugins.
 
     Raises:
         RuntimeError: if the engine would run, and be measured, without.
     """
-    found = [entry.value.partition(".")[0] for entry in entry_points(group=group)]
-    if os.environ.get("HYBRID_PLUGIN") == "1" and "hybrid_plugin" not in found:
-        raise RuntimeError(
-            "the plugin is to be measured, but it is not installed: the engine would "
-            f"not find it among the entry points of {group!r}."
-        )
+    if os.environ.get(ENABLE_VARIABLE) == "1" and (problem := loading_problem(engine)):
+        raise RuntimeError(f"what is measured would not be the plugin: {problem}.")
 
 
 async def answer_until_closed(

@@ -117,7 +117,7 @@ def serve(args: argparse.Namespace) -> None:
     """Be one configuration's engine."""
     import sglang
 
-    check_plugin("sglang.srt.plugins")
+    check_plugin("sglang")
     arguments = engine_arguments(args) | memory(args)
     arguments |= configurations(args.model)[args.one]
     engine = sglang.Engine(model_path=str(SCRATCH / args.model), **arguments)

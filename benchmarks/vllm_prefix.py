@@ -99,7 +99,7 @@ async def serve(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    check_plugin("vllm.general_plugins")
+    check_plugin("vllm")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     ask = asker(engine)
     await warm_up(ask)

@@ -17,6 +17,7 @@ from benchmarks.elastic_table import best_fixed, table
 from benchmarks.elastic_workloads import CPU, phases
 from benchmarks.prefix_sides import check_plugin
 from benchmarks.prefix_workloads import Reply
+from hybrid_plugin.doctor import installed
 
 ORDER = ["A", "B"]
 
@@ -164,8 +165,12 @@ def test_nothing_is_measured_as_the_plugin_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HYBRID_PLUGIN", "1")
-    check_plugin("vllm.general_plugins")
-    with pytest.raises(RuntimeError, match="would not find it"):
-        check_plugin("no.such.group")
+    check_plugin("vllm")
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(RuntimeError, match="does not name vllm_hybrid: add it there"):
+        check_plugin("vllm")
+    monkeypatch.setattr(installed.metadata, "entry_points", lambda group: [])
+    with pytest.raises(RuntimeError, match="install the package hybrid-plugin"):
+        check_plugin("sglang")
     monkeypatch.setenv("HYBRID_PLUGIN", "0")
-    check_plugin("no.such.group")
+    check_plugin("sglang")
