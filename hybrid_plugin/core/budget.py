@@ -317,15 +317,19 @@ class ElasticController:
 
     def _gain_at_last(self, member: _Member, count: int) -> bool:
         """The same, at the price of what nobody should lose; hot content goes last."""
-        if member.takes_memory() and (
+        maps = member.takes_memory()
+        if maps and (
             self._take_idle(member, last=True)
-            or any(self._shrink(donor, last=False) for donor in self._donors(member))
+            or self._shrink_another(member, last=False)
         ):
             return True
         return member.reclaim.evict(count, last=True) or (
-            member.takes_memory()
-            and any(self._shrink(donor, last=True) for donor in self._donors(member))
+            maps and self._shrink_another(member, last=True)
         )
+
+    def _shrink_another(self, member: _Member, *, last: bool) -> bool:
+        """Take one granule from any other pool; False if none can give one."""
+        return any(self._shrink(donor, last=last) for donor in self._donors(member))
 
     def _map_slack(self, member: _Member) -> bool:
         """Map what the budget has left, up to one step."""

@@ -214,9 +214,8 @@ class HybridCache(MakesRoom):
         shared, most = len(match.pages), self._pages_for(max(cover, reserve))
         count = self._pages_for(cover) - shared
         self._share(match)
-        wanted = most - shared + spare
         # Who is in the middle of a prompt has been promised the rest.
-        wanted += self.promised_pages
+        wanted = most - shared + spare + self.promised_pages
         if not self._has_room(match, wanted, count) or self._must_wait(
             match, wanted, found.branch
         ):
