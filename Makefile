@@ -40,10 +40,10 @@ help:
 	@echo "DEMO_FLAGS='...' are passed on to the demo; see DEMO_FLAGS=--help."
 
 demo: $(READY)
-	$(BIN)/python -m hybrid_plugin.demo $(DEMO_FLAGS)
+	$(BIN)/python -m hybrid_plugin.tools.demo $(DEMO_FLAGS)
 
 demo-sglang: $(SGLANG_READY)
-	$(SGLANG_BIN)/python -m hybrid_plugin.demo --engine sglang $(DEMO_FLAGS)
+	$(SGLANG_BIN)/python -m hybrid_plugin.tools.demo --engine sglang $(DEMO_FLAGS)
 
 test: lint contracts test-vllm test-sglang
 
@@ -53,7 +53,7 @@ test-vllm: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
 
 test-sglang: $(SGLANG_DEV_READY)
-	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/engines
+	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/sglang_cpu tests/engines
 
 # On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
 test-gpu:

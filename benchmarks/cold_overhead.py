@@ -34,12 +34,12 @@ from typing import Any
 import httpx
 import torch
 
-from hybrid_plugin.demo.engines import VllmEngine
-from hybrid_plugin.demo.measure import SETTLE_S
-from hybrid_plugin.demo.report import machine
-from hybrid_plugin.demo.run import bundled_model
-from hybrid_plugin.demo.server import DemoError, Server, free_port
-from hybrid_plugin.demo.workloads import message
+from hybrid_plugin.tools.demo.engines import VllmEngine
+from hybrid_plugin.tools.demo.measure import SETTLE_S
+from hybrid_plugin.tools.demo.report import machine
+from hybrid_plugin.tools.demo.run import bundled_model
+from hybrid_plugin.tools.demo.server import DemoError, Server, free_port
+from hybrid_plugin.tools.demo.workloads import message
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = 0.97

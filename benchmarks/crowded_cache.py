@@ -5,8 +5,8 @@ Replays workloads of `prefix_workloads` on the bookkeeping alone, at the shapes 
 model and the memory of `vllm_prefix`: steps like an engine's, but no model, no device
 and no time.  It tells what is restored, how many steps that takes and how many
 sequences are preempted.  "Not kept" is the same cache without the idea of hot ones:
-every sequence starts that can.  "Following" sequences wait for one that computes what
-they begin with.
+every sequence starts that can.  With "sharing", sequences wait for one that computes
+their beginning.
 
     python -m benchmarks.crowded_cache --out benchmarks/results/NAME
 """
@@ -29,14 +29,18 @@ from typing import Any
 from benchmarks.prefix_models import MODELS, cache_layout
 from benchmarks.prefix_sides import write
 from benchmarks.prefix_workloads import WORKLOADS, Reply
-from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Unmap
-from hybrid_plugin.core.following import LOOK_AHEAD, Following, waiting_prefill
-from hybrid_plugin.core.node import Node
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.radix import MambaRadixCache, Match
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.in_batch_sharing import (
+    LOOK_AHEAD,
+    InBatchPrefixSharing,
+    waiting_prefill,
+)
+from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
+from hybrid_plugin.engine import elastic_memory
 
 PAGE, LONGEST = 16, 8192
 MAX_RUNNING, MAX_STEP_TOKENS = 64, 8192
@@ -83,12 +87,12 @@ class Bookkeeper:
     preemptions: int = 0
     moving: int = 0
     """Steps before which memory moved: a device waits there."""
-    following: Following = field(init=False)
+    following: InBatchPrefixSharing = field(init=False)
     _count: int = 0
     _rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
-        self.following = Following(self.cache)
+        self.following = InBatchPrefixSharing(self.cache)
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
         """Serve a request among others."""
@@ -150,8 +154,8 @@ class Bookkeeper:
 
     def _go_on(self, request: Request, work: dict[Request, int], budget: int) -> int:
         end = min(request.computed + budget, len(request.tokens))
-        stops = self.cache.stops_of(request.name)
-        end = self.cache.split_at(stops, request.computed, end, len(request.tokens))
+        stops = self.cache.snapshot_positions_of(request.name)
+        end = self.cache.chunk_end(stops, request.computed, end, len(request.tokens))
         while self.cache.grow(request.name, end) is None:
             last = self.running[-1]
             budget += work.pop(last, last.computed) - last.computed
@@ -170,12 +174,18 @@ class Bookkeeper:
 
     def _admit(self, request: Request, work: dict[Request, int], budget: int) -> int:
         keep = self.following.pauses_of(request.name)
-        found = self.cache.look_up(request.tokens, keep=keep)
+        found = self.cache.look_up(request.tokens, snapshot_at=keep)
         length = len(request.tokens)
         hit = found.match.length
-        end = self.cache.split_at(found.stops, hit, min(hit + budget, length), length)
+        end = self.cache.chunk_end(
+            found.snapshot_positions, hit, min(hit + budget, length), length
+        )
         admission = self.cache.admit(
-            request.name, found, cover=end, reserve=length, resumed=request.resumed
+            request.name,
+            found,
+            num_tokens=end,
+            reserve_tokens=length,
+            resumed=request.resumed,
         )
         if admission is None:
             return 0
@@ -203,7 +213,7 @@ def make_cache(
     model: str, budget: int, *, elastic: bool, kept: bool, follows: bool = True
 ) -> HybridCache:
     """A cache as an engine's adapter makes it."""
-    options = HybridConfig() if follows else HybridConfig(follow_min_tokens=0)
+    options = HybridConfig() if follows else HybridConfig(in_batch_prefix_min_tokens=0)
     layout = cache_layout(model, PAGE)
     if elastic:
         shared = elastic_memory.plan(

@@ -9,7 +9,7 @@ engine's start-up: the seeded agentic stream, and with `--mooncake` Mooncake's
 published trace with states.  Weights were chosen on the seeds 1, 2 and 3, which
 are refused here.  Layer shapes are Qwen3-Next's, on one of four GPUs.
 
-The bound (`hybrid_plugin.simulate.bound`) knows the future and ignores much of
+The bound (`hybrid_plugin.tools.simulate.bound`) knows the future and ignores much of
 what a cache must respect: nobody reaches it.
 """
 
@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.plan.model import load_shape
-from hybrid_plugin.plan.shape import ModelShape
-from hybrid_plugin.simulate.agentic import AgenticStream
-from hybrid_plugin.simulate.bound import PageTrace, bound_hit_tokens
-from hybrid_plugin.simulate.capacity import Capacity
-from hybrid_plugin.simulate.mooncake import read_mooncake
-from hybrid_plugin.simulate.policies import PolicyChoice
-from hybrid_plugin.simulate.request import Request
-from hybrid_plugin.simulate.simulation import Simulation
+from hybrid_plugin.tools.plan.model import load_shape
+from hybrid_plugin.tools.plan.shape import ModelShape
+from hybrid_plugin.tools.simulate.agentic import AgenticStream
+from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
+from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.mooncake import read_mooncake
+from hybrid_plugin.tools.simulate.policies import PolicyChoice
+from hybrid_plugin.tools.simulate.request import Request
+from hybrid_plugin.tools.simulate.simulation import Simulation
 
 MODEL = Path(__file__).with_name("models") / "qwen3-next.json"
 RANKS = 4

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from hybrid_plugin.core.arena import ElasticArena
 from hybrid_plugin.core.commands import Map, Pool, Unmap
-from hybrid_plugin.core.cuda_arena import CudaArena
-from hybrid_plugin.core.executor import Executor
-from hybrid_plugin.core.virtual import Span
+from hybrid_plugin.device.arena import ElasticArena
+from hybrid_plugin.device.cuda_arena import CudaArena
+from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.virtual_arena import ByteRange
 
 LAYERS = 12
 PAGE_BYTES = 32 << 10
@@ -157,7 +157,7 @@ def waits(pools: Pools) -> dict[str, float]:
     """Whether the driver's calls wait for a kernel that runs meanwhile."""
     arena, block = pools.arena, pools.block
     place = arena.reserve(64 * block)
-    assert arena.map([Span(place, 0, 64 * block)]) is None
+    assert arena.map([ByteRange(place, 0, 64 * block)]) is None
     busy = torch.cuda.Stream()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: dict[str, float] = {}
@@ -184,7 +184,7 @@ def waits(pools: Pools) -> dict[str, float]:
 
     behind_kernel("map", map_all)
     behind_kernel("access", lambda: arena._allow(place.address, size, writing=True))
-    arena.unmap([Span(place, 0, size)])
+    arena.unmap([ByteRange(place, 0, size)])
     return found
 
 

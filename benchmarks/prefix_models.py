@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.prefix_workloads import VOCABULARY
 
 if TYPE_CHECKING:
-    from hybrid_plugin.core.layout import CacheLayout
+    from hybrid_plugin.core.memory.layout import CacheLayout
 
 COMMON = {
     "dtype": "bfloat16",
@@ -155,7 +155,7 @@ def slot_bytes(name: str) -> int:
 def cache_layout(name: str, page_size: int) -> CacheLayout:
     """Pages and slots of a model as the plugin sees them."""
     # Processes of stock engines read this module too, without the plugin.
-    from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+    from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 
     attention, _ = attention_and_state_layers(name)
     layers = tuple(f"attention {i}" for i in range(attention))

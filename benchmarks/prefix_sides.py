@@ -28,7 +28,7 @@ from benchmarks.prefix_workloads import (
     run_once,
 )
 from hybrid_plugin.config import ENABLE_VARIABLE
-from hybrid_plugin.doctor.installed import loading_problem
+from hybrid_plugin.tools.doctor.installed import loading_problem
 
 MARK = "RESULT "
 """Begins the lines that are meant for us: engines log to the same stream."""

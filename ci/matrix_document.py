@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_plugin.compatibility.contracts import TITLES
-from hybrid_plugin.compatibility.matrix import Row, Status
-from hybrid_plugin.compatibility.shims import Shim
-from hybrid_plugin.hookpoints import Finding
+from hybrid_plugin.upstream.contracts import TITLES
+from hybrid_plugin.upstream.hookpoints import Finding
+from hybrid_plugin.upstream.matrix import Row, Status
+from hybrid_plugin.upstream.patch_expiry import Patch
 
 _HEAD = """\
 # Compatibility
@@ -64,7 +64,7 @@ def table_row(checked: Checked) -> tuple[str, ...]:
     )
 
 
-def page(checked: Sequence[Checked], shims: Sequence[Shim]) -> str:
+def page(checked: Sequence[Checked], patches: Sequence[Patch]) -> str:
     """The whole page."""
     lines = [_HEAD.rstrip()]
     lines += [f"| {' | '.join(table_row(c))} |" for c in checked]
@@ -75,7 +75,7 @@ def page(checked: Sequence[Checked], shims: Sequence[Shim]) -> str:
         row = refused.row
         lines += ["", f"## What {TITLES[row.engine]} {row.version} lacks", ""]
         lines += [f"* `{problem}`" for problem in refused.problems]
-    lines += ["", *_shim_table(shims), ""]
+    lines += ["", *_patch_table(patches), ""]
     return "\n".join(lines)
 
 
@@ -83,10 +83,10 @@ def _note(row: Row) -> str:
     return f"* {TITLES[row.engine]} {row.version}, {row.platform}: {row.note.strip()}"
 
 
-def _shim_table(shims: Sequence[Shim]) -> list[str]:
+def _patch_table(patches: Sequence[Patch]) -> list[str]:
     lines = ["## Shims", ""]
     lines += ["What the adapters change in the engines, and until when.  A test fails"]
     lines += ["once no supported row needs one.", ""]
     lines += ["| function | symptom without it | delete when |", "|---|---|---|"]
-    lines += [f"| `{s.function}` | {s.symptom} | {s.delete_when} |" for s in shims]
+    lines += [f"| `{s.function}` | {s.symptom} | {s.delete_when} |" for s in patches]
     return lines

@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from hybrid_plugin.compatibility.matrix import Row
+from hybrid_plugin.upstream.matrix import Row
 
 ROOT = Path(__file__).parents[1]
 

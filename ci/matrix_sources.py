@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hybrid_plugin.compatibility.matrix import Row
+from hybrid_plugin.upstream.matrix import Row
 
 _PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64")
 

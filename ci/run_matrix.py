@@ -20,8 +20,8 @@ import matrix_document as document
 import matrix_environment as environment
 import matrix_sources as sources
 
-from hybrid_plugin.compatibility import contracts, matrix, shims
-from hybrid_plugin.compatibility.matrix import Row
+from hybrid_plugin.upstream import contracts, matrix, patch_expiry
+from hybrid_plugin.upstream.matrix import Row
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -124,8 +124,8 @@ def _publish(
     if len(checked) != len(rows) or len(rows) != len(matrix.load()):
         return [f"{PAGE.name} takes the sources of all rows; not all were checked."]
     try:
-        page = document.page(checked, shims.load())
-    except shims.ShimError as error:
+        page = document.page(checked, patch_expiry.load())
+    except patch_expiry.PatchError as error:
         return [str(error)]
     if write:
         PAGE.write_text(page)

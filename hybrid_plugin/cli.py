@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from hybrid_plugin.demo.engines import Engine
+    from hybrid_plugin.tools.demo.engines import Engine
 
 MIB = 2**20
 
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from hybrid_plugin.doctor import command as doctor
-    from hybrid_plugin.plan import command as plan
-    from hybrid_plugin.simulate import command as simulate
+    from hybrid_plugin.tools.doctor import command as doctor
+    from hybrid_plugin.tools.plan import command as plan
+    from hybrid_plugin.tools.simulate import command as simulate
 
     parser: argparse.ArgumentParser = _Parser(
         prog="hybrid-plugin", description="Prefix cache for hybrid models."
@@ -76,8 +76,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _demo(args: argparse.Namespace) -> int:
     try:
-        from hybrid_plugin.demo.run import Demo, bundled_model
-        from hybrid_plugin.demo.server import DemoError
+        from hybrid_plugin.tools.demo.run import Demo, bundled_model
+        from hybrid_plugin.tools.demo.server import DemoError
     except ModuleNotFoundError as missing:
         print(
             f"The demo needs the package {missing.name}; run `make demo`, which "
@@ -99,8 +99,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    from hybrid_plugin.demo.engines import VllmEngine
-    from hybrid_plugin.demo.sglang import SglangEngine
+    from hybrid_plugin.tools.demo.engines import VllmEngine
+    from hybrid_plugin.tools.demo.sglang import SglangEngine
 
     stock = {} if args.stock_flag is None else {"stock_flags": args.stock_flag}
     if args.engine == "sglang":

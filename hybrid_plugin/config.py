@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hybrid_plugin.core.delimiters import Delimiters
-from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
-from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
+from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
 DEFAULT_PAGE_SIZE = 16
@@ -94,7 +94,7 @@ class HybridConfig:
         "a snapshot if that can save so many tokens: already the second chat with it "
         "hits. By default the third does.",
     )
-    follow_min_tokens: int = _option(
+    in_batch_prefix_min_tokens: int = _option(
         256,
         "A request waits for another one that computes just now what both begin with, "
         "if that saves so many tokens; 0 for never.",
@@ -187,8 +187,8 @@ class HybridConfig:
             prompt_end_min_tokens=self.prompt_snapshot_min_tokens,
             chunk_end_min_tokens=self.chunk_snapshot_min_tokens,
             body_share=self.prompt_body_share,
-            follow_min_tokens=self.follow_min_tokens,
-            most_per_path=self.max_snapshots_per_path,
+            in_batch_prefix_min_tokens=self.in_batch_prefix_min_tokens,
+            max_per_path=self.max_snapshots_per_path,
             delimiters=delimiters,
             system_min_tokens=self.system_snapshot_min_tokens or 1,
         )
@@ -239,7 +239,7 @@ _LEAST = {
     "prompt_snapshot_min_tokens": 1,
     "chunk_snapshot_min_tokens": 1,
     "system_snapshot_min_tokens": 1,
-    "follow_min_tokens": 0,
+    "in_batch_prefix_min_tokens": 0,
     "max_snapshots_per_path": 1,
 }
 _TUNED = "flop-aware-tuned"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.chat_template import delimiters
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.delimiters import Delimiters
+from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.engine.chat_template import delimiters
 
 pytest.importorskip("transformers")
 

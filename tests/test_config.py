@@ -13,7 +13,7 @@ from hybrid_plugin.config import (
     HybridConfig,
     switched_off_by_environment,
 )
-from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
+from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 
 
 def test_defaults() -> None:
@@ -213,6 +213,6 @@ def test_an_unknown_eviction_policy() -> None:
 
 
 def test_the_cap_per_path_reaches_the_policy() -> None:
-    assert HybridConfig().snapshot_policy(16).most_per_path is None
+    assert HybridConfig().snapshot_policy(16).max_per_path is None
     config = HybridConfig(max_snapshots_per_path=4)
-    assert config.snapshot_policy(16).most_per_path == 4
+    assert config.snapshot_policy(16).max_per_path == 4

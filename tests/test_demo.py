@@ -18,15 +18,15 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from hybrid_plugin import cli
-from hybrid_plugin.demo.client import Answer, _Reader
-from hybrid_plugin.demo.compare import Tally, compare_conversation
-from hybrid_plugin.demo.engines import Launch, Levels, VllmEngine
-from hybrid_plugin.demo.measure import Peaks, Result, percentile, summarise
-from hybrid_plugin.demo.metrics import Metrics
-from hybrid_plugin.demo.report import Outcome, to_json, to_table
-from hybrid_plugin.demo.server import DemoError, Server
-from hybrid_plugin.demo.sglang import SglangEngine
-from hybrid_plugin.demo.workloads import (
+from hybrid_plugin.tools.demo.client import Answer, _Reader
+from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
+from hybrid_plugin.tools.demo.engines import Launch, Levels, VllmEngine
+from hybrid_plugin.tools.demo.measure import Peaks, Result, percentile, summarise
+from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
+from hybrid_plugin.tools.demo.server import DemoError, Server
+from hybrid_plugin.tools.demo.sglang import SglangEngine
+from hybrid_plugin.tools.demo.workloads import (
     Conversation,
     Question,
     Workload,

@@ -8,13 +8,13 @@ import logging
 import pytest
 import torch
 
-from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core import host_arena
-from hybrid_plugin.core.elastic_plan import ElasticPlan
-from hybrid_plugin.core.host_arena import HostArena
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.virtual import VirtualArena
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.device import host_arena
+from hybrid_plugin.device.host_arena import HostArena
+from hybrid_plugin.device.virtual_arena import VirtualArena
+from hybrid_plugin.engine import elastic_memory
 
 LOG = logging.getLogger("test")
 KIB, MIB = 1 << 10, 1 << 20

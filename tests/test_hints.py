@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_plugin.hints import Hints, kept_positions
+from hybrid_plugin.engine.hints import Hints, kept_positions
 
 
 def test_positions_are_read() -> None:

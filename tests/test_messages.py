@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.metrics import _POOLS, _TOTALS
+from hybrid_plugin.engine.metrics import _POOLS, _TOTALS
 
 ROOT = Path(__file__).parents[1]
 GAP = "\0"

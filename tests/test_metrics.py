@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from hybrid_plugin.core.stats import CacheStats
-from hybrid_plugin.metrics import CacheMetrics, snapshot_of
+from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
 from tests.core.elastic import ElasticSetup
 from tests.core.support import make_cache, serve, span, start
 

@@ -8,7 +8,7 @@ from array import array
 from benchmarks.host_cost.driver import PAGE, Laps
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 
 
 class Ours:
@@ -33,11 +33,11 @@ class Ours:
         laps.start()
         found = cache.look_up(prompt)
         laps.stop("match")
-        admission = cache.admit(name, found, cover=length)
+        admission = cache.admit(name, found, num_tokens=length)
         cache.drain_commands()
         laps.stop("admit")
         assert admission is not None
-        for stop in (*found.stops, length):
+        for stop in (*found.snapshot_positions, length):
             cache.advance(name, prompt, stop)
             cache.drain_commands()
         laps.stop("commit")

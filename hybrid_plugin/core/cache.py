@@ -3,7 +3,7 @@
 
 The life of a sequence, in the calls an adapter makes:
 
-    look_up -> (split_at) -> admit -> advance -> grow -> ... -> finish
+    look_up -> (chunk_end) -> admit -> advance -> grow -> ... -> finish
 
 Nothing here fails under memory pressure: a call that cannot be served returns
 None and has changed nothing.  Device work is queued as commands, in order;
@@ -17,29 +17,29 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
-from hybrid_plugin.core.events import EventLog
-from hybrid_plugin.core.eviction import LeastRecentlyUsed
-from hybrid_plugin.core.following import Prefill
-from hybrid_plugin.core.keeping import Keeping
-from hybrid_plugin.core.node import Node, Snapshot
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.radix import MambaRadixCache, Match
-from hybrid_plugin.core.reclaim import PageReclaim, SnapshotReclaim
-from hybrid_plugin.core.room import Grant, MakesRoom
+from hybrid_plugin.core.memory.broker import Allocation, MemoryBroker
+from hybrid_plugin.core.memory.elastic import ElasticBroker
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.reclaim import PageReclaim, SnapshotReclaim
+from hybrid_plugin.core.memory.window_tables import WindowGroup, WindowTable
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.policy.in_batch_sharing import Prefill
+from hybrid_plugin.core.policy.slot_tradeoff import SlotTradeoff
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.policy.tuning import AlphaTuner
 from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
-from hybrid_plugin.core.snapshots import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats
-from hybrid_plugin.core.tokens import Pages, Tokens, as_tokens
-from hybrid_plugin.core.tuning import AlphaTuner
-from hybrid_plugin.core.windows import WindowGroup, WindowTable
+from hybrid_plugin.core.tree.events import EventLog
+from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
+from hybrid_plugin.core.tree.tokens import Pages, Tokens, as_tokens
 
 __all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
 
 
 @dataclass(slots=True)
-class HybridCache(MakesRoom):
+class HybridCache(MemoryBroker):
     """Pages, slots, tree and snapshots of one model replica.
 
     Args:
@@ -63,14 +63,14 @@ class HybridCache(MakesRoom):
     windows: tuple[WindowGroup, ...] = ()
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
-    elastic: ElasticController | None = None
+    elastic: ElasticBroker | None = None
     tuner: AlphaTuner | None = None
     tree: MambaRadixCache = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _branching: dict[str, int] = field(init=False, default_factory=dict)
     """Live sequences whose branch point is still to get its snapshot: tokens from the
     hit to there."""
-    _keeping: Keeping = field(init=False, default_factory=Keeping)
+    _slot_tradeoff: SlotTradeoff = field(init=False, default_factory=SlotTradeoff)
     _commands: list[Command] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,10 +83,10 @@ class HybridCache(MakesRoom):
         if self.elastic is not None:
             self._put_in_charge(self.elastic)
 
-    def _put_in_charge(self, elastic: ElasticController) -> None:
+    def _put_in_charge(self, elastic: ElasticBroker) -> None:
         if self.windows or not self.slots.needed:
             raise ValueError("memory moves between full attention and states only")
-        elastic.send_to(self.order)
+        elastic.send_to(self.enqueue)
         elastic.register(Pool.KV, self.pages.ids, PageReclaim(self))
         elastic.register(Pool.STATE, self.slots.ids, SnapshotReclaim(self))
 
@@ -98,7 +98,7 @@ class HybridCache(MakesRoom):
         namespace: Hashable = None,
         limit: int | None = None,
         *,
-        keep: Sequence[int] = (),
+        snapshot_at: Sequence[int] = (),
     ) -> LookUp:
         """Find the hit of a new sequence; changes nothing.
 
@@ -107,17 +107,20 @@ class HybridCache(MakesRoom):
             namespace: what besides tokens must be equal.
             limit: restore at most this many tokens; never all of them, because
                 an engine must compute one to go on.
-            keep: positions at which the application asks for a snapshot.
+            snapshot_at: positions at which the application asks for a snapshot.
         """
         ids, length = as_tokens(tokens), len(tokens)
         most = length - 1 if limit is None else min(limit, length - 1)
         match = self.tree.match(namespace, ids, limit=most)
-        stops: tuple[int, ...] = ()
+        positions: tuple[int, ...] = ()
         if self.tree.needs_snapshots:
-            stops = self.policy.stops_of(
-                ids, hit=match.length, kv_length=match.kv_length, keep=keep
+            positions = self.policy.snapshot_positions_of(
+                ids,
+                hit=match.length,
+                kv_length=match.kv_length,
+                snapshot_at=snapshot_at,
             )
-        return LookUp(length, namespace, match, stops, self.tree.version, ids)
+        return LookUp(length, namespace, match, positions, self.tree.version, ids)
 
     def bypass(self, tokens: Sequence[int], namespace: Hashable = None) -> LookUp:
         """Stand in for `look_up` where a request must not be served from cache.
@@ -133,32 +136,36 @@ class HybridCache(MakesRoom):
         """Whether a new look-up would give the same."""
         return found.version == self.tree.version
 
-    def split_at(
-        self, stops: tuple[int, ...], start: int, end: int, length: int
+    def chunk_end(
+        self, positions: tuple[int, ...], start: int, end: int, length: int
     ) -> int:
         """Return where a prefill chunk from `start` to `end` should end.
 
         Args:
-            stops: snapshot positions of the sequence.
+            positions: snapshot positions of the sequence.
             start: its first token in the chunk.
             end: where the chunk would end for want of the engine's budget.
             length: tokens of the sequence; at its end nothing is cut short.
         """
-        stop = next((stop for stop in stops if start < stop < end), None)
-        if stop is not None:
-            return stop
-        return end if end >= length else self.policy.chunk_end(start, end)
+        position = next(
+            (position for position in positions if start < position < end), None
+        )
+        if position is not None:
+            return position
+        return end if end >= length else self.policy.align_chunk_end(start, end)
 
-    def stops_of(self, seq_id: str) -> tuple[int, ...]:
+    def snapshot_positions_of(self, seq_id: str) -> tuple[int, ...]:
         """Snapshot positions of the live sequence's prefill."""
-        return self._sequences[seq_id].stops
+        return self._sequences[seq_id].snapshot_positions
 
     def pause_at(self, seq_id: str, position: int) -> None:
         """Have a live sequence take a snapshot at a page end that it has not passed."""
         sequence = self._sequences[seq_id]
         if not sequence.computed < position < sequence.prompt_length:
             raise ValueError(f"{seq_id!r} does not get to {position} any more")
-        sequence.stops = tuple(sorted({*sequence.stops, position}))
+        sequence.snapshot_positions = tuple(
+            sorted({*sequence.snapshot_positions, position})
+        )
 
     def prefilling(self) -> list[Prefill]:
         """Live sequences that still compute prompts which others may resume from."""
@@ -170,7 +177,11 @@ class HybridCache(MakesRoom):
                 sequence.prompt,
                 sequence.namespace,
                 partial(int, sequence.computed),
-                {stop for stop in sequence.stops if stop > sequence.computed},
+                {
+                    position
+                    for position in sequence.snapshot_positions
+                    if position > sequence.computed
+                },
             )
             for seq_id, sequence in self._sequences.items()
             if sequence.cacheable and sequence.in_tree < sequence.prompt_length
@@ -183,21 +194,21 @@ class HybridCache(MakesRoom):
         seq_id: str,
         found: LookUp,
         *,
-        cover: int,
-        reserve: int = 0,
-        spare: int = 0,
+        num_tokens: int,
+        reserve_tokens: int = 0,
+        watermark_pages: int = 0,
         cacheable: bool = True,
         resumed: bool = False,
     ) -> Admission | None:
-        """Start a sequence: give it pages for `cover` tokens, and a state slot.
+        """Start a sequence: give it pages for `num_tokens` tokens, and a state slot.
 
         Args:
             seq_id: name of the sequence; it must not be live.
             found: a current look-up.
-            cover: tokens to have pages for now.
-            reserve: tokens that must fit, though pages for them come later.  Nobody
-                is admitted on those meanwhile; what others generate may take them.
-            spare: pages that must be left over.
+            num_tokens: tokens to have pages for now.
+            reserve_tokens: tokens that must fit, though pages for them come later.
+                Nobody is admitted on those meanwhile; decoding may take them.
+            watermark_pages: pages that must be left over.
             cacheable: whether its KV and states may enter the tree.
             resumed: whether it ran before, so that its hit counts apart.
 
@@ -209,13 +220,18 @@ class HybridCache(MakesRoom):
         if not self.is_current(found):
             raise ValueError("the look-up is older than the tree")
         match = found.match
-        if cover <= match.length:
-            raise ValueError(f"{cover} tokens are no more than the {match.length} hit")
-        shared, most = len(match.pages), self._pages_for(max(cover, reserve))
-        count = self._pages_for(cover) - shared
+        if num_tokens <= match.length:
+            raise ValueError(
+                f"{num_tokens} tokens are no more than the {match.length} hit"
+            )
+        shared, most = (
+            len(match.pages),
+            self._pages_for(max(num_tokens, reserve_tokens)),
+        )
+        count = self._pages_for(num_tokens) - shared
         self._share(match)
         # Who is in the middle of a prompt has been promised the rest.
-        wanted = most - shared + spare + self.promised_pages
+        wanted = most - shared + watermark_pages + self.promised_pages
         if not self._has_room(match, wanted, count) or self._must_wait(
             match, wanted, found.branch
         ):
@@ -234,7 +250,7 @@ class HybridCache(MakesRoom):
             pages=pages,
             slot=room.slot,
             hit=match.length,
-            stops=found.stops,
+            snapshot_positions=found.snapshot_positions,
             prompt_length=found.length,
             locked=self._settle(held, room),
             cacheable=cacheable,
@@ -249,15 +265,15 @@ class HybridCache(MakesRoom):
             self._branching[seq_id] = found.branch
         return Admission(pages[:], room.slot, match.length)
 
-    def grow(self, seq_id: str, cover: int) -> Pages | None:
-        """Give a live sequence pages for `cover` tokens in all.
+    def grow(self, seq_id: str, num_tokens: int) -> Pages | None:
+        """Give a live sequence pages for `num_tokens` tokens in all.
 
         Returns:
             The new pages, or None if there is no room, with nothing changed.
             New pages of window groups are found in the sequence's record.
         """
         sequence = self._sequences[seq_id]
-        count = self._pages_for(cover) - len(sequence.pages)
+        count = self._pages_for(num_tokens) - len(sequence.pages)
         if count <= 0:  # most steps of a decode end inside a page
             return array("i")
         if not self._could_free(count, count):
@@ -280,7 +296,7 @@ class HybridCache(MakesRoom):
         Args:
             seq_id: a live sequence.
             tokens: all its tokens known so far.
-            computed: tokens its KV and state cover once the step has run.
+            computed: tokens its KV and state num_tokens once the step has run.
         """
         sequence = self._sequences[seq_id]
         sequence.computed = computed
@@ -288,16 +304,16 @@ class HybridCache(MakesRoom):
         if branch is not None and computed >= sequence.hit + branch:
             del self._branching[seq_id]
         if sequence.in_tree < sequence.prompt_length:
-            if self._is_stop(sequence, computed):
+            if self._is_snapshot_position(sequence, computed):
                 taken = self._take_snapshot(sequence, tokens, computed)
-                if taken is not None and computed not in sequence.stops:
+                if taken is not None and computed not in sequence.snapshot_positions:
                     self._supersede_chunk_end(sequence, taken)
                 sequence.last_snapshot = computed
             if computed >= sequence.prompt_length:
                 if sequence.cacheable and sequence.prompt_length >= self.page_size:
                     self._insert_pages(sequence, tokens, sequence.prompt_length)
                 sequence.in_tree = sequence.prompt_length
-                sequence.stops = ()
+                sequence.snapshot_positions = ()
                 sequence.prompt = array("q")
         self.trim(seq_id, computed)
 
@@ -313,7 +329,7 @@ class HybridCache(MakesRoom):
         """
         sequence = self._sequences[seq_id]
         for group, table in zip(self.windows, sequence.windows, strict=True):
-            first = group.span.first_needed(computed) // self.page_size
+            first = group.window.first_needed(computed) // self.page_size
             group.pages.release(table.trim(first))
 
     def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
@@ -325,13 +341,13 @@ class HybridCache(MakesRoom):
         Args:
             seq_id: a live sequence.
             tokens: all its tokens that are known.
-            computed: tokens its KV and state cover, with every step that was
+            computed: tokens its KV and state num_tokens, with every step that was
                 scheduled.  Where that is more than are known (a step in flight
                 has consumed a token nobody has seen), the state is worthless.
         """
         sequence = self._sequences.pop(seq_id)
         self._branching.pop(seq_id, None)
-        self._keeping.ended(max(computed - sequence.prompt_length, 0))
+        self._slot_tradeoff.ended(max(computed - sequence.prompt_length, 0))
         donated = False
         if sequence.cacheable and computed > 0:
             known = min(len(tokens), computed)
@@ -358,7 +374,7 @@ class HybridCache(MakesRoom):
             self._take_back(evicted)
         return True
 
-    def order(self, command: Command) -> None:
+    def enqueue(self, command: Command) -> None:
         """Queue a command behind those that are queued already."""
         self._commands.append(command)
 
@@ -412,7 +428,7 @@ class HybridCache(MakesRoom):
         self.tree.lock_state(match.node)
         return match.node
 
-    def _restore(self, match: Match, room: Grant) -> None:
+    def _restore(self, match: Match, room: Allocation) -> None:
         """Order the copies that make the slot and tail pages the sequence's."""
         if room.taken_over:
             return
@@ -430,7 +446,7 @@ class HybridCache(MakesRoom):
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, snapshot.slot, room.slot))
 
-    def _settle(self, node: Node | None, room: Grant) -> Node | None:
+    def _settle(self, node: Node | None, room: Allocation) -> Node | None:
         """Swap the hold of admission for the lock a live sequence keeps.
 
         Copies run before anything that could overwrite their source, so only
@@ -453,7 +469,7 @@ class HybridCache(MakesRoom):
             return None
         return kept
 
-    def _window_tables(self, match: Match, room: Grant) -> tuple[WindowTable, ...]:
+    def _window_tables(self, match: Match, room: Allocation) -> tuple[WindowTable, ...]:
         shared = self._hit_windows(match)
         return tuple(
             [
@@ -468,8 +484,8 @@ class HybridCache(MakesRoom):
 
     # ---------------------------------------------------- internal: insertion
 
-    def _is_stop(self, sequence: LiveSequence, computed: int) -> bool:
-        return computed in sequence.stops or (
+    def _is_snapshot_position(self, sequence: LiveSequence, computed: int) -> bool:
+        return computed in sequence.snapshot_positions or (
             computed < sequence.prompt_length
             and self.policy.keeps_chunk_end(computed, sequence.last_snapshot)
         )
@@ -490,10 +506,10 @@ class HybridCache(MakesRoom):
             after,
         )
         self.pages.adopt(taken)
-        self._keep(sequence, node, len(taken) * size)
+        self._extend_lock(sequence, node, len(taken) * size)
         return node
 
-    def _keep(self, sequence: LiveSequence, node: Node, gained: int) -> None:
+    def _extend_lock(self, sequence: LiveSequence, node: Node, gained: int) -> None:
         """Move the sequence's lock to `node`, now that the tree gained its tokens.
 
         Evicting pages that a sequence uses would free nothing.  Where the tree
@@ -532,9 +548,9 @@ class HybridCache(MakesRoom):
 
     def _make_room_on_path(self, node: Node) -> None:
         """Let go of snapshots before `node` until one more is within the cap."""
-        if self.policy.most_per_path is None:
+        if self.policy.max_per_path is None:
             return
-        for worst in self.tree.beyond_cap(node, self.policy.most_per_path - 1):
+        for worst in self.tree.beyond_cap(node, self.policy.max_per_path - 1):
             self._take_back(self.tree.detach_snapshot(worst))
 
     def _attach(
@@ -615,7 +631,7 @@ class HybridCache(MakesRoom):
         """
         snapshot = node.snapshot
         assert snapshot is not None, "it was taken just now"
-        before, sequence.chunk_end = sequence.chunk_end, (node, snapshot)
+        before, sequence.last_chunk_end = sequence.last_chunk_end, (node, snapshot)
         if before is not None:
             earlier, its_own = before
             if earlier.snapshot is its_own and not its_own.hits:

@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from hybrid_plugin.core.node import Node, Snapshot
-from hybrid_plugin.core.radix import Match
-from hybrid_plugin.core.tokens import Pages, Tokens
-from hybrid_plugin.core.windows import WindowTable
+from hybrid_plugin.core.memory.window_tables import WindowTable
+from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.radix import Match
+from hybrid_plugin.core.tree.tokens import Pages, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class LookUp:
     """Tokens of the sequence."""
     namespace: Hashable
     match: Match
-    stops: tuple[int, ...]
+    snapshot_positions: tuple[int, ...]
     """Positions at which its prefill should pause for a snapshot."""
     version: int
     """Of the tree, when this was looked up."""
@@ -33,7 +33,7 @@ class LookUp:
 
         0 if no snapshot is planned there.
         """
-        first = self.stops[0] if self.stops else 0
+        first = self.snapshot_positions[0] if self.snapshot_positions else 0
         parts = self.match.length < first <= self.match.kv_length
         return first - self.match.length if parts else 0
 
@@ -55,7 +55,7 @@ class LiveSequence:
     pages: Pages
     slot: int
     hit: int
-    stops: tuple[int, ...]
+    snapshot_positions: tuple[int, ...]
     prompt_length: int
     locked: Node | None
     """The node that keeps its shared prefix in the tree."""
@@ -72,7 +72,7 @@ class LiveSequence:
     """Tokens of it at the last position worth a snapshot."""
     reserved: int = 0
     """Pages in all that there had to be room for when it was admitted."""
-    chunk_end: tuple[Node, Snapshot] | None = None
+    last_chunk_end: tuple[Node, Snapshot] | None = None
     """The last chunk end that it gave a snapshot, and that snapshot."""
     windows: tuple[WindowTable, ...] = ()
     """Its pages in each window group."""

@@ -24,7 +24,7 @@ class CacheStats:
     refusals: int = 0
     """Admissions and growths that found no room."""
     preemptions: int = 0
-    followed: int = 0
+    in_batch_prefix_waits: int = 0
     """Sequences that waited for one that computed what they begin with."""
 
     def record_hit(self, queried: int, hit: int, *, resumed: bool) -> None:

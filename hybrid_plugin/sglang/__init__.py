@@ -14,15 +14,16 @@ def register() -> None:
         SystemExit: if the plugin was asked for and does not fit this SGLang.
     """
     from hybrid_plugin.config import ConfigError
-    from hybrid_plugin.sglang import activation, compat
+    from hybrid_plugin.sglang import activation, patches
+    from hybrid_plugin.sglang.log import logger
 
     asked = False
     try:
         asked = activation.requested()
-        compat.hook_command_line()
+        patches.hook_command_line()
         if asked:
-            compat.hook_engine()
+            patches.hook_engine()
     except ConfigError as error:
         if asked:
             raise SystemExit(f"hybrid-plugin: {error}") from error
-        compat.logger().warning("hybrid-plugin is not available: %s", error)
+        logger.warning("hybrid-plugin is not available: %s", error)

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.executor import Executor
+from hybrid_plugin.device.executor import Executor
 
 _NOT_HERE = "hybrid-plugin hands out pages with each sequence, not by SGLang's {name}"
 

@@ -10,7 +10,7 @@ from sglang.srt.arg_groups import overrides
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
 from hybrid_plugin.sglang.activation import FLAG, read_options
-from hybrid_plugin.sglang.compat import logger
+from hybrid_plugin.sglang.log import logger
 
 BACKEND = "hybrid"
 """Name of our prefix cache among SGLang's radix cache backends."""
@@ -25,7 +25,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
         SystemExit: for arguments that the plugin cannot serve.
     """
     if not is_hybrid(server_args):
-        logger().info(
+        logger.info(
             "hybrid-plugin is inactive: the model has no state layers beside its "
             "attention layers, or SGLang caches nothing of it."
         )
@@ -64,7 +64,7 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         mamba_radix_cache_strategy="no_buffer",
         page_size=page_size,
     )
-    logger().info(
+    logger.info(
         "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
         page_size,
     )

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
-from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.arena import Arena, ElasticArena
 from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.elastic_plan import ElasticPlan
-from hybrid_plugin.core.executor import Executor
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.virtual import VirtualArena
-from hybrid_plugin.sglang.compat import logger
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.device.arena import Arena, ElasticArena
+from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.virtual_arena import VirtualArena
+from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.slots import slot_bytes
 
 _STRIDED = ("triton", "flashinfer", None)
@@ -192,7 +192,7 @@ def share(
     _planned = None
     device = torch.empty(0, device=configurator.device).device
     found = hindrance(device.type) or _hindrance_of_pools(configurator)
-    if not elastic_memory.is_wanted(options, found, logger()):
+    if not elastic_memory.is_wanted(options, found, logger):
         return None
     budget = _least_of_all_ranks(elastic_memory.limited(available, options))
     memory = elastic_memory.take(
@@ -200,7 +200,7 @@ def share(
         options,
         device,
         block_bytes=elastic_memory.block_bytes(budget, device.type),
-        log=logger(),
+        log=logger,
     )
     plan = elastic_memory.plan(
         _layout(configurator, token_bytes),
@@ -209,12 +209,12 @@ def share(
         block_bytes=memory.block_bytes,
         max_model_len=configurator.model_config.context_len,
         max_sequences=get_schedule().max_running_requests or MOST_SEQUENCES,
-        log=logger(),
+        log=logger,
     )
     if plan is None:
         memory.close()
         return None
-    logger().info("%s", elastic_memory.describe(plan))
+    logger.info("%s", elastic_memory.describe(plan))
     _planned = SharedPools(plan, memory)
     return _planned
 

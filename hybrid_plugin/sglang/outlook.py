@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.core.elastic_plan import ElasticPlan
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.doctor.outlook import Outlook, Prospect
-from hybrid_plugin.elastic_memory import limited
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.engine.elastic_memory import limited
+from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.sglang.activation import FLAG, read_options
 
 
@@ -112,7 +112,7 @@ def _shared(
     import torch
 
     from hybrid_plugin.sglang import elastic
-    from hybrid_plugin.sglang.compat import logger
+    from hybrid_plugin.sglang.log import logger
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if not elastic_memory.is_wanted(options, elastic.hindrance(device_type)):
@@ -131,7 +131,7 @@ def _shared(
         block_bytes=elastic_memory.block_bytes(budget, device_type),
         max_model_len=model.context_len,
         max_sequences=elastic.MOST_SEQUENCES,
-        log=logger(),
+        log=logger,
     )
 
 

@@ -9,24 +9,24 @@ import msgspec
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang.srt.runtime_context import get_context, get_schedule, get_server_args
 
-from hybrid_plugin import chat_template
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.delimiters import Delimiters
-from hybrid_plugin.core.eviction import LeastRecentlyUsed
-from hybrid_plugin.core.executor import Executor
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.tuning import AlphaTuner
-from hybrid_plugin.elastic_memory import limited
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.core.policy.tuning import AlphaTuner
+from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.engine import chat_template
+from hybrid_plugin.engine.elastic_memory import limited
 from hybrid_plugin.sglang import elastic
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
     most_slots,
 )
-from hybrid_plugin.sglang.compat import logger
-from hybrid_plugin.sglang.memory import kv_tensors
+from hybrid_plugin.sglang.executor import kv_tensors
+from hybrid_plugin.sglang.log import logger
 
 _GIB = 1 << 30
 
@@ -157,7 +157,7 @@ def _delimiters(options: HybridConfig) -> Delimiters | None:
         server.tokenizer_path or server.model_path,
         revision=server.revision,
         trust_remote_code=server.trust_remote_code,
-        logger=logger(),
+        logger=logger,
     )
 
 

@@ -27,15 +27,15 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache, LookUp
-from hybrid_plugin.core.following import (
+from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
-    Following,
+    InBatchPrefixSharing,
     Prefill,
     waiting_prefill,
 )
-from hybrid_plugin.core.node import Node
-from hybrid_plugin.hints import Hints
-from hybrid_plugin.sglang.compat import logger
+from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.engine.hints import Hints
+from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import cacheable, known_tokens, namespace_of
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
-    from hybrid_plugin.sglang.memory import SglangExecutor
+    from hybrid_plugin.sglang.executor import SglangExecutor
 
 _OUTSIDE = Node(parent=None, tokens=array("q"), pages=array("i"), end=0)
 """Stands for no node at all where SGLang wants a handle."""
@@ -71,8 +71,8 @@ class HybridPrefixCache(BasePrefixCache):
         self.root_node = _OUTSIDE
         self.device = self.token_to_kv_pool_allocator.device
         self._executor = executor
-        self._hints = Hints(logger())
-        self._following = Following(self.cache)
+        self._hints = Hints(logger)
+        self._sharing = InBatchPrefixSharing(self.cache)
         self._found: dict[str, LookUp] = {}
         self._live: dict[str, Req] = {}
         self._paused: list[Req] = []
@@ -125,12 +125,12 @@ class HybridPrefixCache(BasePrefixCache):
         extra = None if req is None else req.sampling_params.custom_params
         keep = self._hints.keep(extra)
         if req is not None:
-            keep = (*keep, *self._following.pauses_of(req.rid))
-        return self.cache.look_up(tokens, namespace, limit, keep=keep)
+            keep = (*keep, *self._sharing.pauses_of(req.rid))
+        return self.cache.look_up(tokens, namespace, limit, snapshot_at=keep)
 
-    def stops(self, req: Req) -> tuple[int, ...]:
+    def snapshot_positions(self, req: Req) -> tuple[int, ...]:
         """Where the admitted request's prefill should pause for a snapshot."""
-        return self.cache.stops_of(req.rid)
+        return self.cache.snapshot_positions_of(req.rid)
 
     def is_live(self, req: Req) -> bool:
         """Whether the request was admitted and has not been released."""
@@ -154,7 +154,7 @@ class HybridPrefixCache(BasePrefixCache):
         admission = self.cache.admit(
             req.rid,
             found,
-            cover=cover,
+            num_tokens=cover,
             cacheable=cacheable(req),
             resumed=req.retracted_stain,
         )
@@ -176,10 +176,10 @@ class HybridPrefixCache(BasePrefixCache):
 
     # --------------------------------------------------------------- following
 
-    def plan_following(self, queue: Iterable[Req]) -> None:
+    def plan_in_batch_sharing(self, queue: Iterable[Req]) -> None:
         """Decide which of the requests that wait follow another one."""
         waiting = (req for req in queue if not self.is_live(req) and cacheable(req))
-        self._following.plan(
+        self._sharing.plan(
             [
                 (req.rid, partial(self._prefill, req))
                 for req in islice(waiting, LOOK_AHEAD)
@@ -188,7 +188,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def follows(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
-        return not self.is_live(req) and self._following.holds(req.rid)
+        return not self.is_live(req) and self._sharing.holds(req.rid)
 
     def _prefill(self, req: Req) -> Prefill:
         tokens, namespace = known_tokens(req), namespace_of(req)
@@ -223,7 +223,7 @@ class HybridPrefixCache(BasePrefixCache):
         elastic.stats.device_seconds = self._executor.move_seconds
         notice = elastic.notice()
         if notice is not None and get_parallel().tp_rank == 0:
-            logger().info("hybrid-plugin: %s.", notice)
+            logger.info("hybrid-plugin: %s.", notice)
 
     def step_launched(self, batch: ScheduleBatch) -> None:
         """Note how far the forward pass that was just launched takes each request."""

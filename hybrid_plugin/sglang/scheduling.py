@@ -63,7 +63,9 @@ class HybridPrefillAdder(PrefillAdder):
         if not self.tree_cache.admit(req):
             return AddReqResult.NO_TOKEN
         start, length = admission.prefix_len, admission.extend_len
-        stop = next((s for s in self.tree_cache.stops(req) if s > start), None)
+        stop = next(
+            (s for s in self.tree_cache.snapshot_positions(req) if s > start), None
+        )
         if stop is not None:
             length = min(length, stop - start)
         # SGLang charges the pass for pages that are taken already: see the budget.

@@ -11,6 +11,6 @@ def register() -> None:
 
     Idempotent.  Hooks do nothing for engines that the plugin is not active for.
     """
-    from hybrid_plugin.vllm import compat
+    from hybrid_plugin.vllm import patches
 
-    compat.apply()
+    patches.apply()

@@ -2,7 +2,7 @@
 """Whether the plugin serves an engine, decided once, from its configuration.
 
 The scheduler class in the configuration is the mark of an active plugin: it
-travels to every process of the engine, and the patches in `compat` look for
+travels to every process of the engine, and the wrappers in `patches` look for
 it, so an engine without the mark runs stock code throughout.
 """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_config_builder import KVCacheConfigBuilder
 
-from hybrid_plugin.core.layout import PoolSizes
+from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.vllm import planning
 
 if TYPE_CHECKING:

@@ -12,18 +12,18 @@ from contextlib import contextmanager
 from logging import Logger
 from typing import TYPE_CHECKING
 
-from hybrid_plugin import elastic_memory
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.core.elastic_plan import ElasticPlan
-from hybrid_plugin.core.virtual import VirtualArena
-from hybrid_plugin.elastic_memory import limited
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.device.virtual_arena import VirtualArena
+from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.engine.elastic_memory import limited
 from hybrid_plugin.vllm.activation import logger, read_options
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from hybrid_plugin.core.layout import CacheLayout
+    from hybrid_plugin.core.memory.layout import CacheLayout
 
 __all__ = ["is_wanted", "limited", "plan", "take_memory"]
 

@@ -20,17 +20,17 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
-from hybrid_plugin.core.delimiters import Delimiters
-from hybrid_plugin.core.following import (
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
-    Following,
+    InBatchPrefixSharing,
     Prefill,
     waiting_prefill,
 )
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.tokens import Tokens, as_tokens
-from hybrid_plugin.core.tuning import AlphaTuner
-from hybrid_plugin.hints import Hints
+from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.core.policy.tuning import AlphaTuner
+from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
+from hybrid_plugin.engine.hints import Hints
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.keys import RequestKeys
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout
@@ -138,7 +138,7 @@ class HybridKVCacheManager:
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self._found: dict[str, LookUp] = {}
-        self._following = Following(self.cache)
+        self._sharing = InBatchPrefixSharing(self.cache)
         self._prompts: dict[str, Tokens] = {}
         """Of requests that wait: `RequestKeys.tokens` is linear in them."""
         self.prefix_cache_stats = PrefixCacheStats()
@@ -183,9 +183,9 @@ class HybridKVCacheManager:
         admission = self.cache.admit(
             seq_id,
             found,
-            cover=num_new_computed_tokens + num_new_tokens + num_lookahead_tokens,
-            reserve=request.num_tokens if full_sequence_must_fit else 0,
-            spare=self._watermark_pages if has_scheduled_reqs else 0,
+            num_tokens=num_new_computed_tokens + num_new_tokens + num_lookahead_tokens,
+            reserve_tokens=request.num_tokens if full_sequence_must_fit else 0,
+            watermark_pages=self._watermark_pages if has_scheduled_reqs else 0,
             cacheable=self.keys.cacheable(request),
             resumed=request.num_preemptions > 0,
         )
@@ -205,22 +205,22 @@ class HybridKVCacheManager:
             tuple(self.keys.tokens(request)),
             self.keys.namespace(request),
             limit,
-            keep=(
+            snapshot_at=(
                 *(self._hints.keep(parameters.extra_args) if parameters else ()),
-                *self._following.pauses_of(request.request_id),
+                *self._sharing.pauses_of(request.request_id),
             ),
         )
 
-    def stops(self, request: Request) -> tuple[int, ...]:
+    def snapshot_positions(self, request: Request) -> tuple[int, ...]:
         """Where the request's prefill should pause for a snapshot."""
         if self.cache.is_live(request.request_id):
-            return self.cache.stops_of(request.request_id)
+            return self.cache.snapshot_positions_of(request.request_id)
         found = self._found.get(request.request_id)
-        return found.stops if found is not None else ()
+        return found.snapshot_positions if found is not None else ()
 
     # -------------------------------------------------------------- following
 
-    def plan_following(self, waiting: Iterable[Request]) -> None:
+    def plan_in_batch_sharing(self, waiting: Iterable[Request]) -> None:
         """Decide which of the requests that wait follow another one.
 
         Args:
@@ -231,11 +231,11 @@ class HybridKVCacheManager:
             for request in islice(waiting, LOOK_AHEAD)
             if not request.skip_reading_prefix_cache and self.keys.cacheable(request)
         ]
-        self._following.plan([(r.request_id, partial(self._prefill, r)) for r in able])
+        self._sharing.plan([(r.request_id, partial(self._prefill, r)) for r in able])
 
     def follows(self, request: Request) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
-        return self._following.holds(request.request_id)
+        return self._sharing.holds(request.request_id)
 
     def _prefill(self, request: Request) -> Prefill:
         seq_id = request.request_id

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from hybrid_plugin.metrics import CacheMetrics, snapshot_of
+from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
 from hybrid_plugin.vllm.activation import is_active
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.doctor.outlook import Outlook, Prospect
+from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.vllm import activation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from hybrid_plugin.core.layout import CacheLayout
+    from hybrid_plugin.core.memory.layout import CacheLayout
 
 
 def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:

@@ -15,14 +15,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.elastic_plan import ElasticPlan
-from hybrid_plugin.core.layout import (
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
     CacheLayout,
     PoolSizes,
     StateGroup,
 )
-from hybrid_plugin.elastic_memory import describe
+from hybrid_plugin.engine.elastic_memory import describe
 from hybrid_plugin.vllm import elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec

@@ -9,8 +9,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from hybrid_plugin import chat_template
-from hybrid_plugin.vllm import compat, reports
+from hybrid_plugin.engine import chat_template
+from hybrid_plugin.vllm import patches, reports
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from hybrid_plugin.config import HybridConfig
-    from hybrid_plugin.core.delimiters import Delimiters
+    from hybrid_plugin.core.policy.message_boundaries import Delimiters
 
 COMMANDS = "hybrid_commands"
 """Attribute of a scheduler output that carries its commands to the workers."""
@@ -38,7 +38,7 @@ class _OnTwoPools(Scheduler):
         self, vllm_config: VllmConfig, kv_cache_config: Any, **kwargs: Any
     ) -> None:
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
-            raise RuntimeError(compat.HALF_LOADED.format(where="the engine core"))
+            raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
         page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         kwargs.update(block_size=page_size, hash_block_size=page_size)
 
@@ -54,7 +54,7 @@ class _OnTwoPools(Scheduler):
                 log_stats=bool(arguments.get("log_stats")),
             )
 
-        with compat.manager_factory(create_manager):
+        with patches.manager_factory(create_manager):
             super().__init__(
                 vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs
             )
@@ -73,8 +73,8 @@ class _OnTwoPools(Scheduler):
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        end = self.kv_cache_manager.cache.split_at(
-            self.kv_cache_manager.stops(request),
+        end = self.kv_cache_manager.cache.chunk_end(
+            self.kv_cache_manager.snapshot_positions(request),
             start,
             start + num_new_tokens,
             request.num_tokens,
@@ -88,7 +88,7 @@ class _OnTwoPools(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
-        self.kv_cache_manager.plan_following(
+        self.kv_cache_manager.plan_in_batch_sharing(
             request
             for request in self.waiting
             if not self._is_blocked_waiting_status(request.status)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybrid_plugin.vllm import compat, elastic, reports
-from hybrid_plugin.vllm.memory import executor_of, lend_memory
+from hybrid_plugin.vllm import elastic, patches, reports
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.pool_memory import executor_of, lend_memory
 from hybrid_plugin.vllm.scheduler import COMMANDS
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from hybrid_plugin.core.virtual import VirtualArena
+    from hybrid_plugin.device.virtual_arena import VirtualArena
 
 
 class RunsCommands:
@@ -26,9 +26,9 @@ class RunsCommands:
     device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not compat.is_applied():
-            raise RuntimeError(compat.HALF_LOADED.format(where="a worker"))
-        compat.patch_worker()
+        if not patches.is_applied():
+            raise RuntimeError(patches.HALF_LOADED.format(where="a worker"))
+        patches.patch_worker()
         super().__init__(*args, **kwargs)
         self._memory: VirtualArena | None = None
         self._reported = 0.0
@@ -48,7 +48,7 @@ class RunsCommands:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pools; refuses a configuration that is not ours."""
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
-            raise RuntimeError(compat.HALF_LOADED.format(where="the engine core"))
+            raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
         if self._memory is not None:
             if kv_cache_config.shared is None:
                 self._memory.close()

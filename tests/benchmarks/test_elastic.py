@@ -17,7 +17,7 @@ from benchmarks.elastic_table import best_fixed, table
 from benchmarks.elastic_workloads import CPU, phases
 from benchmarks.prefix_sides import check_plugin
 from benchmarks.prefix_workloads import Reply
-from hybrid_plugin.doctor import installed
+from hybrid_plugin.tools.doctor import installed
 
 ORDER = ["A", "B"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import matrix_sources
 
-from hybrid_plugin.compatibility.matrix import Row, Status, load
-from hybrid_plugin.hookpoints import SourceView
+from hybrid_plugin.upstream.hookpoints import SourceView
+from hybrid_plugin.upstream.matrix import Row, Status, load
 
 KEPT = Path(__file__).parents[2] / "build" / "matrix"
 

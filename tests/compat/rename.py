@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hybrid_plugin.hookpoints import Contract, HookPoint, Interface, SourceView
-from hybrid_plugin.hookpoints.module import Module
+from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, Interface, SourceView
+from hybrid_plugin.upstream.hookpoints.module import Module
 
 ENDING = "_elsewhere"
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.hookpoints import Contract, HookPoint, Interface, LiveView, resolve
+from hybrid_plugin.upstream.hookpoints import (
+    Contract,
+    HookPoint,
+    Interface,
+    LiveView,
+    resolve,
+)
 from tests.compat.rename import renamed_use
 
 

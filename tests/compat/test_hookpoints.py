@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
-from hybrid_plugin.hookpoints import HookPoint, LiveView, SourceView, Status, View
-from hybrid_plugin.hookpoints.point import version_number
+from hybrid_plugin.upstream.hookpoints import (
+    HookPoint,
+    LiveView,
+    SourceView,
+    Status,
+    View,
+)
+from hybrid_plugin.upstream.hookpoints.point import version_number
 
 NAME = "small_engine_of_a_test"
 

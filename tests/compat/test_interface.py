@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.hookpoints import Interface, SourceView, Status
+from hybrid_plugin.upstream.hookpoints import Interface, SourceView, Status
 
-OURS = "hybrid_plugin.core.pool:PagePool"
+OURS = "hybrid_plugin.core.memory.pools:PagePool"
 
 
 def _view(folder: Path, body: str) -> SourceView:

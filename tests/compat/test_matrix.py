@@ -9,9 +9,9 @@ import matrix_sources
 import pytest
 import run_matrix
 
-from hybrid_plugin.compatibility import matrix
-from hybrid_plugin.compatibility.contracts import ENGINES, contracts_of
-from hybrid_plugin.compatibility.matrix import MatrixError, Status
+from hybrid_plugin.upstream import matrix
+from hybrid_plugin.upstream.contracts import ENGINES, contracts_of
+from hybrid_plugin.upstream.matrix import MatrixError, Status
 from tests.compat.engines import KEPT, source_of
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from vllm import __version__
 from vllm.config import VllmConfig
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.hookpoints import Contract
-from hybrid_plugin.vllm import activation, compat, hooks
+from hybrid_plugin.upstream.hookpoints import Contract
+from hybrid_plugin.vllm import activation, contracts, patches
 from tests.compat.take_away import take_away
 
 
@@ -35,7 +35,7 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     The plugin is applied, and would serve it.
     """
-    compat.patch_config()
+    patches.patch_config()
     monkeypatch.setattr(activation, "activate", lambda config: None)
     monkeypatch.setattr(activation, "is_active", lambda config: True)
     yield SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True))
@@ -43,7 +43,12 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "contract",
-    _used(hooks.OPTION_HOOKS, hooks.ENGINE_HOOKS, hooks.WORKER_HOOKS, hooks.CPU_HOOKS),
+    _used(
+        contracts.OPTION_HOOKS,
+        contracts.ENGINE_HOOKS,
+        contracts.WORKER_HOOKS,
+        contracts.CPU_HOOKS,
+    ),
 )
 def test_hybrid_model_is_refused_by_name(
     contract: Contract,
@@ -57,7 +62,7 @@ def test_hybrid_model_is_refused_by_name(
     assert contract.target in str(refusal.value)
 
 
-@pytest.mark.parametrize("contract", _used(hooks.CONFIG_HOOKS))
+@pytest.mark.parametrize("contract", _used(contracts.CONFIG_HOOKS))
 def test_plugin_stays_idle_and_says_why(
     contract: Contract,
     monkeypatch: pytest.MonkeyPatch,
@@ -65,21 +70,23 @@ def test_plugin_stays_idle_and_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     take_away(contract, "vllm", monkeypatch, tmp_path)
-    compat.patch_config()
+    patches.patch_config()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"hybrid-plugin is inactive: {contract.target} is missing" in caplog.text
 
 
-@pytest.mark.parametrize("contract", _used(hooks.CORE_HOOKS, hooks.WORKER_HOOKS))
+@pytest.mark.parametrize(
+    "contract", _used(contracts.CORE_HOOKS, contracts.WORKER_HOOKS)
+)
 def test_other_models_need_none_of_it(
     contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """vLLM loads plugins in every process, whatever it serves."""
     monkeypatch.setitem(sys.modules, core.__name__, core)
     take_away(contract, "vllm", monkeypatch, tmp_path)
-    compat.apply()
-    assert compat.is_applied()
+    patches.apply()
+    assert patches.is_applied()
     VllmConfig.try_verify_and_update_config(SimpleNamespace(model_config=None))
 
 
@@ -98,4 +105,4 @@ def test_untested_version_is_served_with_a_warning(
 
 
 def test_nothing_is_refused_as_installed() -> None:
-    assert hooks.problems(hooks.HOOKS) == []
+    assert contracts.problems(contracts.HOOKS) == []

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import run_matrix
 
-from hybrid_plugin.compatibility.contracts import contracts_of
-from hybrid_plugin.compatibility.matrix import Row
-from hybrid_plugin.hookpoints import Contract
+from hybrid_plugin.upstream.contracts import contracts_of
+from hybrid_plugin.upstream.hookpoints import Contract
+from hybrid_plugin.upstream.matrix import Row
 from tests.compat.engines import rows_at_hand, source_of, view_of
 from tests.compat.rename import renamed_copy
 

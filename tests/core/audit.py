@@ -7,12 +7,12 @@ from collections import Counter
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.eviction import FlopAware
-from hybrid_plugin.core.granules import IdSpace
-from hybrid_plugin.core.node import Node
-from hybrid_plugin.core.pool import PagePool
-from hybrid_plugin.core.radix import MambaRadixCache
-from hybrid_plugin.core.spans import live_pages
+from hybrid_plugin.core.memory.attention_windows import live_pages
+from hybrid_plugin.core.memory.id_space import IdSpace
+from hybrid_plugin.core.memory.pools import PagePool
+from hybrid_plugin.core.policy.eviction import FlopAware
+from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.radix import MambaRadixCache
 
 
 def full_state(cache: HybridCache) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
             name: (
                 list(s.pages),
                 s.slot,
-                s.stops,
+                s.snapshot_positions,
                 s.in_tree,
                 s.promised,
                 id(s.locked),
@@ -110,7 +110,7 @@ def audit_windows(cache: HybridCache) -> None:
             if node.snapshot is not None:
                 pages = node.snapshot.windows[index]
                 assert len(pages) == len(
-                    live_pages(group.span, node.end, cache.page_size)
+                    live_pages(group.window, node.end, cache.page_size)
                 )
                 in_tree.update(pages)
         in_sequences: Counter[int] = Counter()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
-from hybrid_plugin.core.node import Node, Snapshot
-from hybrid_plugin.core.spans import Span, live_pages
+from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
+from hybrid_plugin.core.tree.node import Node, Snapshot
 
 GARBAGE = -1
 ZEROED = 0
@@ -75,7 +75,7 @@ class FakeDevice:
         pages: int,
         slots: int,
         page_size: int,
-        windows: Sequence[tuple[Span, int]] = (),
+        windows: Sequence[tuple[AttentionWindow, int]] = (),
     ) -> None:
         """Make memory that holds garbage.
 

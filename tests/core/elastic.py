@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_plugin.core.budget import ElasticController, Share
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
-from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from tests.core.device import ZEROED, ContentError, FakeDevice
 from tests.core.engine import FakeEngine, Setup
 from tests.core.traffic import Traffic, random_setup
@@ -77,12 +77,12 @@ class ElasticSetup(Setup):
 
     def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
         """The cache under test."""
-        shares = {
-            Pool.KV: Share(self.kv_granule, self.floors[0]),
-            Pool.STATE: Share(self.state_granule, self.floors[1]),
+        budgets = {
+            Pool.KV: PoolBudget(self.kv_granule, self.floors[0]),
+            Pool.STATE: PoolBudget(self.state_granule, self.floors[1]),
         }
-        controller = ElasticController(
-            self.budget, shares, compacts=self.compacts, patience=self.patience
+        controller = ElasticBroker(
+            self.budget, budgets, compacts=self.compacts, patience=self.patience
         )
         return cls(
             pages=PagePool(self.pages, self.pages_per_granule),
@@ -166,7 +166,7 @@ class ElasticEngine(FakeEngine):
         self.device: ElasticDevice = ElasticDevice(setup)
 
     @property
-    def controller(self) -> ElasticController:
+    def controller(self) -> ElasticBroker:
         assert self.cache.elastic is not None
         return self.cache.elastic
 

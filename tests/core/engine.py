@@ -20,13 +20,17 @@ from functools import partial
 from typing import TypeVar
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
-from hybrid_plugin.core.eviction import FlopAware
-from hybrid_plugin.core.following import Following, Prefill, waiting_prefill
-from hybrid_plugin.core.pool import NoSlots, PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
-from hybrid_plugin.core.spans import Span
-from hybrid_plugin.core.tokens import Pages
-from hybrid_plugin.core.windows import WindowGroup
+from hybrid_plugin.core.memory.attention_windows import AttentionWindow
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.policy.eviction import FlopAware
+from hybrid_plugin.core.policy.in_batch_sharing import (
+    InBatchPrefixSharing,
+    Prefill,
+    waiting_prefill,
+)
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tree.tokens import Pages
 from tests.core.audit import audit, full_state
 from tests.core.device import FakeDevice, Forward, Prefixes
 from tests.core.support import Tokens
@@ -51,18 +55,18 @@ class Setup:
     prompt_end_min: int = 1
     chunk_end_min: int = 1
     max_running: int = 8
-    most_per_path: int | None = None
+    max_per_path: int | None = None
     flop_aware: bool = False
     """Whether evictions weigh what a snapshot saves."""
     has_states: bool = True
-    windows: tuple[tuple[Span, int], ...] = ()
-    """Span of each window group, and pages that it has beyond those of `pages`."""
+    windows: tuple[tuple[AttentionWindow, int], ...] = ()
+    """The window of each group, and the pages that it has beyond those of `pages`."""
     follow: int = field(default=0, repr=False)
     """Tokens for which a sequence waits for another one's prefill; 0 for never."""
 
     @property
-    def window_pools(self) -> list[tuple[Span, int]]:
-        """Span and pages of each window group."""
+    def window_pools(self) -> list[tuple[AttentionWindow, int]]:
+        """AttentionWindow and pages of each window group."""
         return [(span, self.pages + more) for span, more in self.windows]
 
     @property
@@ -81,8 +85,8 @@ class Setup:
                 branch_min_tokens=self.branch_min,
                 prompt_end_min_tokens=self.prompt_end_min,
                 chunk_end_min_tokens=self.chunk_end_min,
-                follow_min_tokens=self.follow,
-                most_per_path=self.most_per_path,
+                in_batch_prefix_min_tokens=self.follow,
+                max_per_path=self.max_per_path,
             ),
             eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
             if self.flop_aware
@@ -139,7 +143,7 @@ class FakeEngine:
             setup.page_size,
             setup.window_pools,
         )
-        self.following = Following(self.cache)
+        self.following = InBatchPrefixSharing(self.cache)
         self.prefixes = Prefixes()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -246,7 +250,7 @@ class FakeEngine:
         """No page is held that no token to come looks at."""
         tables = self.cache.sequence(request.seq_id).windows
         for group, table in zip(self.cache.windows, tables, strict=True):
-            first = group.span.first_needed(request.computed) // self.setup.page_size
+            first = group.window.first_needed(request.computed) // self.setup.page_size
             assert table.first == min(first, len(table.pages)), "a window grows"
 
     # ---------------------------------------------------------------- schedule
@@ -274,8 +278,8 @@ class FakeEngine:
 
     def _grow(self, request: Request, end: int) -> Pages | None:
         attempt = self.cache.grow
-        cover = end + self.setup.lookahead
-        fresh = self._watch(lambda: attempt(request.seq_id, cover))
+        num_tokens = end + self.setup.lookahead
+        fresh = self._watch(lambda: attempt(request.seq_id, num_tokens))
         alone = len(self.running) == 1
         assert fresh is not None or not alone, "a sequence alone finds no room"
         return fresh
@@ -291,7 +295,9 @@ class FakeEngine:
             hit = found.match.length
             assert hit < request.known, "nothing is left to compute"
             whole = min(hit + budget, request.known)
-            end = self.cache.split_at(found.stops, hit, whole, request.known)
+            end = self.cache.chunk_end(
+                found.snapshot_positions, hit, whole, request.known
+            )
             assert end > 1 or whole == 1, "a split leaves a first chunk of one token"
             admission = self._admit(request, found, end)
             if admission is None:
@@ -316,7 +322,7 @@ class FakeEngine:
         if request.access is not Access.NORMAL:
             return self.cache.bypass(tokens, namespace)
         keep = self.following.pauses_of(request.seq_id)
-        return self.cache.look_up(tokens, namespace, request.limit, keep=keep)
+        return self.cache.look_up(tokens, namespace, request.limit, snapshot_at=keep)
 
     def _admit(self, request: Request, found: LookUp, end: int) -> Admission | None:
         attempt = self.cache.admit
@@ -324,9 +330,9 @@ class FakeEngine:
             lambda: attempt(
                 request.seq_id,
                 found,
-                cover=end + self.setup.lookahead,
-                reserve=request.known if self.setup.full_fit else 0,
-                spare=self.setup.watermark if self.running else 0,
+                num_tokens=end + self.setup.lookahead,
+                reserve_tokens=request.known if self.setup.full_fit else 0,
+                watermark_pages=self.setup.watermark if self.running else 0,
                 cacheable=request.access is not Access.PRIVATE,
                 resumed=request.preemptions > 0,
             )
@@ -341,9 +347,9 @@ class FakeEngine:
 
     def _next_end(self, request: Request, start: int, budget: int) -> int:
         target = min(request.known + request.unseen, len(request.tokens))
-        stops = self.cache.stops_of(request.seq_id)
+        stops = self.cache.snapshot_positions_of(request.seq_id)
         end = min(start + budget, target)
-        return self.cache.split_at(stops, start, end, request.known)
+        return self.cache.chunk_end(stops, start, end, request.known)
 
     # ---------------------------------------------------------------- internal
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hybrid_plugin.core.virtual import AddressRange
+from hybrid_plugin.device.virtual_arena import AddressRange
 
 
 def resident(place: AddressRange) -> int:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from hybrid_plugin.core.cache import Admission, HybridCache
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 
 NO_SNAPSHOTS = 1_000_000
 
@@ -61,7 +61,7 @@ def admit(
 ) -> Admission | None:
     """Look up and admit, with pages for all tokens."""
     found = cache.look_up(tokens, namespace)
-    return cache.admit(seq_id, found, **{"cover": len(tokens), **options})
+    return cache.admit(seq_id, found, **{"num_tokens": len(tokens), **options})
 
 
 def start(
@@ -77,9 +77,9 @@ def start(
     return admission
 
 
-def grow(cache: HybridCache, seq_id: str, cover: int) -> list[int] | None:
+def grow(cache: HybridCache, seq_id: str, num_tokens: int) -> list[int] | None:
     """Grow, with the new pages as a list."""
-    fresh = cache.grow(seq_id, cover)
+    fresh = cache.grow(seq_id, num_tokens)
     return None if fresh is None else list(fresh)
 
 
@@ -94,9 +94,9 @@ def prefill(
     position = cache.sequence(seq_id).hit
     steps = []
     while position < len(tokens):
-        stops = cache.stops_of(seq_id)
+        stops = cache.snapshot_positions_of(seq_id)
         end = min(position + budget, len(tokens))
-        position = cache.split_at(stops, position, end, len(tokens))
+        position = cache.chunk_end(stops, position, end, len(tokens))
         steps.append((position, cache.drain_commands()))
         cache.advance(seq_id, tokens, position)
     return steps

@@ -45,7 +45,7 @@ def moves(commands: Sequence[Command]) -> list[Command]:
 
 def moving_steps(cache: HybridCache, tokens: Tokens, reserve: int) -> list[int]:
     """Ends of the steps of a prefill that wait for memory."""
-    start(cache, "long", tokens, cover=8, reserve=reserve)
+    start(cache, "long", tokens, num_tokens=8, reserve_tokens=reserve)
     steps = []
     for end in range(8, len(tokens) + 1, 8):
         assert cache.grow("long", end) is not None
@@ -64,7 +64,7 @@ def test_two_prompts_at_a_time_do_not_take_each_other_s() -> None:
     cache = full_cache()
     prompts = {"a": LONG[:32], "b": span(100, 132)}
     for name, tokens in prompts.items():
-        start(cache, name, tokens, cover=8, reserve=len(tokens))
+        start(cache, name, tokens, num_tokens=8, reserve_tokens=len(tokens))
     assert moves(cache.drain_commands())
     for end in range(16, 33, 8):
         for name, tokens in prompts.items():
@@ -86,7 +86,7 @@ def test_snapshots_on_the_way_do_not_take_it_back() -> None:
 
 def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
     cache = full_cache()
-    start(cache, "long", LONG, cover=8, reserve=len(LONG))
+    start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
     assert cache.sequence("long").promised == 10
     cache.finish("long", LONG, 0)
     assert cache.promised_pages == 0
@@ -98,7 +98,7 @@ def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
 
 def test_nobody_starts_on_what_was_promised() -> None:
     cache = full_cache()
-    start(cache, "long", LONG, cover=8, reserve=len(LONG))
+    start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
     running = 0
     while admit(cache, f"other {running}", span(500, 504)) is not None:
         running += 1
@@ -113,7 +113,7 @@ def test_nobody_starts_on_what_was_promised() -> None:
 
 def test_nor_where_memory_does_not_move() -> None:
     cache = make_cache(pages=16, slots=6)
-    start(cache, "long", LONG, cover=8, reserve=len(LONG))
+    start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
     assert cache.pages.free == 13 and cache.promised_pages == 10
     assert admit(cache, "a", span(500, 512)) is not None
     assert admit(cache, "b", span(600, 604)) is None
@@ -124,7 +124,7 @@ def test_nor_where_memory_does_not_move() -> None:
 def test_what_a_running_sequence_generates_may_take_it() -> None:
     cache = make_cache(pages=16, slots=6)
     start(cache, "a", span(500, 512))
-    start(cache, "long", LONG, cover=8, reserve=len(LONG))
+    start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
     assert cache.pages.free == cache.promised_pages == 10
     assert cache.grow("a", 16) is not None
     audit(cache)

@@ -202,8 +202,8 @@ class TestRefusal:
         ("length", "options"),
         [
             (21, {}),
-            (9, {"reserve": 21}),
-            (17, {"spare": 1}),
+            (9, {"reserve_tokens": 21}),
+            (17, {"watermark_pages": 1}),
         ],
         ids=["too long", "too long later", "too long with spare pages"],
     )
@@ -219,7 +219,7 @@ class TestRefusal:
 
     @pytest.mark.parametrize(
         ("length", "options"),
-        [(20, {}), (9, {"reserve": 20}), (16, {"spare": 1})],
+        [(20, {}), (9, {"reserve_tokens": 20}), (16, {"watermark_pages": 1})],
         ids=["in all", "later", "with spare pages"],
     )
     def test_not_where_the_last_page_does(
@@ -285,7 +285,7 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "pages_evicted": 0,
         "refusals": 0,
         "preemptions": 0,
-        "followed": 0,
+        "in_batch_prefix_waits": 0,
     }
 
 

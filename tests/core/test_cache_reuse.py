@@ -32,7 +32,7 @@ class TestColdSequence:
 
     def test_covers_a_first_chunk_and_grows(self) -> None:
         cache = make_cache()
-        assert list(start(cache, "a", span(0, 30), cover=8).pages) == [1, 2]
+        assert list(start(cache, "a", span(0, 30), num_tokens=8).pages) == [1, 2]
         assert grow(cache, "a", 8) == []
         assert grow(cache, "a", 3) == []
         assert grow(cache, "a", 9) == [3]
@@ -133,7 +133,7 @@ class TestTurnEnd:
 class TestEarlyEnd:
     def test_abort_in_mid_prefill_donates_what_is_computed(self) -> None:
         cache = make_cache()
-        start(cache, "a", span(0, 30), cover=16)
+        start(cache, "a", span(0, 30), num_tokens=16)
         cache.advance("a", span(0, 30), 10)
         cache.finish("a", span(0, 30), 10)
         audit(cache)
@@ -201,8 +201,8 @@ class TestKeptOut:
     def test_an_uncacheable_sequence_leaves_no_trace(self) -> None:
         cache = make_cache(prompt_end=1)
         found = cache.bypass(span(0, 9))
-        assert found.stops == ()
-        assert cache.admit("a", found, cover=9, cacheable=False) is not None
+        assert found.snapshot_positions == ()
+        assert cache.admit("a", found, num_tokens=9, cacheable=False) is not None
         prefill(cache, "a", span(0, 9))
         assert not cache.is_prefilling("a")
         audit(cache)
@@ -222,7 +222,7 @@ class TestKeptOut:
         cache = make_cache()
         serve(cache, "a", span(0, 9), namespace="salt")
         found = cache.bypass(span(0, 12), "salt")
-        got = cache.admit("b", found, cover=12)
+        got = cache.admit("b", found, num_tokens=12)
         assert got == admission((4, 5, 6), 2, 0)
         prefill(cache, "b", span(0, 12))
         cache.finish("b", span(0, 12), 12)

@@ -30,7 +30,7 @@ SYSTEM = span(0, 10)
 def test_split_at_ends_a_chunk_at_the_next_stop(
     start_at: int, end: int, expected: int
 ) -> None:
-    assert make_cache().split_at((8, 32), start_at, end, length=end) == expected
+    assert make_cache().chunk_end((8, 32), start_at, end, length=end) == expected
 
 
 def test_the_second_request_reveals_the_branch_and_the_third_hits_it() -> None:
@@ -38,7 +38,7 @@ def test_the_second_request_reveals_the_branch_and_the_third_hits_it() -> None:
     serve(cache, "first", SYSTEM + span(20, 26))
     found = cache.look_up(SYSTEM + span(30, 36))
     assert (found.match.length, found.match.kv_length) == (0, 8)
-    assert found.stops == (8,)
+    assert found.snapshot_positions == (8,)
     serve(cache, "second", SYSTEM + span(30, 36))
     cache.drain_commands()
     got = start(cache, "third", SYSTEM + span(40, 46))
@@ -55,7 +55,7 @@ def test_the_copy_runs_behind_the_step_that_reached_the_stop() -> None:
     start(cache, "second", tokens)
     steps = prefill(cache, "second", tokens)
     assert steps == [(8, [zero(2)]), (16, [state(2, 3)])]
-    assert cache.stops_of("second") == ()
+    assert cache.snapshot_positions_of("second") == ()
 
 
 def test_a_chunk_that_misses_the_stop_takes_no_snapshot() -> None:
@@ -96,9 +96,9 @@ def test_a_tombstone_is_matched_and_snapshotted_again() -> None:
     cache.finish("c", span(60, 63), 0)
     found = cache.look_up(tokens)
     assert (found.match.length, found.match.kv_length) == (0, 8)
-    assert found.stops == (8,)
+    assert found.snapshot_positions == (8,)
     cache.drain_commands()
-    got = cache.admit("d", found, cover=9)
+    got = cache.admit("d", found, num_tokens=9)
     assert got is not None
     prefill(cache, "d", tokens)
     assert cache.look_up(tokens).match.length == 8
@@ -145,7 +145,7 @@ def test_a_look_up_goes_stale() -> None:
     serve(cache, "a", span(0, 6))
     assert not cache.is_current(found)
     with pytest.raises(ValueError, match="older than the tree"):
-        cache.admit("b", found, cover=9)
+        cache.admit("b", found, num_tokens=9)
 
 
 def test_a_live_sequence_is_not_admitted_twice() -> None:

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 
-from hybrid_plugin.core.arena import Arena, ElasticArena
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap, Zero
-from hybrid_plugin.core.executor import Executor
-from hybrid_plugin.core.host_arena import HostArena
+from hybrid_plugin.device.arena import Arena, ElasticArena
+from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.host_arena import HostArena
 from tests.core.support import page, state
 
 BLOCK = 64 << 10

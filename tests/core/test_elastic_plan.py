@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -105,7 +105,7 @@ def test_pools_are_built_as_planned() -> None:
     assert (pages.ids.mapped, slots.ids.mapped) == made.start
     assert (pages.usable, slots.usable) == (16 * 64 - 1, 52)
     for pool, ids in ((Pool.KV, pages.ids), (Pool.STATE, slots.ids)):
-        assert controller._shares[pool].granule_bytes % BLOCK == 0
+        assert controller._budgets[pool].granule_bytes % BLOCK == 0
         assert ids.capacity % ids.per_granule == 0
 
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap
+from hybrid_plugin.core.memory.elastic import ElasticBroker
 from tests.core.device import ContentError
 from tests.core.elastic import (
     ElasticEngine,
@@ -73,15 +73,15 @@ TestElastic.settings = machine_settings()
 
 
 class SkipsMaps(HybridCache):
-    def order(self, command: Command) -> None:
+    def enqueue(self, command: Command) -> None:
         if not isinstance(command, Map):
-            HybridCache.order(self, command)
+            HybridCache.enqueue(self, command)
 
 
 class SkipsUnmaps(HybridCache):
-    def order(self, command: Command) -> None:
+    def enqueue(self, command: Command) -> None:
         if not isinstance(command, Unmap):
-            HybridCache.order(self, command)
+            HybridCache.enqueue(self, command)
 
 
 class MapsLate(HybridCache):
@@ -101,9 +101,9 @@ class UnmapsEarly(HybridCache):
 
 
 class SkipsCopiesOfMovedIds(HybridCache):
-    def order(self, command: Command) -> None:
+    def enqueue(self, command: Command) -> None:
         if not isinstance(command, Copy):
-            HybridCache.order(self, command)
+            HybridCache.enqueue(self, command)
 
 
 class ForgetsMovedPages(HybridCache):
@@ -114,7 +114,7 @@ class ForgetsMovedPages(HybridCache):
         self.tree.renumber = lambda **_: None  # type: ignore[method-assign]
 
 
-class _Generous(ElasticController):
+class _Generous(ElasticBroker):
     """Grants more than there is."""
 
     def fits(
@@ -125,7 +125,7 @@ class _Generous(ElasticController):
         return True
 
 
-class _Spendthrift(ElasticController):
+class _Spendthrift(ElasticBroker):
     """Maps whether or not the budget has anything left."""
 
     def _map_slack(self, member: Any) -> bool:
@@ -134,7 +134,7 @@ class _Spendthrift(ElasticController):
         return bool(member.ids.free)
 
 
-class _Stingy(ElasticController):
+class _Stingy(ElasticBroker):
     """Refuses what only other pools could give."""
 
     def fits(
@@ -149,12 +149,12 @@ class _Stingy(ElasticController):
         )
 
 
-def _with(controller: type[ElasticController]) -> type[HybridCache]:
+def _with(controller: type[ElasticBroker]) -> type[HybridCache]:
     class Cache(HybridCache):
         def __init__(self, **fields: Any) -> None:
             ours = fields["elastic"]
             fields["elastic"] = controller(
-                ours.budget, ours._shares, patience=ours._patience
+                ours.budget, ours._budgets, patience=ours._patience
             )
             HybridCache.__init__(self, **fields)
 

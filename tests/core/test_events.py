@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.events import (
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tree.events import (
     Cleared,
     Event,
     EventLog,
@@ -21,8 +23,6 @@ from hybrid_plugin.core.events import (
     PagesStored,
     sha256_chain,
 )
-from hybrid_plugin.core.pool import NoSlots, PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
 from tests.core.support import NO_SNAPSHOTS, serve, span
 
 PAGE = 4

@@ -10,10 +10,10 @@ import random
 import pytest
 import torch
 
-import hybrid_plugin.core.arena as arena_module
-from hybrid_plugin.core.arena import Arena
+import hybrid_plugin.device.arena as arena_module
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
-from hybrid_plugin.core.executor import Executor
+from hybrid_plugin.device.arena import Arena
+from hybrid_plugin.device.executor import Executor
 from tests.core.support import page, state, zero
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed
-from hybrid_plugin.core.node import ADMISSION, Node
-from hybrid_plugin.core.radix import MambaRadixCache
+from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed
+from hybrid_plugin.core.tree.node import ADMISSION, Node
+from hybrid_plugin.core.tree.radix import MambaRadixCache
 from tests.core.audit import audit_orders
 from tests.core.test_radix import put, snap, t
 from tests.core.test_radix_eviction import evict_all, ids

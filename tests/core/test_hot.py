@@ -8,8 +8,8 @@ import random
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.keeping import Keeping
-from hybrid_plugin.core.radix import Match
+from hybrid_plugin.core.policy.slot_tradeoff import SlotTradeoff
+from hybrid_plugin.core.tree.radix import Match
 from tests.core.audit import audit
 from tests.core.elastic import ElasticEngine, ElasticSetup
 from tests.core.engine import FakeEngine, Setup
@@ -202,12 +202,12 @@ def test_a_slot_is_left_for_a_branch_on_its_way() -> None:
 def test_what_a_slot_is_worth(
     saving: int, among: int, running: int, answer: int, pays: bool
 ) -> None:
-    keeping = Keeping(float(answer))
+    keeping = SlotTradeoff(float(answer))
     assert keeping.pays(saving, among=among, running=running) == pays
 
 
 def test_answers_are_averaged() -> None:
-    keeping = Keeping()
+    keeping = SlotTradeoff()
     for _ in range(300):
         keeping.ended(64)
     assert 63 < keeping.answer < 64

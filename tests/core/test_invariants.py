@@ -80,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine.waiting) < 5)
     @rule(
         which=INDEX,
-        keep=st.integers(0, 40),
+        kept=st.integers(0, 40),
         extra=EXTRA,
         answer=st.integers(1, 6),
         namespace=st.sampled_from([None, "adapter"]),
@@ -90,24 +90,24 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(
         self,
         which: int,
-        keep: int,
+        kept: int,
         extra: list[int],
         answer: int,
         namespace: Hashable,
         access: Access,
         limit: int | None,
     ) -> None:
-        tokens = fork(self.seen, which, keep, extra, self.engine.setup.max_length)
+        tokens = fork(self.seen, which, kept, extra, self.engine.setup.max_length)
         self.seen.append(tokens)
         prompt_length = max(1, len(tokens) - answer)
         self.engine.submit(
             tokens, prompt_length, namespace=namespace, access=access, limit=limit
         )
 
-    @rule(which=INDEX, keep=st.integers(0, 40), extra=EXTRA)
-    def submit_and_serve(self, which: int, keep: int, extra: list[int]) -> None:
+    @rule(which=INDEX, kept=st.integers(0, 40), extra=EXTRA)
+    def submit_and_serve(self, which: int, kept: int, extra: list[int]) -> None:
         """Plain requests must be common, or nothing is ever hit."""
-        self.submit(which, keep, extra, 2, None, Access.NORMAL, None)
+        self.submit(which, kept, extra, 2, None, Access.NORMAL, None)
         self.engine.step(64)
         self.engine.step(64)
 

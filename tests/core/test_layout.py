@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_plugin.core.layout import (
+from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
     CacheLayout,
     PoolSizes,

@@ -10,8 +10,8 @@ import pytest
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
 from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
-from hybrid_plugin.core.node import Node
-from hybrid_plugin.core.radix import Evicted, Match
+from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.radix import Evicted, Match
 from tests.core.device import ContentError
 from tests.core.traffic import Traffic
 
@@ -82,7 +82,7 @@ class IgnoresNamespaces(HybridCache):
         namespace: Hashable = None,
         limit: int | None = None,
         *,
-        keep: Sequence[int] = (),
+        snapshot_at: Sequence[int] = (),
     ) -> LookUp:
         return HybridCache.look_up(self, tokens, None, limit)
 
@@ -99,7 +99,7 @@ class RestoresTooMuch(HybridCache):
         admission = HybridCache.admit(self, seq_id, found, **options)
         if admission is None or not 0 < admission.hit < found.length - 1:
             return admission
-        if admission.hit + 1 >= options["cover"]:
+        if admission.hit + 1 >= options["num_tokens"]:
             return admission
         return Admission(admission.pages, admission.slot, admission.hit + 1)
 
@@ -114,8 +114,10 @@ class KeepsNoLock(HybridCache):
 class LocksPagesOfOthers(HybridCache):
     """Promises pages as reclaimable that it has locked."""
 
-    def _keep(self, sequence: LiveSequence, node: Node, gained: int) -> None:
-        HybridCache._keep(self, sequence, node, node.end - sequence.locked_tokens)
+    def _extend_lock(self, sequence: LiveSequence, node: Node, gained: int) -> None:
+        HybridCache._extend_lock(
+            self, sequence, node, node.end - sequence.locked_tokens
+        )
 
 
 class EvictsBeforeRefusing(HybridCache):

@@ -6,16 +6,16 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.eviction import LeastRecentlyUsed
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from tests.core.audit import audit
 from tests.core.support import NO_SNAPSHOTS, prefill, serve, span, start
 
 
 def make(cap: int | None) -> HybridCache:
     """Snapshots at the end of every chunk, by plain recency."""
-    policy = SnapshotPolicy(4, 1, NO_SNAPSHOTS, 1, most_per_path=cap)
+    policy = SnapshotPolicy(4, 1, NO_SNAPSHOTS, 1, max_per_path=cap)
     return HybridCache(
         PagePool(100), SlotPool(50), 4, policy, eviction=LeastRecentlyUsed()
     )

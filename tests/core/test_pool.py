@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_plugin.core.pool import RESERVED_ID, PagePool, SlotPool
+from hybrid_plugin.core.memory.pools import RESERVED_ID, PagePool, SlotPool
 
 
 def counts(pool: PagePool) -> tuple[int, int, int]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from hybrid_plugin.core.node import Node, Snapshot
-from hybrid_plugin.core.radix import MambaRadixCache, Match
-from hybrid_plugin.core.tokens import Tokens
+from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
+from hybrid_plugin.core.tree.tokens import Tokens
 from tests.core.audit import audit_orders, audit_structure
 
 

@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from hybrid_plugin.core.eviction import LeastRecentlyUsed
-from hybrid_plugin.core.node import Node
-from hybrid_plugin.core.radix import Evicted, MambaRadixCache
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache
 from tests.core.audit import audit_orders, audit_structure
 from tests.core.test_radix import match, put, snap, t, tree_with
 

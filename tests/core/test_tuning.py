@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.eviction import FlopAware
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
-from hybrid_plugin.core.tuning import AlphaTuner
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.eviction import FlopAware
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.policy.tuning import AlphaTuner
 from tests.core.elastic import ElasticSetup
 from tests.core.support import NO_SNAPSHOTS, Tokens, serve, span
 
@@ -107,7 +107,7 @@ def test_passes_over_what_does_not_fit_and_what_may_not_be_cached() -> None:
     serve(cache, "long", span(0, 100))
     private: Tokens = span(500, 508)
     found = cache.look_up(private)
-    assert cache.admit("private", found, cover=8, cacheable=False) is not None
+    assert cache.admit("private", found, num_tokens=8, cacheable=False) is not None
     cache.advance("private", private, 8)
     cache.finish("private", private, 8)
     assert policy.alpha == 0.5

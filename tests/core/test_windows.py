@@ -7,23 +7,23 @@ import pytest
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Copy, Pool, WindowPool, Zero
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.pool import NoSlots, PagePool, SlotPool
-from hybrid_plugin.core.snapshots import SnapshotPolicy
-from hybrid_plugin.core.spans import (
+from hybrid_plugin.core.memory.attention_windows import (
     FULL_ATTENTION,
+    AttentionWindow,
     ChunkedLocal,
     SlidingWindow,
-    Span,
     live_pages,
 )
-from hybrid_plugin.core.windows import WindowGroup
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from tests.core.audit import audit
 from tests.core.support import NO_SNAPSHOTS, prefill, serve, span, start
 
 
 def make(
-    *spans: Span,
+    *spans: AttentionWindow,
     page_size: int = 4,
     pages: int = 60,
     window_pages: int = 60,
@@ -73,7 +73,7 @@ class TestPublishedExamples:
             states=(),
         )
         assert layout.page_bytes == 10 * 4096
-        assert layout.window_spans == (SlidingWindow(1024),)
+        assert layout.attention_windows == (SlidingWindow(1024),)
         assert layout.window_page_bytes == (52 * 4096,)
         budget = 1 << 30
         sizes = layout.split(budget, max_model_len=8192, chunk=2048)
@@ -103,7 +103,7 @@ class TestSpans:
         ],
     )
     def test_the_first_token_that_is_needed(
-        self, what: Span, position: int, first: int
+        self, what: AttentionWindow, position: int, first: int
     ) -> None:
         assert what.first_needed(position) == first
 
@@ -125,7 +125,7 @@ class TestPrefill:
     def test_pages_are_freed_while_it_runs(self) -> None:
         cache = make(SlidingWindow(8), ChunkedLocal(12))
         tokens = span(0, 64)
-        start(cache, "a", tokens, cover=16)
+        start(cache, "a", tokens, num_tokens=16)
         expected = {16: ([2, 3], [3]), 32: ([6, 7], [6, 7]), 48: ([10, 11], [])}
         for end, (sliding, chunked) in expected.items():
             cache.grow("a", end)
@@ -149,7 +149,7 @@ class TestPrefill:
     def test_a_long_prompt_runs_in_a_small_window_pool(self) -> None:
         cache = make(SlidingWindow(8), window_pages=6)
         tokens = span(0, 200)
-        start(cache, "a", tokens, cover=8)
+        start(cache, "a", tokens, num_tokens=8)
         for end in range(8, 201, 8):
             assert cache.grow("a", end) is not None
             cache.advance("a", tokens, end)
@@ -165,13 +165,13 @@ class TestHits:
         parted = cache.look_up((*span(0, 20), *span(100, 120)))
         assert (parted.match.length, parted.match.kv_length) == (0, 20)
         # The next one may resume where they part: a snapshot is planned there.
-        assert 20 in parted.stops
+        assert 20 in parted.snapshot_positions
 
     def test_a_hit_shares_live_pages_and_copies_the_last(self) -> None:
         cache = make(SlidingWindow(8), states=True)
         serve(cache, "a", span(0, 41), (1,))
         cache.drain_commands()
-        admitted = start(cache, "b", span(0, 60), cover=60)
+        admitted = start(cache, "b", span(0, 60), num_tokens=60)
         assert admitted.hit == 41
         # Tokens 34 to 40 are needed: pages 8 and 9 are shared, 10 is copied.
         assert held(cache, "b")[:3] == [8, 9, 10]
@@ -190,7 +190,7 @@ class TestHits:
         cache = make()
         serve(cache, "a", span(0, 41), (1,))
         found = cache.look_up((*span(0, 22), *span(100, 120)))
-        assert (found.match.length, found.stops) == (20, ())
+        assert (found.match.length, found.snapshot_positions) == (20, ())
 
     def test_a_window_group_makes_room_by_giving_up_snapshots(self) -> None:
         cache = make(SlidingWindow(8), window_pages=8)

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.spans import ChunkedLocal, SlidingWindow, Span
+from hybrid_plugin.core.memory.attention_windows import (
+    AttentionWindow,
+    ChunkedLocal,
+    SlidingWindow,
+)
 from tests.core.engine import Access, FakeEngine, Setup
 from tests.core.support import Tokens
 
@@ -53,14 +57,14 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
     return replace(
         setup,
         flop_aware=side.random() < 0.3,
-        most_per_path=side.choice((None, None, None, 1, 2)),
+        max_per_path=side.choice((None, None, None, 1, 2)),
         follow=side.choice((0, 1, 2 * page_size)),
     )
 
 
 def with_windows(rng: random.Random, setup: Setup) -> Setup:
     """The same for a model with one or two window groups, half without states."""
-    spans: list[Span] = [
+    spans: list[AttentionWindow] = [
         SlidingWindow(rng.choice((1, 2, 3, 5, 8, 17, 33))),
         ChunkedLocal(rng.choice((2, 4, 7, 16, 32))),
     ]
@@ -126,7 +130,7 @@ class Traffic:
             engine.flush()
 
     def submit(self) -> None:
-        """Queue a request that often shares a prefix with an earlier one."""
+        """Queue a request that often budgets a prefix with an earlier one."""
         rng, most = self.rng, self.engine.setup.max_length
         extra = [rng.randrange(3) for _ in range(rng.choice((0, 1, 2, 7, 20)))]
         tokens = fork(self.seen, rng.randrange(6), self._keep(), extra, most)

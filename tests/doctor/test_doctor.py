@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.cli import main
-from hybrid_plugin.compatibility.contracts import contracts_of
-from hybrid_plugin.compatibility.matrix import Row, load, newest
-from hybrid_plugin.core.elastic_plan import plan_elastic
-from hybrid_plugin.core.layout import (
+from hybrid_plugin.core.memory.elastic_plan import plan_elastic
+from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
     CacheLayout,
     PoolSizes,
     StateGroup,
 )
-from hybrid_plugin.doctor import installed, points, render, report
-from hybrid_plugin.doctor.installed import Engine
-from hybrid_plugin.doctor.outlook import Outlook, Prospect
-from hybrid_plugin.doctor.report import EngineReport, Question, Report
+from hybrid_plugin.engine.outlook import Outlook, Prospect
+from hybrid_plugin.tools.doctor import installed, points, render, report
+from hybrid_plugin.tools.doctor.installed import Engine
+from hybrid_plugin.tools.doctor.report import EngineReport, Question, Report
+from hybrid_plugin.upstream.contracts import contracts_of
+from hybrid_plugin.upstream.matrix import Row, load, newest
 from tests.compat.engines import rows_at_hand, source_of, view_of
 from tests.compat.rename import ENDING, renamed_copy
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether two runs gave the same greedy answers, request by request.
 
-`hybrid_plugin.demo.compare` says what equal means where rounding differs.
+`hybrid_plugin.tools.demo.compare` says what equal means where rounding differs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_plugin.demo.compare import first_difference
+from hybrid_plugin.tools.demo.compare import first_difference
 from tests.engines.messages import Answer
 
 

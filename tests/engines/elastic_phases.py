@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.executor import Executor
+from hybrid_plugin.device.executor import Executor
 from tests.core.resident import resident
 
 MAX_MODEL_LEN = 1024

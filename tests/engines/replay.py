@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.pool import PagePool, SlotPool
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 
 
 def replay(
@@ -42,12 +42,14 @@ def _serve(
     answer: tuple[int, ...],
     chunk: int,
 ) -> int:
-    admission = cache.admit(name, cache.look_up(prompt), cover=len(prompt))
+    admission = cache.admit(name, cache.look_up(prompt), num_tokens=len(prompt))
     assert admission is not None
     computed = admission.hit
     while computed < len(prompt):
         end = min(computed + chunk, len(prompt))
-        computed = cache.split_at(cache.stops_of(name), computed, end, len(prompt))
+        computed = cache.chunk_end(
+            cache.snapshot_positions_of(name), computed, end, len(prompt)
+        )
         cache.advance(name, prompt, computed)
     # The last token of an answer is sampled, not computed.
     for length in range(len(prompt) + 1, len(prompt) + len(answer)):

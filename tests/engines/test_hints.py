@@ -60,7 +60,7 @@ def test_a_request_names_a_position(server: Server, driver: Driver) -> None:
     """And one that names none leaves nothing for the second."""
     for seed, keep in ((3, (100,)), (4, ())):
         shared = encode(system_prompt(random.Random(seed), LENGTH))
-        first = Ask(shared + encode("First?"), 4, keep=keep, salt=str(seed))
+        first = Ask(shared + encode("First?"), 4, snapshot_at=keep, salt=str(seed))
         assert server.ask_all([first], 1)[0].error is None
         second = server.ask(shared + encode("Second?"), 4, salt=str(seed))
         kept = keep[0] if keep else 0
@@ -70,6 +70,6 @@ def test_a_request_names_a_position(server: Server, driver: Driver) -> None:
 def test_a_position_that_is_none_costs_no_answer(server: Server) -> None:
     prompt = encode(system_prompt(random.Random(5), LENGTH))
     for keep in ((-1,), (1 << 40,)):
-        answer = server.ask_all([Ask(prompt, 4, keep=keep)], 1)[0]
+        answer = server.ask_all([Ask(prompt, 4, snapshot_at=keep)], 1)[0]
         assert answer.error is None and len(answer.tokens) == 4
     assert "hybrid-plugin ignores a hint" in server.log_text()

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from hybrid_plugin.core.budget import ElasticController
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.memory.elastic import ElasticBroker
 
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-qwen3-next"
 MAX_MODEL_LEN = 1024
@@ -40,7 +40,7 @@ class Shaker:
     """Has the pools of a scheduler take memory from each other before each step."""
 
     def __init__(self, scheduler: Any, seed: int, times: int) -> None:
-        self.elastic: ElasticController = scheduler.kv_cache_manager.cache.elastic
+        self.elastic: ElasticBroker = scheduler.kv_cache_manager.cache.elastic
         self._rng, self._times = random.Random(seed), times
         self._schedule = scheduler.schedule
         scheduler.schedule = self.schedule

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_plugin.core import cuda_arena
-from hybrid_plugin.core.arena import ElasticArena
-from hybrid_plugin.core.cuda_arena import CudaArena
-from hybrid_plugin.core.virtual import AddressRange, Span
+from hybrid_plugin.device import cuda_arena
+from hybrid_plugin.device.arena import ElasticArena
+from hybrid_plugin.device.cuda_arena import CudaArena
+from hybrid_plugin.device.virtual_arena import AddressRange, ByteRange
 
 if not cuda_arena.is_available():
     pytest.skip("needs a CUDA device and cuda-bindings", allow_module_level=True)
@@ -41,8 +41,8 @@ def used() -> int:
     return total - free
 
 
-def blocks(place: AddressRange, *numbers: int) -> list[Span]:
-    return [Span(place, i * BLOCK, (i + 1) * BLOCK) for i in numbers]
+def blocks(place: AddressRange, *numbers: int) -> list[ByteRange]:
+    return [ByteRange(place, i * BLOCK, (i + 1) * BLOCK) for i in numbers]
 
 
 def test_the_driver_counts_the_budget_and_no_more() -> None:
@@ -58,7 +58,7 @@ def test_the_driver_counts_the_budget_and_no_more() -> None:
     assert 0 <= held - arena.budget <= 8 * MIB
     for turn in range(6):
         place = places[turn % 2]
-        spans = [Span(place, 0, arena.usable)]
+        spans = [ByteRange(place, 0, arena.usable)]
         assert arena.map(spans) is None
         place.memory[: arena.usable].fill_(turn)
         assert used() - before == held
@@ -73,11 +73,11 @@ def test_addresses_stay_and_content_is_the_blocks(arena: CudaArena) -> None:
     place = arena.reserve(32 * MIB)
     view = place.memory[BLOCK : 3 * BLOCK]
     for value in (1, 2):
-        assert arena.map([Span(place, BLOCK, 3 * BLOCK)]) is None
+        assert arena.map([ByteRange(place, BLOCK, 3 * BLOCK)]) is None
         view.fill_(value)
         assert bool((view == value).all())
         assert view.data_ptr() == place.address + BLOCK
-        arena.unmap([Span(place, BLOCK, 3 * BLOCK)])
+        arena.unmap([ByteRange(place, BLOCK, 3 * BLOCK)])
 
 
 def test_holes_can_be_read_everywhere(arena: CudaArena) -> None:
@@ -164,8 +164,8 @@ def test_memory_that_others_took_is_refused() -> None:
     assert free // 2 < arena.held <= free
     place = arena.reserve(2 * arena.held // BLOCK * BLOCK)
     half = arena.held // 2 // BLOCK * BLOCK
-    assert arena.map([Span(place, 0, half)]) is None
-    refusal = arena.map([Span(place, half, place.size)])
+    assert arena.map([ByteRange(place, 0, half)]) is None
+    refusal = arena.map([ByteRange(place, half, place.size)])
     assert refusal is not None
     place.memory[: 16 * MIB].fill_(1)
     torch.cuda.synchronize()
@@ -174,7 +174,7 @@ def test_memory_that_others_took_is_refused() -> None:
 
 WRITES_TO_A_HOLE = """
 import torch
-from hybrid_plugin.core.cuda_arena import CudaArena
+from hybrid_plugin.device.cuda_arena import CudaArena
 arena = CudaArena(64 << 20, torch.device("cuda", 0))
 place = arena.reserve(64 << 20)
 print("read", int(place.memory[:1024].to(torch.int64).abs().sum()) >= 0)

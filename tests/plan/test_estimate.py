@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.plan.estimate import (
+from hybrid_plugin.tools.plan.estimate import (
     group_size,
     sglang_static,
     two_pools,
     vllm_aligned,
 )
-from hybrid_plugin.plan.model import load_shape
-from hybrid_plugin.plan.shape import ModelShape
+from hybrid_plugin.tools.plan.model import load_shape
+from hybrid_plugin.tools.plan.shape import ModelShape
 from tests.plan.configs import GEMMA3, LLAMA, QWEN3_NEXT, write
 
 GIB = 2**30

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.core.spans import FULL_ATTENTION, ChunkedLocal, SlidingWindow
-from hybrid_plugin.plan.model import load_shape, stored_weight_bytes
+from hybrid_plugin.core.memory.attention_windows import (
+    FULL_ATTENTION,
+    ChunkedLocal,
+    SlidingWindow,
+)
+from hybrid_plugin.tools.plan.model import load_shape, stored_weight_bytes
 from tests.plan.configs import (
     GEMMA3,
     GEMMA3N,
@@ -22,9 +26,9 @@ from tests.plan.configs import (
 
 
 def layers(tmp_path: Path, config: Any, **options: Any) -> list[tuple[object, int]]:
-    """(span or kind, layers) of every group."""
+    """(window or kind, layers) of every group."""
     shape = load_shape(write(tmp_path, config), **options)
-    attention = [(group.span, group.count) for group in shape.attention]
+    attention = [(group.window, group.count) for group in shape.attention]
     return [*attention, *((group.kind, group.count) for group in shape.states)]
 
 

@@ -11,8 +11,8 @@ import torch
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.pool import PagePool, SlotPool
-from hybrid_plugin.sglang import allocation
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.sglang import token_placement
 
 PAGE = 4
 
@@ -55,7 +55,7 @@ class Bench:
 
     def admit(self, rid: str, tokens: list[int]) -> Any:
         found = self.core.look_up(tuple(tokens))
-        assert self.core.admit(rid, found, cover=len(tokens)) is not None
+        assert self.core.admit(rid, found, num_tokens=len(tokens)) is not None
         kv = SimpleNamespace(
             holds_mamba=False,
             holds_kv=False,
@@ -87,7 +87,7 @@ class Bench:
 def test_new_requests_get_rows_and_positions_in_order() -> None:
     bench = Bench()
     a, b = bench.admit("a", list(range(6))), bench.admit("b", list(range(50, 55)))
-    added, rows, rows_cpu = allocation.extend(
+    added, rows, rows_cpu = token_placement.extend(
         bench.cache, bench.batch([a, b], [0, 0], [6, 5])
     )
     assert added.tolist() == bench.expected("a", 6) + bench.expected("b", 5)
@@ -102,8 +102,8 @@ def test_new_requests_get_rows_and_positions_in_order() -> None:
 def test_a_second_chunk_adds_to_its_row_alone() -> None:
     bench = Bench()
     a = bench.admit("a", list(range(11)))
-    allocation.extend(bench.cache, bench.batch([a], [0], [7]))
-    added, _, _ = allocation.extend(bench.cache, bench.batch([a], [7], [11]))
+    token_placement.extend(bench.cache, bench.batch([a], [0], [7]))
+    added, _, _ = token_placement.extend(bench.cache, bench.batch([a], [7], [11]))
     assert added.tolist() == bench.expected("a", 11)[7:]
     assert bench.row(a, 11) == bench.expected("a", 11)
     assert a.kv.req_pool_idx == 1
@@ -112,11 +112,11 @@ def test_a_second_chunk_adds_to_its_row_alone() -> None:
 def test_a_hit_is_written_into_the_new_row() -> None:
     bench = Bench()
     first = bench.admit("first", list(range(9)))
-    allocation.extend(bench.cache, bench.batch([first], [0], [9]))
+    token_placement.extend(bench.cache, bench.batch([first], [0], [9]))
     bench.core.finish("first", tuple(range(9)), 9)
     again = bench.admit("again", [*range(9), 70, 71])
     assert again.hit == 9  # two whole pages and one token of a third
-    added, _, _ = allocation.extend(bench.cache, bench.batch([again], [9], [11]))
+    added, _, _ = token_placement.extend(bench.cache, bench.batch([again], [9], [11]))
     assert bench.row(again, 11) == bench.expected("again", 11)
     assert added.tolist() == bench.expected("again", 11)[9:]
 
@@ -124,12 +124,12 @@ def test_a_hit_is_written_into_the_new_row() -> None:
 def test_decoding_goes_on_within_a_page_and_begins_new_ones() -> None:
     bench = Bench()
     a, b = bench.admit("a", list(range(4))), bench.admit("b", list(range(50, 56)))
-    allocation.extend(bench.cache, bench.batch([a, b], [0, 0], [4, 6]))
+    token_placement.extend(bench.cache, bench.batch([a, b], [0, 0], [4, 6]))
     lengths = [4, 6]
     for _ in range(9):
         batch = bench.batch([a, b], [], lengths)
         batch.req_pool_indices = torch.tensor([a.kv.req_pool_idx, b.kv.req_pool_idx])
-        added = allocation.decode(bench.cache, batch)
+        added = token_placement.decode(bench.cache, batch)
         lengths = [n + 1 for n in lengths]
         assert added.tolist() == [
             bench.expected("a", lengths[0])[-1],
@@ -143,8 +143,8 @@ def test_decoding_goes_on_within_a_page_and_begins_new_ones() -> None:
 def test_no_room_is_an_error_that_says_so() -> None:
     bench = Bench(pages=2)
     a = bench.admit("a", list(range(4)))
-    allocation.extend(bench.cache, bench.batch([a], [0], [4]))
+    token_placement.extend(bench.cache, bench.batch([a], [0], [4]))
     batch = bench.batch([a], [], [4])
     batch.req_pool_indices = torch.tensor([a.kv.req_pool_idx])
     with pytest.raises(RuntimeError, match="beyond the pages"):
-        allocation.decode(bench.cache, batch)
+        token_placement.decode(bench.cache, batch)

@@ -13,12 +13,12 @@ import torch
 pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core import host_arena
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Pool, Unmap
-from hybrid_plugin.core.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.host_arena import HostArena
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.device import host_arena
+from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.sglang import elastic
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
@@ -150,7 +150,9 @@ def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     running = SimpleNamespace(features=made["features"], mamba=made["mamba"])
     monkeypatch.setattr(elastic, "get_schedule", lambda: made["schedule"])
     monkeypatch.setattr(elastic, "get_exec", lambda: running)
-    monkeypatch.setattr("hybrid_plugin.elastic_memory.obstacle", lambda device: None)
+    monkeypatch.setattr(
+        "hybrid_plugin.engine.elastic_memory.obstacle", lambda device: None
+    )
     configurator = made["configurator"]
     configurator._get_ple_req_pool_kwargs = lambda: configurator.side_states
     return configurator
@@ -206,7 +208,7 @@ def core(made: ElasticPlan) -> HybridCache:
 def serve(cache: HybridCache, rid: str, tokens: list[int], *, end: bool) -> bool:
     """One sequence, computed to its end, and finished if `end`."""
     found = cache.look_up(tokens)
-    if cache.admit(rid, found, cover=len(tokens)) is None:
+    if cache.admit(rid, found, num_tokens=len(tokens)) is None:
         return False
     cache.drain_commands()
     cache.advance(rid, tokens, len(tokens))

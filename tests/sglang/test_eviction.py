@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("sglang")
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.core.eviction import FlopAware, UsedFirst
+from hybrid_plugin.core.policy.eviction import FlopAware, UsedFirst
 from hybrid_plugin.sglang.planning import _eviction
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
-from hybrid_plugin.sglang.memory import SglangExecutor, kv_tensors
+from hybrid_plugin.sglang.executor import SglangExecutor, kv_tensors
 
 KV, STATE = Pool.KV, Pool.STATE
 

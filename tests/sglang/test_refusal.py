@@ -14,10 +14,10 @@ pytest.importorskip("sglang")
 from sglang import __version__
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.hookpoints import Contract
-from hybrid_plugin.sglang import activation, compat, hooks, register
-from hybrid_plugin.sglang.platform import kernels
-from hybrid_plugin.sglang.platform.hooks import HOOKS as PLATFORM_HOOKS
+from hybrid_plugin.sglang import activation, contracts, patches, register
+from hybrid_plugin.sglang_cpu import kernels
+from hybrid_plugin.sglang_cpu.replacements import HOOKS as PLATFORM_HOOKS
+from hybrid_plugin.upstream.hookpoints import Contract
 from tests.compat.take_away import take_away
 
 
@@ -30,18 +30,20 @@ def _used(*groups: tuple[Contract, ...]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def hook_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests share this process: what is checked first is what is tested."""
-    monkeypatch.setattr(compat, "_hook", lambda *_: None)
-    monkeypatch.setattr(compat, "_apply", lambda: None)
+    monkeypatch.setattr(patches, "_hook", lambda *_: None)
+    monkeypatch.setattr(patches, "_apply", lambda: None)
 
 
 @pytest.fixture
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(activation.ENABLE_VARIABLE, "1")
     monkeypatch.setenv(activation.OPTIONS_VARIABLE, "")
-    monkeypatch.setattr(compat, "_ENGINE_HOOKED", False)
+    monkeypatch.setattr(patches, "_ENGINE_HOOKED", False)
 
 
-@pytest.mark.parametrize("contract", _used(hooks.COMMAND_LINE_HOOKS, hooks.HOOKS))
+@pytest.mark.parametrize(
+    "contract", _used(contracts.COMMAND_LINE_HOOKS, contracts.HOOKS)
+)
 def test_server_does_not_start(
     contract: Contract, asked_for: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -61,7 +63,7 @@ def test_platform_does_not_start(
     assert contract.target in str(refusal.value)
 
 
-@pytest.mark.parametrize("contract", _used(hooks.COMMAND_LINE_HOOKS))
+@pytest.mark.parametrize("contract", _used(contracts.COMMAND_LINE_HOOKS))
 def test_server_without_the_plugin_starts_and_says_so(
     contract: Contract,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,10 +82,10 @@ def test_untested_version_is_served_with_a_warning(
 ) -> None:
     monkeypatch.setattr("sglang.__version__", "7.0.0")
     for step in ("_settle_arguments", "_build_cache", "_apply"):
-        monkeypatch.setattr(compat, step, lambda: None)
+        monkeypatch.setattr(patches, step, lambda: None)
     with caplog.at_level(logging.WARNING):
         register()
-    assert compat._ENGINE_HOOKED
+    assert patches._ENGINE_HOOKED
     assert (
         "SGLang 7.0.0 is newer than the compatibility matrix: all hook points hold, "
         "but no test has run on it."

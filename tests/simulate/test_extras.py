@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hybrid_plugin.simulate.progress import progress
+from hybrid_plugin.tools.simulate.progress import progress
 from tests.oneliners import fails_with_one_sentence
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.simulate.agentic import AgenticStream
-from hybrid_plugin.simulate.mooncake import read_mooncake
-from hybrid_plugin.simulate.request import TraceError
-from hybrid_plugin.simulate.token_lists import read_token_lists
-from hybrid_plugin.simulate.traces import format_of
+from hybrid_plugin.tools.simulate.agentic import AgenticStream
+from hybrid_plugin.tools.simulate.mooncake import read_mooncake
+from hybrid_plugin.tools.simulate.request import TraceError
+from hybrid_plugin.tools.simulate.token_lists import read_token_lists
+from hybrid_plugin.tools.simulate.traces import format_of
 from tests.simulate.traces import mooncake_line, tokens
 
 
@@ -72,9 +72,9 @@ class TestTokens:
             tokens(1, 4),
             tokens(0, 0),
         )
-        assert (plain.namespace, plain.keep) == (None, ())
+        assert (plain.namespace, plain.snapshot_at) == (None, ())
         assert (rich.make(), rich.answer) == (tokens(4, 6), tokens(6, 7))
-        assert (rich.namespace, rich.keep) == ("a", (1,))
+        assert (rich.namespace, rich.snapshot_at) == ("a", (1,))
 
     @pytest.mark.parametrize(
         ("line", "sentence"),

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.eviction import FlopAware, LeastRecentlyUsed
-from hybrid_plugin.core.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.snapshots import SnapshotPolicy
-from hybrid_plugin.core.spans import SlidingWindow
-from hybrid_plugin.simulate.agentic import AgenticStream
-from hybrid_plugin.simulate.bound import PageTrace, bound_hit_tokens
-from hybrid_plugin.simulate.capacity import Capacity
-from hybrid_plugin.simulate.simulation import Simulation
+from hybrid_plugin.core.memory.attention_windows import SlidingWindow
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.tools.simulate.agentic import AgenticStream
+from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
+from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.simulation import Simulation
 from tests.simulate.traces import request, simulate, tokens
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.core.tokens import Tokens
-from hybrid_plugin.simulate.capacity import Capacity
-from hybrid_plugin.simulate.outcome import Outcome
-from hybrid_plugin.simulate.request import Request
-from hybrid_plugin.simulate.simulation import Simulation
+from hybrid_plugin.core.tree.tokens import Tokens
+from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.outcome import Outcome
+from hybrid_plugin.tools.simulate.request import Request
+from hybrid_plugin.tools.simulate.simulation import Simulation
 
 
 def tokens(start: int, end: int) -> Tokens:

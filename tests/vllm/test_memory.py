@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import (
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Copy, Pool, Zero
-from hybrid_plugin.core.layout import PoolSizes
-from hybrid_plugin.vllm.memory import allocate_pools, executor_of
+from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
+from hybrid_plugin.vllm.pool_memory import allocate_pools, executor_of
 
 ATTENTION = FullAttentionSpec(
     block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32

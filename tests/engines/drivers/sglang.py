@@ -13,7 +13,7 @@ from unittest.mock import patch
 import httpx
 import torch
 
-from hybrid_plugin.demo.compare import NEAR_TIE
+from hybrid_plugin.tools.demo.compare import NEAR_TIE
 from tests.engines.drivers.driver import (
     MAX_MODEL_LEN,
     Decision,

@@ -14,7 +14,7 @@ import time
 
 def _watch(report: str) -> None:
     from hybrid_plugin.core.commands import Pool
-    from hybrid_plugin.core.executor import Executor
+    from hybrid_plugin.device.executor import Executor
 
     run, lock = Executor.run, threading.Lock()
     most = {"most_mapped": 0, "most_resident": 0, "grown_kv": 0, "grown_state": 0}

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ElasticBroker: one byte budget for all pools, moved to where it is needed.
+
+A pool that runs dry asks it to expand.  It takes, in this order: what the
+budget has left; idle granules of the pools that use theirs least; what is
+cached, the pool's own or another's, whichever was not used for longer; then
+what another pool can spare at all; and at last what is hot.  No pool loses
+what a live sequence uses, nor goes below its floor.
+
+Every move costs a wait for the device.  So memory moves in few large steps,
+and content that is cached moves out of another pool's way only if it is older
+by far than the pool's own: pools of about equal age stay as they are.
+
+Decides only; memory moves when the commands are executed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from hybrid_plugin.core.memory.id_space import IdSpace
+
+STEPS_IN_BUDGET = 128
+"""A move takes at least this part of the budget, where that can be had."""
+MUCH_OLDER = 2
+"""How many times older another pool's content must be to go before its own."""
+PATIENCE = 16
+"""And by how many admissions at least."""
+BATCHES_IN_POOL = 1024
+"""What is evicted at least is this part of a pool."""
+NOTICEABLE = 0.1
+"""Change of a pool's part of the memory that `notice` reports."""
+
+
+class Reclaim(Protocol):
+    """What the owner of a pool's ids tells the controller, and does for it."""
+
+    def age(self) -> int | None:
+        """Admissions since what would be evicted next was used; None for nothing."""
+
+    def evict(self, count: int, *, allow_hot: bool) -> bool:
+        """Evict that, up to `count` ids; False if nothing could be.
+
+        Args:
+            count: ids that are wanted.
+            allow_hot: whether this is the last resort.  If not, what is hot stays.
+        """
+
+    def promised(self) -> int:
+        """Free ids that live sequences will take; others get them if they must."""
+
+    def migrate_granule(self, granule: int) -> None:
+        """Move the cached ids of a granule without live ones to free ids elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBudget:
+    """What a pool takes of the budget."""
+
+    granule_bytes: int
+    floor: int = 1
+    """Granules that it never goes below."""
+
+
+@dataclass(slots=True)
+class ElasticStats:
+    """Totals since start-up."""
+
+    moves: int = 0
+    """Granules that got memory or lost it."""
+    moved_bytes: int = 0
+    granules_emptied: int = 0
+    """Granules whose cached ids were moved elsewhere."""
+    seconds: float = 0.0
+    """Time spent on deciding, and on evicting what had to go."""
+    device_seconds: float = 0.0
+    """Time a rank spent on moving memory; whoever runs the commands says so."""
+
+    def as_dict(self) -> dict[str, float]:
+        """Every total by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(slots=True, eq=False)
+class PoolState:
+    pool: Pool
+    ids: IdSpace
+    budget: PoolBudget
+    reclaim: Reclaim
+    wanted: int = 0
+    """Ids that it must have free at the end of a call."""
+    least: int = 0
+    """Granules that it must have at the end of a call."""
+    to_map: list[int] = field(default_factory=list)
+    to_unmap: list[int] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return self.ids.mapped * self.budget.granule_bytes
+
+    def least_granules(self, wanted: int, pinned: Iterable[int]) -> int:
+        """Granules that hold `wanted` more ids, once all else is evicted."""
+        ids = self.ids.live + 1 + wanted
+        granules = self.ids.pinned_granules
+        if pinned := list(pinned):
+            ids += len(pinned)
+            granules += self.ids.newly_pinned(pinned)
+        return max(self.budget.floor, granules, -(-ids // self.ids.per_granule))
+
+    def spare_granules(self, kept: int) -> int:
+        """Granules whose worth of ids is free, `kept` ids not counted."""
+        most = (self.ids.free - kept) // self.ids.per_granule
+        return max(min(most, self.ids.mapped - self.least), 0)
+
+    @property
+    def batch(self) -> int:
+        """Ids to evict at least, so that not each new one asks for it."""
+        return self.ids.mapped * self.ids.per_granule // BATCHES_IN_POOL
+
+    def takes_memory(self) -> bool:
+        """Whether there are addresses left to map."""
+        return self.ids.mapped < self.ids.granules
+
+
+class ElasticBroker:
+    """Divides a byte budget between pools, granule by granule."""
+
+    def __init__(
+        self,
+        budget: int,
+        budgets: Mapping[Pool, PoolBudget],
+        *,
+        compacts: bool = True,
+        patience: int = PATIENCE,
+    ) -> None:
+        """Prepare for the pools of `budgets`, which `register` brings.
+
+        Args:
+            budget: bytes that may be mapped at once.
+            budgets: what each pool takes, in the order in which they are served.
+            compacts: whether cached ids may be moved to empty a granule.
+            patience: admissions by which another pool's content must be older at
+                least to go before a pool's own.
+        """
+        self.budget = budget
+        self.stats = ElasticStats()
+        self._budgets = dict(budgets)
+        self._compacts = compacts
+        self._patience = patience
+        self._members: dict[Pool, PoolState] = {}
+        self._enqueue: Callable[[Command], None] = _lose
+        self._noticed: dict[Pool, float] = {}
+
+    def register(self, pool: Pool, ids: IdSpace, reclaim: Reclaim) -> None:
+        """Take charge of a pool's memory: what is mapped stays, up to the floor more.
+
+        Raises:
+            ValueError: if that exceeds the budget.
+        """
+        member = PoolState(pool, ids, self._budgets[pool], reclaim)
+        self._members[pool] = member
+        while ids.mapped < min(member.budget.floor, ids.granules):
+            self._map(member)
+        self._flush()
+        if self.slack < 0:
+            raise ValueError(
+                f"the pools start with {self.budget - self.slack} bytes, but the "
+                f"budget is {self.budget}"
+            )
+        self._noticed = self._parts()
+
+    def send_to(self, order: Callable[[Command], None]) -> None:
+        """Have commands go to `order`."""
+        self._enqueue = order
+
+    @property
+    def slack(self) -> int:
+        """Bytes of the budget that are not mapped."""
+        return self.budget - sum(member.bytes for member in self._members.values())
+
+    def mapped_bytes(self) -> dict[Pool, int]:
+        """Bytes each pool has now."""
+        return {pool: member.bytes for pool, member in self._members.items()}
+
+    def used_bytes(self) -> int:
+        """Bytes of ids that live sequences use."""
+        return sum(
+            m.ids.live * m.budget.granule_bytes // m.ids.per_granule
+            for m in self._members.values()
+        )
+
+    def notice(self) -> str | None:
+        """A sentence, if the balance moved by much since the last one."""
+        parts = self._parts()
+        if all(abs(parts[p] - self._noticed[p]) <= NOTICEABLE for p in parts):
+            return None
+        self._noticed = parts
+        now = ", ".join(
+            f"{pool.value} {part:.0%} ({self._members[pool].bytes / 2**20:.0f} MiB)"
+            for pool, part in parts.items()
+        )
+        return f"Cache memory moved between the pools: {now}"
+
+    # ---------------------------------------------------------------- requests
+
+    def fits(
+        self,
+        wanted: Mapping[Pool, int],
+        pinned: Mapping[Pool, Iterable[int]] | None = None,
+    ) -> bool:
+        """Whether pools can have so many free ids each; changes nothing.
+
+        Args:
+            wanted: ids per pool.
+            pinned: cached ids that must stay, per pool.
+        """
+        if self._are_free(wanted):
+            return True
+        pinned = pinned or {}
+        total = 0
+        for pool, member in self._members.items():
+            granules = member.least_granules(wanted.get(pool, 0), pinned.get(pool, ()))
+            if granules > member.ids.granules:
+                return False
+            total += granules * member.budget.granule_bytes
+        return total <= self.budget
+
+    def most(self, pool: Pool) -> int:
+        """Ids of a pool that could be free at once, if all that is cached went."""
+        member, rest = self._members[pool], self.budget
+        for other in self._members.values():
+            if other is not member:
+                rest -= other.least_granules(0, ()) * other.budget.granule_bytes
+        granules = min(rest // member.budget.granule_bytes, member.ids.granules)
+        return granules * member.ids.per_granule - member.ids.live - 1
+
+    def provide(
+        self,
+        wanted: Mapping[Pool, int],
+        pinned: Mapping[Pool, Iterable[int]] | None = None,
+    ) -> bool:
+        """Make so many ids free in each pool, at the price of all that is cached.
+
+        Args:
+            wanted: ids per pool.
+            pinned: cached ids that cannot be evicted now, per pool.
+
+        Returns:
+            False if it cannot be done, with nothing changed.
+        """
+        if self._are_free(wanted):
+            return True
+        if not self.fits(wanted, pinned):
+            return False
+        served = self._serve(wanted, pinned or {}, must=True)
+        assert served, "what is neither live nor reserved can be evicted"
+        return True
+
+    def offer(self, pool: Pool) -> bool:
+        """Make one id free in a pool, if something worth less can make room.
+
+        Returns:
+            False if everything else is worth more or in use.
+        """
+        if self._members[pool].ids.free:
+            return True
+        return self._serve({pool: 1}, {}, must=False)
+
+    # ---------------------------------------------------------------- internal
+
+    def _are_free(self, wanted: Mapping[Pool, int]) -> bool:
+        """Whether pools have so many free ids as they are."""
+        for pool, count in wanted.items():
+            if self._members[pool].ids.free < count:
+                return False
+        return True
+
+    def _serve(
+        self,
+        wanted: Mapping[Pool, int],
+        pinned: Mapping[Pool, Iterable[int]],
+        *,
+        must: bool,
+    ) -> bool:
+        begin = time.perf_counter()
+        for pool, member in self._members.items():
+            member.wanted = wanted.get(pool, 0)
+            kept = pinned.get(pool, ())
+            member.least = member.least_granules(member.wanted, kept)
+        served = all(self._fill(m, must=must) for m in self._members.values())
+        self._flush()
+        self.stats.seconds += time.perf_counter() - begin
+        return served
+
+    def _fill(self, member: PoolState, *, must: bool) -> bool:
+        """Get a pool the free ids that it wants."""
+        while member.ids.free < member.wanted:
+            if not self._gain(member, must=must):
+                return False
+        return True
+
+    def _gain(self, member: PoolState, *, must: bool) -> bool:
+        """Do one thing that brings a pool nearer to free ids; False if none does."""
+        if member.takes_memory():
+            if self._map_slack(member) or self._take_idle(member, allow_hot=False):
+                return True
+            if self._take_older(member, must):
+                return True
+        count = max(member.wanted - member.ids.free, member.batch)
+        return member.reclaim.evict(count, allow_hot=False) or (
+            must and self._gain_at_last(member, count)
+        )
+
+    def _gain_at_last(self, member: PoolState, count: int) -> bool:
+        """The same, at the price of what nobody should lose; hot content goes last."""
+        maps = member.takes_memory()
+        if maps and (
+            self._take_idle(member, allow_hot=True)
+            or self._shrink_another(member, allow_hot=False)
+        ):
+            return True
+        return member.reclaim.evict(count, allow_hot=True) or (
+            maps and self._shrink_another(member, allow_hot=True)
+        )
+
+    def _shrink_another(self, member: PoolState, *, allow_hot: bool) -> bool:
+        """Take one granule from any other pool; False if none can give one."""
+        return any(
+            self._shrink(donor, allow_hot=allow_hot) for donor in self._donors(member)
+        )
+
+    def _map_slack(self, member: PoolState) -> bool:
+        """Map what the budget has left, up to one step."""
+        size = member.budget.granule_bytes
+        holes = member.ids.granules - member.ids.mapped
+        count = min(self._step // size or 1, self.slack // size, holes)
+        for _ in range(count):
+            self._map(member)
+        return count > 0
+
+    def _take_idle(self, member: PoolState, *, allow_hot: bool) -> bool:
+        """Take idle granules of other pools, up to one step and at least enough.
+
+        Args:
+            member: the pool that gets them.
+            allow_hot: whether this is the last resort.  If not, the others keep what
+                they promised and a granule's worth of free ids.
+        """
+        missing = max(self._step, member.budget.granule_bytes) - self.slack
+        plan: list[tuple[PoolState, int]] = []
+        for donor in self._donors(member):
+            kept = 0 if allow_hot else donor.reclaim.promised() + donor.ids.per_granule
+            most = min(donor.ids.idle, donor.spare_granules(donor.wanted + kept))
+            count = min(most, -(-missing // donor.budget.granule_bytes))
+            plan.append((donor, count))
+            missing -= count * donor.budget.granule_bytes
+            if missing <= 0:
+                break
+        gained = sum(count * donor.budget.granule_bytes for donor, count in plan)
+        if self.slack + gained < member.budget.granule_bytes:
+            return False
+        for donor, count in plan:
+            for _ in range(count):
+                self._unmap(donor)
+        return True
+
+    def _take_older(self, member: PoolState, must: bool) -> bool:
+        """Shrink pools with much older content, up to one step."""
+        own = member.reclaim.age()
+        limit = self._patience if own is None else MUCH_OLDER * own + self._patience
+        if own is None and must:
+            limit = -1
+        missing = max(self._step, member.budget.granule_bytes) - self.slack
+        gained = 0
+        while gained < missing:
+            donor = self._oldest_donor(member, limit)
+            if donor is None or not self._shrink(donor, allow_hot=False):
+                break
+            gained += donor.budget.granule_bytes
+            if self.slack >= member.budget.granule_bytes:
+                limit = max(limit, self._patience)  # beyond need, only what is old
+        return gained > 0
+
+    def _oldest_donor(self, member: PoolState, limit: int) -> PoolState | None:
+        """The pool with the oldest content, if that is older than `limit`."""
+        ages = {m.pool: m.reclaim.age() for m in self._donors(member)}
+        old = {pool: age for pool, age in ages.items() if age is not None}
+        pool = max(old, key=lambda one: old[one], default=None)
+        return None if pool is None or old[pool] <= limit else self._members[pool]
+
+    def _shrink(self, donor: PoolState, *, allow_hot: bool) -> bool:
+        """Take one granule from a pool, evicting what is oldest; False if it cannot."""
+        if donor.ids.mapped <= donor.least:
+            return False
+        while not (donor.ids.idle and donor.spare_granules(donor.wanted)):
+            if self._compacts and donor.spare_granules(donor.wanted):
+                granule = donor.ids.emptiest()
+                if granule is not None:
+                    self._flush()  # the copies may go to what was just mapped
+                    donor.reclaim.migrate_granule(granule)
+                    self.stats.granules_emptied += 1
+                    continue
+            if not donor.reclaim.evict(donor.ids.per_granule, allow_hot=allow_hot):
+                return False
+        self._unmap(donor)
+        return True
+
+    def _donors(self, member: PoolState) -> list[PoolState]:
+        """Other pools with more than they must have, those with most idle first."""
+        others = [m for m in self._members.values() if m is not member]
+        return sorted(
+            (m for m in others if m.ids.mapped > m.least),
+            key=lambda m: -m.ids.idle * m.budget.granule_bytes,
+        )
+
+    def _map(self, member: PoolState) -> None:
+        granule = member.ids.lowest_hole()
+        assert granule is not None, "callers check that there is one"
+        member.ids.map(granule)
+        member.to_map.append(granule)
+
+    def _unmap(self, member: PoolState) -> None:
+        granule = member.ids.highest_idle()
+        assert granule is not None, "callers check that there is one"
+        member.ids.unmap(granule)
+        if granule in member.to_map:
+            member.to_map.remove(granule)
+        else:
+            member.to_unmap.append(granule)
+
+    def _flush(self) -> None:
+        """Order what was decided: first all that leaves, then all that comes."""
+        for member in self._members.values():
+            self._count(member, member.to_unmap)
+            if member.to_unmap:
+                self._enqueue(Unmap(member.pool, tuple(sorted(member.to_unmap))))
+                member.to_unmap = []
+        for member in self._members.values():
+            self._count(member, member.to_map)
+            if member.to_map:
+                self._enqueue(Map(member.pool, tuple(sorted(member.to_map))))
+                member.to_map = []
+
+    def _count(self, member: PoolState, granules: list[int]) -> None:
+        self.stats.moves += len(granules)
+        self.stats.moved_bytes += len(granules) * member.budget.granule_bytes
+
+    @property
+    def _step(self) -> int:
+        return self.budget // STEPS_IN_BUDGET
+
+    def _parts(self) -> dict[Pool, float]:
+        total = self.budget - self.slack
+        return {pool: m.bytes / total for pool, m in self._members.items()}
+
+
+def _lose(command: Command) -> None:
+    raise RuntimeError(f"nobody takes {command}: call send_to first")

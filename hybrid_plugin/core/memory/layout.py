@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CacheLayout: how many bytes a page and a slot are, and how a budget splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_plugin.core.memory.attention_windows import (
+    FULL_ATTENTION,
+    AttentionWindow,
+    FullAttention,
+    SlidingWindow,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Attention layers whose KV lives in pages.
+
+    Layers that read another layer's KV own none, and belong to no group.
+    """
+
+    layers: tuple[str, ...]
+    page_bytes: int
+    """Bytes of one page of one layer."""
+    window: AttentionWindow = FULL_ATTENTION
+    """How far back they look."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """State layers with equal state shapes."""
+
+    layers: tuple[str, ...]
+    state_bytes: int
+    """Bytes of all states (convolution, recurrent, ...) of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Pages and slots of the two pools, the reserved ones included."""
+
+    pages: int
+    slots: int
+    windows: tuple[int, ...] = ()
+    """Pages of each window group, in the order of `CacheLayout.attention_windows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Sizes of one model replica's cache on one rank."""
+
+    page_size: int
+    """Tokens in a page."""
+    attention: tuple[AttentionGroup, ...]
+    states: tuple[StateGroup, ...]
+    slot_alignment: int = 256
+    """Slots start at multiples of this many bytes."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers with full attention."""
+        return self._page_bytes_of(FULL_ATTENTION)
+
+    @property
+    def attention_windows(self) -> tuple[AttentionWindow, ...]:
+        """The other spans, each of which makes a window group with its own pool."""
+        spans = dict.fromkeys(group.window for group in self.attention)
+        return tuple(window for window in spans if window != FULL_ATTENTION)
+
+    @property
+    def window_page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page of each window group, over all its layers."""
+        return tuple(self._page_bytes_of(window) for window in self.attention_windows)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all state layers, rounded up to the alignment."""
+        used = sum(g.state_bytes * len(g.layers) for g in self.states)
+        return -(-used // self.slot_alignment) * self.slot_alignment
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def split(
+        self,
+        budget: int,
+        *,
+        max_model_len: int,
+        state_memory_ratio: float | None = None,
+        chunk: int = 8192,
+    ) -> PoolSizes:
+        """Divide `budget` bytes between pages, slots and the pages of windows.
+
+        Without a ratio the split is the one that holds the most sequences of a
+        typical length, each with its running slot and one snapshot.
+
+        Args:
+            budget: bytes in all.
+            max_model_len: tokens of the longest sequence.
+            state_memory_ratio: share of the budget for slots.
+            chunk: tokens of a prefill step at most; a window group holds them
+                besides its window.
+
+        Raises:
+            ValueError: if one sequence of `max_model_len` tokens does not fit.
+        """
+        least = self._least(max_model_len, chunk)
+        needed = self.bytes_of(least)
+        if needed > budget:
+            raise ValueError(
+                f"The cache memory of {_mib(budget)} cannot hold one sequence of "
+                f"{max_model_len} tokens, which takes {_mib(needed)} "
+                f"({least.pages} pages and {least.slots} state slots, the reserved "
+                "ones included). Give the cache more memory or lower the "
+                "maximum model length."
+            )
+        typical = self._typical_bytes(max_model_len)
+        sequences = budget // typical
+        windows = self._window_pages(
+            least, (budget - needed) // typical, self._typical_length(max_model_len)
+        )
+        rest = budget - sum(
+            count * size
+            for count, size in zip(windows, self.window_page_bytes, strict=True)
+        )
+        if state_memory_ratio is None:
+            slots = 2 * sequences + 1
+        else:
+            slots = int(budget * state_memory_ratio) // max(self.slot_bytes, 1)
+        if self.slot_bytes:
+            most = (rest - least.pages * self.page_bytes) // self.slot_bytes
+            slots = min(max(slots, least.slots), most)
+        else:
+            slots = least.slots
+        rest -= slots * self.slot_bytes
+        if self.page_bytes:
+            return PoolSizes(rest // self.page_bytes, slots, windows)
+        # Pages that cost nothing only number the tokens of the tree.
+        pages = (2 * sequences + 1) * (least.pages - 1) + 1
+        return PoolSizes(pages, slots, windows)
+
+    def bytes_of(self, sizes: PoolSizes) -> int:
+        """Bytes that pools of these sizes take."""
+        windows = zip(sizes.windows, self.window_page_bytes, strict=True)
+        return (
+            sizes.pages * self.page_bytes
+            + sizes.slots * self.slot_bytes
+            + sum(count * size for count, size in windows)
+        )
+
+    def _page_bytes_of(self, window: AttentionWindow) -> int:
+        return sum(
+            g.page_bytes * len(g.layers) for g in self.attention if g.window == window
+        )
+
+    def _least(self, max_model_len: int, chunk: int) -> PoolSizes:
+        """What one sequence of the greatest length takes, with the reserved ids."""
+        longest = self.pages_for(max_model_len)
+        step = self.pages_for(min(chunk, max_model_len)) + 1
+        live = [self._live(window, max_model_len) for window in self.attention_windows]
+        windows = tuple(min(pages + step, longest) + 1 for pages in live)
+        return PoolSizes(pages=longest + 1, slots=2, windows=windows)
+
+    def _live(self, window: AttentionWindow, length: int) -> int:
+        """Most pages that a sequence of up to `length` tokens holds in a window."""
+        if isinstance(window, FullAttention):
+            return self.pages_for(length)
+        reach = window.window if isinstance(window, SlidingWindow) else window.chunk
+        return min(self.pages_for(reach) + 1, self.pages_for(length))
+
+    def _typical_length(self, max_model_len: int) -> int:
+        return min(max(max_model_len // 4, 1024), 4096, max_model_len)
+
+    def _typical_bytes(self, max_model_len: int) -> int:
+        """What a sequence of a typical length takes, with one snapshot."""
+        length = self._typical_length(max_model_len)
+        taken = 2 * self.slot_bytes + self.pages_for(length) * self.page_bytes
+        for window, size in zip(
+            self.attention_windows, self.window_page_bytes, strict=True
+        ):
+            taken += 2 * self._live(window, length) * size
+        return max(taken, 1)
+
+    def _window_pages(
+        self, least: PoolSizes, more: int, length: int
+    ) -> tuple[int, ...]:
+        """Pages of each window group: the least, and two windows a sequence more."""
+        return tuple(
+            pages + 2 * more * self._live(window, length)
+            for pages, window in zip(least.windows, self.attention_windows, strict=True)
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

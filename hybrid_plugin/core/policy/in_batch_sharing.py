@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sequences wait for one that computes what they begin with.
+
+Sequences that arrive together and begin alike would each compute that beginning: none
+of them has left a snapshot yet.  So one of them *leads*, and pauses for a snapshot
+where they part; those that *follow* wait that long, and resume there.  What they wait
+for they would have had to compute themselves, so they lose little even where nothing
+else competes for the device.
+
+A sequence follows a live one, or one that waits before it.  It never waits for one that
+has passed the position already, so each wait ends: the leader gets there, or ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hybrid_plugin.core.tree.tokens import Tokens, as_tokens, common_units
+
+if TYPE_CHECKING:
+    from hybrid_plugin.core.cache import HybridCache
+
+LOOK_AHEAD = 64
+"""Sequences that wait and are looked at in a step, at most."""
+ENOUGH = 0.75
+"""Share of what could be saved with which a pause that is planned already will do."""
+_SHORTEST = 2
+"""Tokens of the first chunk of a prompt at least: kernels take one for a decode."""
+_CANDIDATES = 8
+"""Leaders that a sequence is compared with, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A sequence that computes its prompt, or is about to."""
+
+    seq_id: str
+    tokens: Tokens
+    """Of its prompt."""
+    namespace: Hashable
+    reach: Callable[[], int]
+    """Finds the tokens that it need not compute any more: computed, on the way, or,
+    while it waits, cached."""
+    pauses: set[int] = field(default_factory=set)
+    """Positions at which it will leave a snapshot."""
+    _reached: int | None = None
+
+    @property
+    def reached(self) -> int:
+        """What `reach` found."""
+        if self._reached is None:
+            self._reached = self.reach()
+        return self._reached
+
+    def beginning(self, page_size: int) -> Hashable:
+        """What all have in common that may share anything."""
+        return self.namespace, self.tokens[:page_size].tobytes()
+
+    def position_for(self, follower: Prefill, page_size: int, fewest: int) -> int:
+        """Where it would pause for a sequence; 0 if that has nothing to wait for.
+
+        Args:
+            follower: the sequence.
+            page_size: tokens in a page; snapshots lie at page ends.
+            fewest: tokens that waiting must save.
+        """
+        shared = common_units(self.tokens, follower.tokens, page_size)
+        last = (min(len(self.tokens), len(follower.tokens)) - 1) // page_size
+        position = min(shared, last) * page_size
+        if position < max(fewest, _SHORTEST) or position <= self.reached:
+            return 0
+        saved = position - follower.reached
+        if saved < fewest:
+            return 0
+        least = position - (1 - ENOUGH) * saved
+        return max([p for p in self.pauses if least <= p <= position], default=position)
+
+
+class InBatchPrefixSharing:
+    """Keeps who waits for whom."""
+
+    def __init__(self, cache: HybridCache) -> None:
+        """Nobody waits yet.
+
+        Args:
+            cache: whose sequences they are; its policy says for how much they wait.
+        """
+        self._cache = cache
+        self._fewest = cache.policy.in_batch_prefix_min_tokens
+        self._held: set[str] = set()
+        self._pauses: dict[str, set[int]] = {}
+        self._seen: Hashable = None
+
+    def holds(self, seq_id: str) -> bool:
+        """Whether a sequence should not be admitted in this step."""
+        return seq_id in self._held
+
+    def pauses_of(self, seq_id: str) -> tuple[int, ...]:
+        """Where a sequence that is not live yet should pause for others."""
+        return tuple(sorted(self._pauses.get(seq_id, ())))
+
+    def plan(self, waiting: Sequence[tuple[str, Callable[[], Prefill]]]) -> None:
+        """Decide who waits in the step that is scheduled next.
+
+        Args:
+            waiting: sequences that may be admitted in it, in their order; adapters give
+                `LOOK_AHEAD` of them.
+        """
+        if not self._fewest:
+            return
+        leaders = self._cache.prefilling()
+        seen = (
+            [seq_id for seq_id, _ in waiting],
+            [(p.seq_id, p.reached) for p in leaders],
+        )
+        if seen == self._seen:
+            return
+        before, self._held, self._pauses = self._held, set(), {}
+        self._seen = seen
+        if len(waiting) + len(leaders) > 1:
+            self._decide(leaders, [prefill() for _, prefill in waiting])
+        self._cache.stats.in_batch_prefix_waits += len(self._held - before)
+
+    def _decide(self, leaders: Iterable[Prefill], waiting: Iterable[Prefill]) -> None:
+        size = self._cache.page_size
+        groups: dict[Hashable, list[Prefill]] = defaultdict(list)
+        for live in leaders:
+            groups[live.beginning(size)].append(live)
+        for sequence in waiting:
+            group = groups[sequence.beginning(size)]
+            positions = [
+                (one.position_for(sequence, size, self._fewest), one) for one in group
+            ]
+            position, leader = max(positions, default=(0, None), key=lambda at: at[0])
+            if leader is None or not position:
+                if len(group) < _CANDIDATES:
+                    group.append(sequence)
+                continue
+            self._held.add(sequence.seq_id)
+            leader.pauses.add(position)
+            if self._cache.is_live(leader.seq_id):
+                self._cache.pause_at(leader.seq_id, position)
+            else:
+                self._pauses.setdefault(leader.seq_id, set()).add(position)
+
+
+def waiting_prefill(
+    cache: HybridCache, seq_id: str, tokens: Sequence[int], namespace: Hashable
+) -> Prefill:
+    """A sequence that is not admitted yet."""
+    ids = as_tokens(tokens)
+    return Prefill(
+        seq_id, ids, namespace, lambda: cache.look_up(ids, namespace).match.length
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The radix tree: what it is made of, and what it tells of its pages."""

@@ -1,0 +1,623 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MambaRadixCache: a radix tree over tokens with KV pages and state snapshots.
+
+The tree knows which prefix is where and how recently it was used.  It hands
+out and takes back page and slot ids but owns no pool: `HybridCache` does the
+reference counting, so every method here says which ids changed hands.
+
+Matching and inserting are linear in the tokens they compare, never in the size
+of the tree; locking and touching take constant time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed, UsedFirst
+from hybrid_plugin.core.policy.priority_queue import PriorityOrder
+from hybrid_plugin.core.tree.events import EventLog
+from hybrid_plugin.core.tree.node import ADMISSION, Node, Snapshot
+from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
+
+_NO_PAGES: Pages = array("i")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree holds of a token sequence."""
+
+    length: int
+    """Tokens that can be restored: KV and a state are there for all of them."""
+    node: Node | None
+    """The node whose snapshot was taken after exactly `length` tokens.  Where no
+    snapshots are needed, the one that `length` lies in or ends."""
+    pages: Pages
+    """Pages of the whole pages below `length`, to be shared."""
+    tail_page: int | None
+    """The page with the rest of `length`, to be copied; None if there is none."""
+    kv_length: int
+    """Tokens of whole pages whose KV is in the tree, with or without a state.
+    Where it exceeds `length`, this sequence and an earlier one part ways
+    behind the last snapshot: a branch point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Ids that left the tree."""
+
+    pages: Pages
+    snapshot: Snapshot | None = None
+
+
+class MambaRadixCache:
+    """Match, insert, split and the orders of eviction; decides nothing about memory."""
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        needs_snapshots: bool = True,
+        eviction: LeastRecentlyUsed | None = None,
+        events: EventLog | None = None,
+    ) -> None:
+        """Create an empty tree.
+
+        Args:
+            page_size: tokens in a page.
+            needs_snapshots: whether a prefix can be resumed only where there is
+                a snapshot.  With full attention alone it can at any page end.
+            eviction: what goes first; by default `UsedFirst`.
+            events: where to note which pages come and go.
+        """
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self.needs_snapshots = needs_snapshots
+        self.eviction = eviction if eviction is not None else UsedFirst()
+        self.events = events
+        self._roots: dict[Hashable, Node] = {}
+        self._namespaces: dict[Node, Hashable] = {}
+        self._reset_orders()
+        self.clock = 0
+        """Grows with every use of a node; the upper bits count admissions."""
+        self._live = 0
+        """Sequences that were live at the last admission, besides the one admitted."""
+        self.version = 0
+        """Grows whenever a match could change."""
+
+    # ------------------------------------------------------------------ lookup
+
+    def match(self, namespace: Hashable, tokens: Tokens, limit: int) -> Match:
+        """Find the longest prefix of `tokens` that can be restored.
+
+        Args:
+            namespace: what besides tokens must be equal (adapter, salt).
+            tokens: the sequence.
+            limit: restore at most this many tokens; an engine must compute at
+                least one token to get logits.
+
+        Touches nothing; call `touch` for a match that is used.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return Match(0, None, _NO_PAGES, None, 0)
+        best: Node | None = None
+        node, size, path = root, self.page_size, []
+        while True:
+            end = node.end
+            if node.snapshot is not None and end <= limit:
+                best = node
+            if node.tails:
+                best = self._longest_tail(node, tokens, limit) or best
+            child = node.children.get(tokens[end : end + size].tobytes())
+            if child is None:
+                break
+            path.append(child)
+            if tokens[end : child.end] != child.tokens:
+                end += size * common_units(tokens[end : child.end], child.tokens, size)
+                break
+            node = child
+        if self.needs_snapshots:
+            return self._resume_at(best, path, kv_length=end)
+        return self._resume_at_page(path, min(end, limit // size * size), end)
+
+    def _longest_tail(self, node: Node, tokens: Tokens, limit: int) -> Node | None:
+        rest = tokens[node.end : min(node.end + self.page_size - 1, limit)]
+        longest: Node | None = None
+        for tail in node.tails.values():
+            length = len(tail.tokens)
+            if length > len(rest) or (longest and length < len(longest.tokens)):
+                continue
+            if tail.tokens == rest[:length]:
+                longest = tail
+        return longest
+
+    def _resume_at(self, best: Node | None, path: list[Node], kv_length: int) -> Match:
+        if best is None:
+            return Match(0, None, _NO_PAGES, None, kv_length)
+        whole = best.end - len(best.tokens) if best.is_tail else best.end
+        pages = array("i")
+        for node in path:
+            if node.end > whole:
+                break
+            pages += node.pages
+        tail_page = best.pages[0] if best.is_tail else None
+        return Match(best.end, best, pages, tail_page, kv_length)
+
+    def _resume_at_page(self, path: list[Node], length: int, kv_length: int) -> Match:
+        pages = array("i")
+        last: Node | None = None
+        for node in path:
+            if node.end - len(node.tokens) >= length:
+                break
+            pages += node.pages
+            last = node
+        return Match(length, last, pages[: length // self.page_size], None, kv_length)
+
+    # ------------------------------------------------------------------ change
+
+    def insert(
+        self,
+        namespace: Hashable,
+        tokens: Tokens,
+        pages: Pages,
+        after: Node | None = None,
+    ) -> tuple[Node, Pages]:
+        """Make the tree hold `tokens`, one id of `pages` for each page of them.
+
+        Args:
+            namespace: as in `match`.
+            tokens: those that follow the end of `after`.
+            pages: of these tokens.
+            after: a node in the tree; the root by default.
+
+        Returns:
+            The node that ends exactly after `tokens` (`after` for none), and
+            the ids the tree took: those of pages it did not have yet.
+
+        Raises:
+            ValueError: if `tokens` is not a whole number of pages.
+        """
+        size = self.page_size
+        if len(tokens) != len(pages) * size:
+            raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
+        node = after if after is not None else self._root(namespace)
+        done = 0
+        while done < len(tokens):
+            key = tokens[done : done + size].tobytes()
+            child = node.children.get(key)
+            if child is None:
+                taken = pages[done // size :]
+                return self._grow(node, key, tokens[done:], taken), taken
+            length = len(child.tokens)
+            part = tokens[done : done + length]
+            if part == child.tokens:
+                node = child
+            else:
+                common = common_units(part, child.tokens, size)
+                node, length = self._split(child, common), common * size
+            done += length
+        self.touch(node)
+        return node, _NO_PAGES
+
+    def insert_tail(self, node: Node, tokens: Tokens, page: int) -> tuple[Node, bool]:
+        """Hang `tokens`, fewer than a page, below `node`.
+
+        Returns:
+            The tail, and whether the tree took `page`; an equal tail that is
+            there already keeps its own.  A new tail needs a snapshot at once.
+        """
+        if not 0 < len(tokens) < self.page_size:
+            raise ValueError(f"a tail of {len(tokens)} tokens is no part of a page")
+        key = tokens.tobytes()
+        tail = node.tails.get(key)
+        if tail is not None:
+            self.touch(tail)
+            return tail, False
+        pages = array("i", (page,))
+        tail = Node(node, tokens, pages, node.end + len(tokens), is_tail=True)
+        self._link(node, key, tail)
+        return tail, True
+
+    def cut(self, node: Node, length: int) -> Node:
+        """The node that ends at `length`: `node`, or the upper part of it."""
+        if node.end == length:
+            return node
+        start = node.end - len(node.tokens)
+        return self._split(node, (length - start) // self.page_size)
+
+    def attach_snapshot(self, node: Node, snapshot: Snapshot) -> None:
+        """Give `node`, which has none, a snapshot."""
+        if node.snapshot is not None or node.parent is None:
+            raise ValueError("a snapshot needs a node other than the root without one")
+        node.snapshot = snapshot
+        snapshot.used_at = self._tick()
+        self._rank_snapshot(node)
+        self._rank_leaf(node)
+        self.version += 1
+
+    def detach_snapshot(self, node: Node) -> Evicted:
+        """Take the snapshot of `node` away; a tail goes with it."""
+        snapshot = node.snapshot
+        if snapshot is None:
+            raise ValueError("the node has no snapshot")
+        self._unrank_snapshot(node)
+        node.snapshot = None
+        self.version += 1
+        if node.is_tail:
+            return Evicted(self._remove(node), snapshot)
+        self._rank_leaf(node)
+        return Evicted(_NO_PAGES, snapshot)
+
+    def touch(self, node: Node) -> None:
+        """Mark the path to `node` as just used.
+
+        Only `node` takes note: a parent inherits the latest use below it when
+        it becomes a leaf, and before that it cannot be evicted.
+        """
+        if node.parent is not None:
+            node.used_at = self._tick()
+            self._rank_leaf(node)
+
+    def touch_snapshot(self, node: Node) -> None:
+        """Mark the snapshot of `node` as just taken again."""
+        if node.snapshot is not None:
+            self._unrank_snapshot(node)
+            node.snapshot.used_at = self._tick()
+            node.snapshot.is_superseded = False
+            self._rank_snapshot(node)
+
+    def use_snapshot(self, node: Node) -> None:
+        """Note that a sequence resumed from the snapshot of `node`."""
+        snapshot = node.snapshot
+        if snapshot is None:
+            raise ValueError("the node has no snapshot")
+        snapshot.hits += 1
+        self.touch_snapshot(node)
+
+    def supersede_snapshot(self, node: Node) -> None:
+        """Make the snapshot of `node` the first to go: nobody will want it."""
+        snapshot = node.snapshot
+        if snapshot is None:
+            return
+        self._unrank_snapshot(node)
+        snapshot.hits = 0
+        snapshot.is_superseded = True
+        self._rank_snapshot(node)
+
+    # ------------------------------------------------------------------- locks
+
+    def lock(self, node: Node) -> None:
+        """Keep the KV of the whole path to `node` from being evicted."""
+        node.kv_lock += 1
+        self._leaves.discard(node)
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`."""
+        if node.kv_lock <= node.state_lock:
+            raise ValueError("the state lock would outlive the KV lock")
+        node.kv_lock -= 1
+        if not node.kv_lock:
+            self.touch(node)
+
+    def lock_state(self, node: Node) -> None:
+        """Keep the snapshot of `node`, whose KV is locked, from being evicted."""
+        if node.state_lock >= node.kv_lock:
+            raise ValueError("lock the KV of a node before its state")
+        node.state_lock += 1
+        self._unrank_snapshot(node)
+
+    def unlock_state(self, node: Node) -> None:
+        """Undo one `lock_state`."""
+        if not node.state_lock:
+            raise ValueError("the state is not locked")
+        node.state_lock -= 1
+        self._rank_snapshot(node)
+
+    # ---------------------------------------------------------------- eviction
+
+    def evict_kv(self, wanted: int = 1) -> Evicted | None:
+        """Remove what is worth least of the unlocked leaves.
+
+        Args:
+            wanted: pages that are needed.  A leaf without a snapshot loses no
+                more than that, from its end; one with a snapshot goes as a
+                whole, for without the last page the snapshot is worthless.
+
+        Returns:
+            What left the tree; None if nothing can.
+        """
+        leaf = self._victim_leaf()
+        if leaf is None:
+            return None
+        self.version += 1
+        snapshot = leaf.snapshot
+        if snapshot is None and not leaf.is_tail and wanted < len(leaf.pages):
+            return Evicted(self._trim(leaf, wanted))
+        if snapshot is not None:
+            self._unrank_snapshot(leaf)
+            self.eviction.evicted(leaf, self.clock)
+            leaf.snapshot = None
+        return Evicted(self._remove(leaf), snapshot)
+
+    def evict_snapshot(self) -> Evicted | None:
+        """Remove the unlocked snapshot that is worth least; None if there is none."""
+        node = self.next_snapshot()
+        if node is None:
+            return None
+        self.eviction.evicted(node, self.clock)
+        return self.detach_snapshot(node)
+
+    def next_snapshot(self) -> Node | None:
+        """The node whose snapshot would be evicted next; a hot one at the last."""
+        orders = self._snapshots
+        choice = self.eviction.next_segment(self.snapshot_counts())
+        hot = None
+        for order in (orders[choice], *orders):
+            node = self._least(order)
+            if node is not None and not self.is_hot(node):
+                return node
+            hot = hot or node
+        return hot
+
+    def _least(self, order: PriorityOrder[Node]) -> Node | None:
+        """The node of a segment whose snapshot is worth least."""
+        while (node := order.first()) is not None:
+            assert node.snapshot is not None, "ranked nodes have one"
+            priority = self.eviction.snapshot(node, node.snapshot)
+            if priority <= order.priority(node):
+                return node
+            order.put(node, priority)
+        return None
+
+    def is_hot(self, node: Node) -> bool:
+        """Whether many sequences resume from a node's snapshot, one after the other.
+
+        That is: one that is shared, and was used by one of the last admissions: as
+        many of them as sequences were live at the last.
+        """
+        snapshot = node.snapshot
+        if snapshot is None or not snapshot.is_shared:
+            return False
+        return self.age(snapshot.used_at) < self._live
+
+    def next_is_hot(self) -> bool:
+        """Whether hot snapshots are all that could be evicted."""
+        node = self.next_snapshot()
+        return node is not None and self.is_hot(node)
+
+    def hot_snapshots(self) -> list[Node]:
+        """Nodes with a hot snapshot that is not locked, the latest used first."""
+        found = [
+            (node.snapshot.used_at, node)
+            for order in self._snapshots
+            for node in order.members()
+            if node.snapshot is not None and self.is_hot(node)
+        ]
+        return [node for _, node in sorted(found, key=lambda one: -one[0])]
+
+    def beyond_cap(self, node: Node, most: int) -> list[Node]:
+        """Nodes on the path before `node` that hold snapshots beyond `most`.
+
+        Those worth least come first; locked ones stay, whatever their number.
+        """
+        held: list[tuple[float, int, Node]] = []
+        count, above = 0, node.parent
+        while above is not None:
+            if above.snapshot is not None:
+                count += 1
+                if not above.state_lock:
+                    worth = self.eviction.snapshot(above, above.snapshot)
+                    held.append((worth, above.end, above))
+            above = above.parent
+        return [worst for _, _, worst in sorted(held)[: max(count - most, 0)]]
+
+    def snapshots(self) -> Iterator[Node]:
+        """Nodes with an unlocked snapshot: by segment, the first to go first."""
+        for order in self._snapshots:
+            yield from order
+
+    def snapshot_counts(self) -> tuple[int, ...]:
+        """Unlocked snapshots per segment of the eviction policy."""
+        return tuple([len(order) for order in self._snapshots])
+
+    def clear(self) -> list[Evicted]:
+        """Forget everything, locked or not; returns all ids the tree held."""
+        evicted = [
+            Evicted(node.pages, node.snapshot)
+            for node in self.nodes()
+            if node.parent is not None
+        ]
+        self._roots.clear()
+        self._namespaces.clear()
+        self._reset_orders()
+        self.version += 1
+        if self.events is not None:
+            self.events.cleared()
+        return evicted
+
+    def renumber(
+        self,
+        *,
+        pages: Mapping[int, int] | None = None,
+        slots: Mapping[int, int] | None = None,
+    ) -> None:
+        """Replace ids of pages and of slots by others; linear in the tree.
+
+        Args:
+            pages: new id by old id.
+            slots: new id by old id.
+        """
+        pages, slots = pages or {}, slots or {}
+        for node in self.nodes():
+            if pages and not pages.keys().isdisjoint(node.pages):
+                node.pages = array("i", [pages.get(page, page) for page in node.pages])
+            if node.snapshot is not None and node.snapshot.slot in slots:
+                node.snapshot.slot = slots[node.snapshot.slot]
+        self.version += 1
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, roots included, parents before children."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+            stack.extend(node.tails.values())
+
+    def leaves(self) -> Iterator[Node]:
+        """Leaves that may be evicted, the first to go first."""
+        return iter(self._leaves)
+
+    def rank_again(self) -> None:
+        """Ask the policy for all priorities anew; it changed its mind."""
+        for node in list(self._leaves):
+            self._rank_leaf(node)
+        for node in list(self.snapshots()):
+            self._unrank_snapshot(node)
+            self._rank_snapshot(node)
+
+    # -------------------------------------------------------------------- ages
+
+    def begin_admission(self, live: int = 0) -> None:
+        """Count one admission, the unit of every age.
+
+        Args:
+            live: sequences that are live besides.
+        """
+        self._live = live
+        self.clock = (self.clock // ADMISSION + 1) * ADMISSION
+
+    def age(self, used_at: int) -> int:
+        """Admissions since the clock stood at `used_at`."""
+        return self.clock // ADMISSION - used_at // ADMISSION
+
+    def kv_age(self) -> int | None:
+        """Age of the leaf that would be evicted next; None if there is none."""
+        leaf = self._victim_leaf()
+        return None if leaf is None else self.age(leaf.used_at)
+
+    def snapshot_age(self) -> int | None:
+        """Age of the snapshot that would be evicted next; None if there is none.
+
+        A superseded one is older than anything else.
+        """
+        node = self.next_snapshot()
+        if node is None or node.snapshot is None:
+            return None
+        if node.snapshot.is_superseded:
+            return self.clock
+        return self.age(node.snapshot.used_at)
+
+    # ---------------------------------------------------------------- internal
+
+    def _reset_orders(self) -> None:
+        self._leaves: PriorityOrder[Node] = PriorityOrder()
+        self._snapshots: tuple[PriorityOrder[Node], ...] = tuple(
+            PriorityOrder() for _ in range(self.eviction.segments)
+        )
+
+    def _tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def _root(self, namespace: Hashable) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, array("q"), _NO_PAGES, 0)
+            self._namespaces[root] = namespace
+        return root
+
+    def _grow(self, node: Node, key: bytes, tokens: Tokens, pages: Pages) -> Node:
+        leaf = Node(node, tokens, pages, node.end + len(tokens))
+        self._link(node, key, leaf)
+        if self.events is not None:
+            self.events.stored(leaf, self._namespace_of(leaf), self.page_size)
+        return leaf
+
+    def _link(self, node: Node, key: bytes, leaf: Node) -> None:
+        node.link(key, leaf)
+        self._leaves.discard(node)
+        self.version += 1
+        self.touch(leaf)
+
+    def _split(self, lower: Node, pages: int) -> Node:
+        """Cut `lower` after `pages` pages; returns the new upper node.
+
+        `lower` stays the object that ends where it ended: locks and snapshots
+        refer to ends.
+        """
+        parent = lower.parent
+        assert parent is not None, "the root covers no tokens and is never split"
+        size, cut = self.page_size, pages * self.page_size
+        start = lower.end - len(lower.tokens)
+        upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], start + cut)
+        upper.used_at = lower.used_at
+        lower.tokens, lower.pages = lower.tokens[cut:], lower.pages[pages:]
+        parent.link(upper.tokens[:size].tobytes(), upper)
+        upper.link(lower.tokens[:size].tobytes(), lower)
+        if self.events is not None:
+            self.events.split(upper, lower, pages)
+        return upper
+
+    def _victim_leaf(self) -> Node | None:
+        while (leaf := self._leaves.first()) is not None:
+            priority = self.eviction.leaf(leaf)
+            if priority <= self._leaves.priority(leaf):
+                return leaf
+            self._leaves.put(leaf, priority)
+        return None
+
+    def _rank_leaf(self, node: Node) -> None:
+        if node.is_leaf and not node.kv_lock and node.parent is not None:
+            self._leaves.put(node, self.eviction.leaf(node))
+
+    def _rank_snapshot(self, node: Node) -> None:
+        snapshot = node.snapshot
+        if snapshot is not None and not node.state_lock:
+            order = self._snapshots[self.eviction.segment(snapshot)]
+            order.put(node, self.eviction.snapshot(node, snapshot))
+
+    def _unrank_snapshot(self, node: Node) -> None:
+        for order in self._snapshots:
+            order.discard(node)
+
+    def _trim(self, leaf: Node, count: int) -> Pages:
+        """Cut the last `count` pages off a leaf that has more."""
+        kept = len(leaf.pages) - count
+        trimmed = leaf.pages[kept:]
+        leaf.pages = leaf.pages[:kept]
+        leaf.tokens = leaf.tokens[: kept * self.page_size]
+        leaf.end -= count * self.page_size
+        if self.events is not None:
+            self.events.removed(leaf, kept)
+        return trimmed
+
+    def _remove(self, node: Node) -> Pages:
+        """Cut the leaf `node` off; returns its pages."""
+        assert node.is_leaf, "KV is evicted from the leaves towards the root"
+        parent = node.parent
+        assert parent is not None, "the root is never removed"
+        span = node.tokens if node.is_tail else node.tokens[: self.page_size]
+        parent.unlink(span.tobytes(), node)
+        self._leaves.discard(node)
+        if self.events is not None and not node.is_tail:
+            self.events.removed(node, 0)
+        if parent.parent is None:
+            self._drop_empty_root(parent)
+        elif parent.is_leaf:
+            parent.used_at = max(parent.used_at, node.used_at)
+            self._rank_leaf(parent)
+        return node.pages
+
+    def _drop_empty_root(self, root: Node) -> None:
+        """Forget a namespace that holds nothing: salts may be many."""
+        if root.is_leaf and root in self._namespaces:
+            del self._roots[self._namespaces.pop(root)]
+
+    def _namespace_of(self, node: Node) -> Hashable:
+        while node.parent is not None:
+            node = node.parent
+        return self._namespaces[node]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies commands to arenas, on every rank alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hybrid_plugin.core.commands import Command, Copy, Map, Pool, PoolId, Unmap, Zero
+from hybrid_plugin.device.arena import Arena, ElasticArena
+from hybrid_plugin.device.batching import batches
+from hybrid_plugin.device.virtual_arena import Refusal
+
+
+@dataclass(slots=True)
+class MoveStats:
+    """What mapping and unmapping cost this rank so far."""
+
+    calls: int = 0
+    granules: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    """Time the device's queue stood empty for it at most: the waiting for work
+    issued before is part of it, and so are the driver's calls."""
+
+
+class Executor:
+    """Runs command lists on the current stream, first to last."""
+
+    def __init__(self, arenas: Mapping[Pool, Arena] | Mapping[PoolId, Arena]) -> None:
+        self._arenas: dict[PoolId, Arena] = {}
+        for pool, arena in arenas.items():
+            self._arenas[pool] = arena
+        self.moves = MoveStats()
+
+    def run(self, commands: Iterable[Command]) -> None:
+        """Issue the commands; returns before a GPU has executed them.
+
+        Raises:
+            TypeError: for something that is no command.
+            MemoryError: if the system refuses memory for a granule, which can
+                only be where it was not held from the start.
+        """
+        for batch in batches(commands):
+            first = batch[0]
+            arena = self._arenas[first.pool]
+            match first:
+                case Zero():
+                    for command in batch:
+                        arena.zero(command.index)
+                case Copy():
+                    arena.copy(
+                        [command.source for command in batch],
+                        [command.destination for command in batch],
+                    )
+                case Map() | Unmap():
+                    refusal = self._move(first, self._elastic(first.pool))
+                    if refusal is not None:
+                        raise MemoryError(str(refusal))
+
+    def _move(self, command: Map | Unmap, arena: ElasticArena) -> Refusal | None:
+        begin = time.perf_counter()
+        refusal = None
+        if isinstance(command, Map):
+            refusal = arena.map(command.granules)
+        else:
+            arena.unmap(command.granules)
+        self.moves.calls += 1
+        self.moves.granules += len(command.granules)
+        self.moves.bytes += len(command.granules) * arena.granule_bytes
+        self.moves.seconds += time.perf_counter() - begin
+        return refusal
+
+    def _elastic(self, pool: Pool) -> ElasticArena:
+        arena = self._arenas[pool]
+        if not isinstance(arena, ElasticArena):
+            raise TypeError(f"the memory of pool {pool.value!r} is fixed")
+        return arena

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory the pools of an engine share, if they do: equal for every engine.
+
+Messages are without a prefix; adapters put their own before them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from logging import Logger
+
+import torch
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.memory.layout import CacheLayout
+from hybrid_plugin.device import host_arena
+from hybrid_plugin.device.host_arena import HostArena
+from hybrid_plugin.device.virtual_arena import VirtualArena
+
+_CUDA_BLOCK, _LARGEST_CUDA_BLOCK = 2 << 20, 16 << 20
+"""The least is what NVIDIA's drivers map; `CudaArena` checks it."""
+_CUDA_BLOCKS = 1024
+"""GPU memory comes in about so many blocks: to move one takes the driver 0.1 ms,
+whatever its size (`benchmarks/memory_moves.py`), so all of it moves in 0.1 s."""
+_HOST_BLOCK, _LARGEST_HOST_BLOCK = 16 << 10, 2 << 20
+_HOST_BLOCKS = 8192
+"""Host memory comes in about so many blocks: each may cost the kernel a record."""
+
+
+def obstacle(device_type: str) -> str | None:
+    """Why memory cannot move on this machine, to follow "elastic pools".
+
+    Args:
+        device_type: "cpu" or "cuda", as torch calls it.
+    """
+    if device_type == "cpu":
+        if host_arena.is_available():
+            return None
+        return "need Linux on a CPU; set elastic to false."
+    if device_type != "cuda":
+        return f"are not for devices of the type {device_type}; set elastic to false."
+    try:
+        found = importlib.util.find_spec("cuda.bindings")
+    except ImportError:
+        found = None
+    if found is None:
+        return "need NVIDIA's cuda-bindings; install it, or set elastic to false."
+    return None
+
+
+def is_wanted(
+    options: HybridConfig, hindrance: str | None, log: Logger | None = None
+) -> bool:
+    """Whether pools share their memory, if the model allows.
+
+    Args:
+        options: of the plugin.
+        hindrance: what the machine or the engine has against it, if anything.
+        log: where to say what stands against it, if it was not asked for.
+
+    Raises:
+        ConfigError: if the options ask for what cannot be done.
+    """
+    if not options.is_elastic:
+        return False
+    if hindrance is not None and options.elastic:
+        raise ConfigError(f"elastic pools {hindrance}")
+    if hindrance is not None and log is not None:
+        log.info(
+            "hybrid-plugin gives each pool its own memory: elastic pools %s", hindrance
+        )
+    return hindrance is None
+
+
+def block_bytes(bound: int, device_type: str) -> int:
+    """Bytes that a device's memory is mapped in.
+
+    Args:
+        bound: bytes that the pools of a rank may take, or a little more or less;
+            equal on every rank, as blocks must be: what each finds free is not.
+        device_type: "cpu" or "cuda".
+    """
+    if device_type == "cpu":
+        size, most, largest = _HOST_BLOCK, _HOST_BLOCKS, _LARGEST_HOST_BLOCK
+    else:
+        size, most, largest = _CUDA_BLOCK, _CUDA_BLOCKS, _LARGEST_CUDA_BLOCK
+    while size < largest and size * most < bound:
+        size *= 2
+    return size
+
+
+def bound(options: HybridConfig, *known: int | None) -> int:
+    """Bytes that no rank's budget exceeds.
+
+    Args:
+        options: of the plugin.
+        known: the device's memory and limits of the engine's own, if any.
+    """
+    limits = (options.gpu_memory_budget, *known)
+    return min(limit for limit in limits if limit is not None)
+
+
+def limited(available: int, options: HybridConfig) -> int:
+    """Bytes for both pools together, of those that are free."""
+    if options.gpu_memory_budget is None:
+        return available
+    return min(available, options.gpu_memory_budget)
+
+
+def plan(
+    layout: CacheLayout,
+    budget: int,
+    options: HybridConfig,
+    *,
+    block_bytes: int,
+    max_model_len: int,
+    max_sequences: int,
+    log: Logger,
+) -> ElasticPlan | None:
+    """How both pools share the memory; None where each gets its own.
+
+    Args:
+        layout: of the pages and the slots.
+        budget: bytes that every rank has, the block behind holes included.
+        options: of the plugin.
+        block_bytes: of that memory.
+        max_model_len: tokens of the longest sequence.
+        max_sequences: that run at once, at most.
+        log: where to say why pools do not share, if they do not.
+
+    Raises:
+        ConfigError: if the options ask for elastic pools and they do not fit.
+    """
+    try:
+        return plan_elastic(
+            layout,
+            (budget // block_bytes - 1) * block_bytes,
+            block_bytes=block_bytes,
+            max_model_len=max_model_len,
+            max_sequences=max_sequences,
+            pages_floor=options.kv_pages_floor or 0,
+            slots_floor=options.state_slots_floor or 0,
+        )
+    except ValueError as error:
+        if options.elastic:
+            raise ConfigError(
+                f"elastic pools do not fit: {error}; give the cache more memory, or "
+                "set elastic to false."
+            ) from error
+        log.info("hybrid-plugin gives each pool its own memory: %s.", error)
+        return None
+
+
+def take(
+    available: int,
+    options: HybridConfig,
+    device: torch.device,
+    *,
+    block_bytes: int,
+    log: Logger,
+) -> VirtualArena:
+    """Take a rank's cache memory from the system, or as much of it as there is.
+
+    Args:
+        available: bytes that the engine found free.
+        options: of the plugin.
+        device: of this rank.
+        block_bytes: of the memory, equal on every rank.
+        log: where to say how much less there was.
+    """
+    budget = limited(available, options)
+    if device.type == "cpu":
+        memory: VirtualArena = HostArena(budget, block_bytes)
+    else:
+        from hybrid_plugin.device.cuda_arena import CudaArena
+
+        memory = CudaArena(budget, device, block_bytes)
+    refusal = memory.hold(memory.usable, partly=True)
+    if refusal is not None:
+        log.warning(
+            "hybrid-plugin: %s; the cache goes on with %.1f MiB.",
+            refusal,
+            memory.held / 2**20,
+        )
+    return memory
+
+
+def describe(plan: ElasticPlan) -> str:
+    """The plan in one line, for the log."""
+    return (
+        f"hybrid-plugin pools share {plan.budget / 2**20:.1f} MiB: memory moves in "
+        f"granules of {plan.pages_per_granule} KV pages of {plan.layout.page_size} "
+        f"tokens ({plan.page_granule_bytes / 2**20:.1f} MiB) and of "
+        f"{plan.slots_per_granule} state slots "
+        f"({plan.slot_granule_bytes / 2**20:.1f} MiB)"
+    )

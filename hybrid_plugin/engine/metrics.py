@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of the cache, with equal names in every engine.
+
+The process that owns the cache sends plain numbers (`snapshot_of`); the one
+that serves `/metrics` turns them into gauges and counters (`CacheMetrics`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.memory.elastic import ElasticStats
+
+_POOLS = {"pages": "KV pages", "slots": "State slots"}
+_KINDS = {
+    "used": "of live sequences",
+    "cached": "that only the prefix cache holds",
+    "free": "that are free",
+}
+_TOTALS = {
+    "queried_tokens": "Tokens of admitted prompts.",
+    "hit_tokens": "Tokens of admitted prompts that were restored, not computed.",
+    "resumed_queried_tokens": "Tokens of sequences resumed after a preemption.",
+    "resumed_hit_tokens": "Tokens of resumed sequences that were restored.",
+    "snapshots_taken": "State snapshots that entered the prefix cache.",
+    "snapshots_evicted": "State snapshots that left it for want of room.",
+    "pages_evicted": "KV pages that left the prefix cache for want of room.",
+    "refusals": "Admissions and growths that found no room.",
+    "preemptions": "Sequences preempted.",
+    "in_batch_prefix_waits": "Requests that waited while one computed their prefix.",
+    "moves": "Granules of memory that pools got or lost.",
+    "moved_bytes": "Bytes of them.",
+    "granules_emptied": "Granules emptied by moving what was cached in them.",
+    "move_seconds": "Time a rank spent on moving memory.",
+}
+_MICROSECONDS = {"move_seconds": 1e-6}
+"""Totals that are sent as whole numbers of a smaller unit, and that unit."""
+
+
+def snapshot_of(cache: HybridCache) -> dict[str, int]:
+    """All numbers `CacheMetrics` publishes, by name; whole numbers, as engines send.
+
+    `mapped_pages` and `mapped_slots`, bytes, are there where pools share memory.
+    """
+    elastic, mapped = cache.elastic, {}
+    stats = ElasticStats() if elastic is None else elastic.stats
+    if elastic is not None:
+        sizes = elastic.mapped_bytes()
+        mapped = {"mapped_pages": sizes[Pool.KV], "mapped_slots": sizes[Pool.STATE]}
+    moved = {
+        "moves": stats.moves,
+        "moved_bytes": stats.moved_bytes,
+        "granules_emptied": stats.granules_emptied,
+        "move_seconds": round(stats.device_seconds / _MICROSECONDS["move_seconds"]),
+    }
+    return cache.levels() | cache.stats.as_dict() | moved | mapped
+
+
+class CacheMetrics:
+    """Publishes the numbers of one engine."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """Create the metrics of an engine told from others by `labels`."""
+        self._gauges, self._counters = _collectors(tuple(labels))
+        self._labels = dict(labels)
+        self._published = dict.fromkeys(_TOTALS, 0)
+
+    def publish(self, numbers: Mapping[str, int]) -> None:
+        """Set gauges, and advance counters to the totals in `numbers`."""
+        for pool in _POOLS:
+            for kind in _KINDS:
+                gauge = self._gauges[pool].labels(**self._labels, kind=kind)
+                gauge.set(numbers[f"{pool}_{kind}"])
+            if f"mapped_{pool}" in numbers:
+                mapped = self._gauges["mapped"].labels(**self._labels, kind=pool)
+                mapped.set(numbers[f"mapped_{pool}"])
+        for name, before in self._published.items():
+            grown = (numbers[name] - before) * _MICROSECONDS.get(name, 1)
+            self._counters[name].labels(**self._labels).inc(grown)
+            self._published[name] = numbers[name]
+
+
+@functools.cache
+def _collectors(
+    label_names: tuple[str, ...],
+) -> tuple[dict[str, Gauge], dict[str, Counter]]:
+    """Register with the process's registry, once however many engines it has."""
+    gauges = {
+        pool: Gauge(
+            f"hybrid_cache_{pool}",
+            f"{title} by who holds them: "
+            + ", ".join(f"{kind}: {meaning}" for kind, meaning in _KINDS.items()),
+            [*label_names, "kind"],
+            multiprocess_mode="mostrecent",
+        )
+        for pool, title in _POOLS.items()
+    }
+    gauges["mapped"] = Gauge(
+        "hybrid_cache_mapped_bytes",
+        "Bytes of memory that the pages, and the slots, have, where they share it",
+        [*label_names, "kind"],
+        multiprocess_mode="mostrecent",
+    )
+    counters = {
+        name: Counter(f"hybrid_cache_{name}", text, label_names)
+        for name, text in _TOTALS.items()
+    }
+    return gauges, counters

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter foresees for a model: whether it is served, and how laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
+
+
+class Prospect(StrEnum):
+    """What would become of a server with this model and these flags."""
+
+    SERVED = "served"
+    """By the plugin."""
+    LEFT_ALONE = "left alone"
+    """The engine runs its own code: the plugin has no business there."""
+    REFUSED = "refused"
+    """The plugin would refuse, or step aside with a warning."""
+    FAILS = "fails"
+    """The engine itself would not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The prospect, and the numbers as far as they can be told."""
+
+    prospect: Prospect
+    reason: str = ""
+    layout: CacheLayout | None = None
+    sizes: PoolSizes | None = None
+    """Pools of the cache memory that was given."""
+    shared: ElasticPlan | None = None
+    """Of pools that share their memory; `sizes` is then the most of each."""
+    max_model_len: int = 0
+    note: str = ""
+    """Why there are no numbers, where there are none."""

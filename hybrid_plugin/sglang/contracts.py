@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places in SGLang that the adapter relies on; imports without SGLang."""
+
+from __future__ import annotations
+
+from hybrid_plugin.upstream.hookpoints import HookPoint
+
+_SRT = "sglang.srt"
+_ARGS = f"{_SRT}.server_args:ServerArgs"
+_REGISTRY = f"{_SRT}.plugins.hook_registry:HookRegistry"
+_OVERRIDES = f"{_SRT}.arg_groups.overrides"
+_CONFIGURATOR = f"{_SRT}.mem_cache.kv_cache_configurator:KVCacheConfigurator"
+_BASE = f"{_SRT}.mem_cache.base_prefix_cache:BasePrefixCache"
+_MATCH = f"{_SRT}.mem_cache.base_prefix_cache:MatchResult"
+_ALLOCATOR = f"{_SRT}.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
+_SLOTS = f"{_SRT}.mem_cache.allocator.mamba:MambaSlotAllocator"
+_BUDGET = f"{_SRT}.mem_cache.prefill_budget:PrefillBudget"
+_POOL = f"{_SRT}.mem_cache.memory_pool"
+_ADDER = f"{_SRT}.managers.schedule_policy:PrefillAdder"
+_BATCH = f"{_SRT}.managers.schedule_batch"
+_SCHEDULER = f"{_SRT}.managers.scheduler:Scheduler"
+
+COMMAND_LINE_HOOKS = (
+    HookPoint(f"{_REGISTRY}.register", ("target", "hook", "hook_type")),
+    HookPoint(f"{_REGISTRY}.apply_hooks"),
+    HookPoint(f"{_REGISTRY}._patched"),
+    HookPoint(f"{_ARGS}.add_cli_args", ("parser",)),
+    HookPoint(f"{_ARGS}.from_cli_args", ("args",)),
+)
+
+ARGUMENT_HOOKS = (
+    HookPoint(
+        f"{_SRT}.arg_groups.resolution_hooks:register_resolution_hook", ("name",)
+    ),
+    HookPoint(
+        f"{_SRT}.arg_groups.pipeline:run_resolution_pipeline",
+        mentions=("handle_model_specific_adjustments",),
+    ),
+    HookPoint(f"{_OVERRIDES}:resolved_view"),
+    HookPoint(f"{_OVERRIDES}:declare_resolution", ("server_args", "source")),
+    HookPoint(f"{_OVERRIDES}:_mamba_radix_cache_resolution", ("view",)),
+    HookPoint(
+        f"{_SRT}.arg_groups.mamba_hook:validate_mamba_no_buffer", ("view", "model_arch")
+    ),
+)
+
+MEMORY_HOOKS = (
+    HookPoint(f"{_CONFIGURATOR}._handle_max_mamba_cache", ("total_rest_memory",)),
+    HookPoint(f"{_CONFIGURATOR}._calculate_mamba_ratio", ("self",)),
+    HookPoint(f"{_CONFIGURATOR}._apply_token_constraints", ("token_capacity",)),
+    HookPoint(
+        f"{_CONFIGURATOR}._init_pools",
+        ("sizes", "req_to_token_pool", "token_to_kv_pool_allocator"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.kv_cache_configurator:_InitializedPools"
+        ".token_to_kv_pool_allocator"
+    ),
+    HookPoint(
+        f"{_SRT}.model_executor.pool_configurator:create_memory_pool_configurator"
+    ),
+    HookPoint(
+        f"{_SRT}.model_executor.pool_configurator:DefaultPoolConfigurator",
+        mentions=("_cell_size",),
+    ),
+    HookPoint(f"{_ALLOCATOR}.__init__", ("size", "page_size", "kvcache", "need_sort")),
+    HookPoint(f"{_ALLOCATOR}.create_prefill_budget", ("tree_cache",)),
+    HookPoint(f"{_ALLOCATOR}.evict_to_free_tokens", ("tree_cache", "num_tokens")),
+    HookPoint(f"{_ALLOCATOR}.check_decode_capacity", ("num_tokens",)),
+    HookPoint(f"{_SLOTS}.alloc_group_begin", ("num_reqs",)),
+    HookPoint(f"{_SLOTS}.available_size"),
+    HookPoint(f"{_BUDGET}._available_and_evictable", ("self",)),
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool.alloc",
+        ("reqs",),
+        mentions=("holds_mamba", "mamba_pool_idx"),
+    ),
+    HookPoint(f"{_CONFIGURATOR}._get_ple_req_pool_kwargs", ("self",)),
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool._init_mamba_pool",
+        ("mamba_size", "cache_params"),
+        mentions=("mamba_pool_cls",),
+    ),
+    HookPoint(
+        f"{_POOL}:MambaPool.__init__",
+        ("size", "cache_params"),
+        mentions=("mamba_cache", "conv", "temporal"),
+    ),
+    HookPoint(f"{_POOL}:MambaPool._conv_fuse_ok"),
+    HookPoint(f"{_POOL}:MHATokenToKVPool._kv_buffer_shapes", ("self",)),
+    HookPoint(
+        f"{_POOL}:MHATokenToKVPool._create_buffers_normal",
+        ("self",),
+        mentions=("k_buffer", "v_buffer"),
+    ),
+    HookPoint(
+        f"{_POOL}:MLATokenToKVPool._create_buffers",
+        ("self",),
+        mentions=("kv_buffer", "kv_cache_dim"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend._convolve_prefill",
+        ("layer", "forward_batch", "mixed_qkv", "conv_states", "cache_indices"),
+    ),
+    HookPoint(f"{_SRT}.runtime_context:get_exec"),
+    HookPoint(f"{_SRT}.runtime_context:get_server_args"),
+    HookPoint(f"{_SRT}.arg_groups.fields.model:Model.model_path"),
+    HookPoint(f"{_SRT}.arg_groups.fields.model:Model.revision"),
+    HookPoint(f"{_SRT}.arg_groups.fields.model:Model.trust_remote_code"),
+    HookPoint(f"{_SRT}.arg_groups.fields.serving:Serving.tokenizer_path"),
+    HookPoint(f"{_POOL}:MambaPool.clear_slots", ("indices",)),
+    HookPoint(f"{_POOL}:MambaPool.copy_from", ("src_indices", "dst_indices")),
+    HookPoint(f"{_POOL}:HybridLinearKVPool", mentions=("full_kv_pool",)),
+    HookPoint(f"{_POOL}:MHATokenToKVPool", mentions=("k_buffer", "v_buffer")),
+    HookPoint(f"{_POOL}:MLATokenToKVPool", mentions=("kv_buffer",)),
+)
+
+CACHE_HOOKS = (
+    HookPoint(
+        f"{_SRT}.mem_cache.registry:register_radix_cache_backend", ("name", "factory")
+    ),
+    HookPoint(f"{_BASE}.match_prefix", ("params",)),
+    HookPoint(f"{_BASE}.checkpoint", ("req", "up_to")),
+    HookPoint(f"{_BASE}.on_release", ("req", "checkpointed")),
+    HookPoint(f"{_BASE}.free_kv_row", ("kv", "ranges")),
+    HookPoint(f"{_BASE}.reset"),
+    HookPoint(f"{_BASE}.evict", ("params",)),
+    HookPoint(f"{_BASE}.inc_lock_ref", ("node",)),
+    HookPoint(f"{_BASE}.dec_lock_ref", ("node", "params")),
+    HookPoint(f"{_BASE}.prefix_device_indices", ("req",)),
+    HookPoint(f"{_BASE}.dfs_weight_order", ("node_handles",)),
+    HookPoint(f"{_MATCH}.device_prefix_len"),
+    HookPoint(f"{_MATCH}.cache_protected_len"),
+    HookPoint(f"{_SRT}.mem_cache.cache_init_params:CacheInitParams.enable_metrics"),
+    HookPoint(
+        f"{_SRT}.mem_cache.common:release_kv_cache",
+        ("req", "tree_cache", "checkpoint"),
+        mentions=("free_kv_row", "unlock", "on_release"),
+    ),
+    HookPoint(f"{_BATCH}:ReqKvInfo.kv_committed_len"),
+    HookPoint(f"{_BATCH}:ReqKvInfo.kv_allocated_len"),
+    HookPoint(f"{_BATCH}:ReqKvInfo.mamba_pool_idx"),
+    HookPoint(
+        f"{_BATCH}:Req.__init__",
+        mentions=(
+            "skip_radix_cache_insert",
+            "extra_key",
+            "cache_salt",
+            "input_embeds",
+            "sampling_params",
+        ),
+    ),
+    HookPoint(f"{_BATCH}:Req.finished", ("self",)),
+    HookPoint(f"{_SRT}.sampling.sampling_params:SamplingParams.custom_params"),
+)
+
+SCHEDULER_HOOKS = (
+    HookPoint(f"{_SCHEDULER}.get_prefill_adder_class", ("self",)),
+    HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", ("running_batch", "last_batch")),
+    HookPoint(f"{_SCHEDULER}.on_idle", ("self",)),
+    HookPoint(
+        f"{_SRT}.managers.scheduler_components.output_streamer"
+        ":SchedulerOutputStreamer.stream_output",
+        ("reqs", "return_logprob", "skip_req"),
+    ),
+    HookPoint(f"{_BATCH}:release_req", ("req", "tree_cache")),
+    HookPoint(f"{_BATCH}:ScheduleBatch.filter_batch", ("reqs_to_exclude",)),
+    HookPoint(
+        f"{_SRT}.managers.scheduler_components.batch_result_processor"
+        ":SchedulerBatchResultProcessor.process_batch_result_prefill",
+        ("batch", "result"),
+        mentions=("inflight_middle_chunks",),
+    ),
+    HookPoint(f"{_ADDER}.add_one_req", ("req", "has_chunked_req")),
+    HookPoint(f"{_ADDER}._select_prefill_admission", ("req", "total_tokens")),
+    HookPoint(f"{_ADDER}._check_prefill_budget", ("req", "chunk_limit")),
+    HookPoint(
+        f"{_SCHEDULER}.get_num_allocatable_reqs", ("running_bs", "num_held_rows")
+    ),
+    HookPoint(
+        f"{_SRT}.managers.schedule_policy:_PrefillAdmission",
+    ),
+    HookPoint(f"{_SRT}.mem_cache.allocation:alloc_for_extend", ("batch",)),
+    HookPoint(
+        f"{_SRT}.mem_cache.allocation:alloc_for_decode", ("batch", "token_per_req")
+    ),
+    HookPoint(f"{_BATCH}:ScheduleBatch.prepare_for_extend", mentions=("prefix_lens",)),
+    HookPoint(
+        f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation", ("batch",)
+    ),
+    HookPoint(f"{_SRT}.runtime_context:get_memory"),
+    HookPoint(f"{_SRT}.runtime_context:get_schedule"),
+    HookPoint(f"{_SRT}.runtime_context:get_context"),
+    HookPoint(f"{_SRT}.runtime_context:get_parallel"),
+    HookPoint(f"{_SRT}.runtime_context:get_serving"),
+)
+
+HOOKS = (
+    COMMAND_LINE_HOOKS + ARGUMENT_HOOKS + MEMORY_HOOKS + CACHE_HOOKS + SCHEDULER_HOOKS
+)
+"""Every point, as the compatibility checks read them."""

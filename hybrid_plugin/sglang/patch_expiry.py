@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which versions of SGLang each patch of the adapter is needed."""
+
+from __future__ import annotations
+
+from hybrid_plugin.upstream.hookpoints import HookPoint
+from hybrid_plugin.upstream.patch_expiry import Need
+
+_SRT = "sglang.srt"
+_SCHEDULER = f"{_SRT}.managers.scheduler:Scheduler"
+_CONFIGURATOR = f"{_SRT}.mem_cache.kv_cache_configurator:KVCacheConfigurator"
+
+
+def _while_there(target: str, *mentions: str) -> Need:
+    return Need(HookPoint(target, mentions=mentions))
+
+
+NEEDED = {
+    "patches.hook_command_line": _while_there(
+        f"{_SRT}.server_args:ServerArgs.add_cli_args"
+    ),
+    "patches._settle_arguments": _while_there(
+        f"{_SRT}.arg_groups.resolution_hooks:register_resolution_hook"
+    ),
+    "patches._allow_paged_overlap": _while_there(
+        f"{_SRT}.arg_groups.mamba_hook:validate_mamba_no_buffer", "page_size"
+    ),
+    "patches._divide_memory": _while_there(f"{_CONFIGURATOR}._calculate_mamba_ratio"),
+    "patches._share_memory": _while_there(
+        f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal"
+    ),
+    "patches._convolve_in_few_shapes": _while_there(
+        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
+        "needs_state_gather",
+    ),
+    "patches._admit_by_demand": _while_there(f"{_SCHEDULER}.get_prefill_adder_class"),
+    "patches._place_tokens": _while_there(
+        f"{_SRT}.mem_cache.allocation:alloc_for_extend"
+    ),
+    "patches._run_commands": _while_there(
+        f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation"
+    ),
+}

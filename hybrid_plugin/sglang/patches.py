@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All hooks the plugin sets in SGLang, in one place.
+
+Each says what breaks without it (symptom), why (cause), what it does (fix) and
+when it can be deleted.  SGLang's hook registry only logs what it could not
+hook: every target is checked before, and every hook after, it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sglang import activation
+from hybrid_plugin.sglang.contracts import COMMAND_LINE_HOOKS, HOOKS
+from hybrid_plugin.sglang.log import logger
+from hybrid_plugin.upstream.hookpoints import LiveView, problems
+from hybrid_plugin.upstream.standing import untested
+
+_SRT = "sglang.srt"
+_ENGINE_HOOKED = False
+
+
+def hook_command_line() -> None:
+    """Symptom: `--enable-hybrid-plugin` is an unknown argument.
+
+    Cause: SGLang's arguments are a closed record.
+    Fix: add our flags to the parser, and take their values before the record is
+    built; both happen after plugins are loaded.
+    Delete when: plugins can declare arguments.
+    """
+    _require(COMMAND_LINE_HOOKS)
+    server_args = f"{_SRT}.server_args.ServerArgs"
+    _hook(f"{server_args}.add_cli_args", "AFTER", activation.add_arguments)
+    _hook(f"{server_args}.from_cli_args", "BEFORE", activation.take_arguments)
+    _apply()
+
+
+def hook_engine() -> None:
+    """Set every other hook, once in each process that was asked for the plugin.
+
+    Raises:
+        ConfigError: naming each hook point that this SGLang moved.
+    """
+    global _ENGINE_HOOKED
+    if _ENGINE_HOOKED:
+        return
+    activation.read_options()
+    _require(HOOKS)
+    _warn_if_untested()
+    _settle_arguments()
+    _allow_paged_overlap()
+    _divide_memory()
+    _share_memory()
+    _convolve_in_few_shapes()
+    _build_cache()
+    _admit_by_demand()
+    _place_tokens()
+    _run_commands()
+    _apply()
+    _ENGINE_HOOKED = True
+
+
+# ------------------------------------------------------------------- the hooks
+
+
+def _settle_arguments() -> None:
+    """Symptom: SGLang configures its own cache for the model.
+
+    Cause: it derives strategy and page size from the model's architecture.
+    Fix: check for conflicts and declare ours just before it derives.
+    Delete when: never; it is SGLang's own seam for plugins.
+    """
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    from hybrid_plugin.sglang import arguments
+
+    register_resolution_hook("handle_model_specific_adjustments")(arguments.adjust)
+
+
+def _allow_paged_overlap() -> None:
+    """Symptom: "no_buffer only supports page_size=1", and no overlap schedule.
+
+    Cause: SGLang's own tree needs tracking slots for both; the core does not.
+    Fix: skip that check, where our cache was declared.
+    Delete when: the check asks the chosen radix cache backend.
+    """
+
+    def validate(original: Callable[..., None], view: Any, *args: Any) -> None:
+        from hybrid_plugin.sglang.arguments import BACKEND
+
+        if view.radix_cache_backend != BACKEND:
+            original(view, *args)
+
+    _hook(f"{_SRT}.arg_groups.mamba_hook.validate_mamba_no_buffer", "AROUND", validate)
+
+
+def _divide_memory() -> None:
+    """Symptom: a third of the state slots can run, and memory is split blindly.
+
+    Cause: SGLang reserves tracking and snapshot slots for every request, and
+    divides memory by a fixed ratio.
+    Fix: one slot per running sequence (snapshots are always evictable), slots
+    and pages by the plugin's options; then let the core own their ids.
+    Delete when: the configurator asks the radix cache backend for its needs.
+    """
+    configurator = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+    def slots(original: Callable[..., float], self: Any, memory_gib: float) -> float:
+        from hybrid_plugin.sglang import planning
+
+        if not _is_ours():
+            return original(self, memory_gib)
+        options = activation.read_options()
+        return planning.reserve_slots(self, memory_gib, options)
+
+    def slots_per_request(original: Callable[..., int], self: Any) -> int:
+        return 1 if _is_ours() else original(self)
+
+    def tokens(result: int, self: Any, token_capacity: int) -> int:
+        from hybrid_plugin.sglang import planning
+
+        if not _is_ours():
+            return result
+        return planning.limit_tokens(result, activation.read_options())
+
+    def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        from hybrid_plugin.sglang import elastic, planning
+
+        if not _is_ours() or self.is_draft_worker:
+            return original(self, **kwargs)
+        with elastic.lend():
+            result = original(self, **kwargs)
+        return planning.take_over(result, activation.read_options())
+
+    _hook(f"{configurator}._handle_max_mamba_cache", "AROUND", slots)
+    _hook(f"{configurator}._calculate_mamba_ratio", "AROUND", slots_per_request)
+    _hook(f"{configurator}._apply_token_constraints", "AFTER", tokens)
+    _hook(f"{configurator}._init_pools", "AROUND", pools)
+
+
+def _share_memory() -> None:
+    """Symptom: the memory of the pools cannot move, and is taken twice.
+
+    Cause: SGLang's pools allocate the memory of all their ids.
+    Fix: where the pools share their memory, build them on what was reserved.
+    Delete when: a pool can be given its tensors.
+    """
+
+    def keys_and_values(original: Callable[..., None], self: Any) -> None:
+        from hybrid_plugin.sglang import elastic
+
+        shared = elastic.lent()
+        if shared is None or type(self).__name__ != "MHATokenToKVPool":
+            original(self)
+        else:
+            shared.place_keys_and_values(self)
+
+    def latents(original: Callable[..., None], self: Any) -> None:
+        from hybrid_plugin.sglang import elastic
+
+        shared = elastic.lent()
+        if shared is None or type(self).__name__ != "MLATokenToKVPool":
+            original(self)
+        else:
+            shared.place_latents(self)
+
+    def states(
+        original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from hybrid_plugin.sglang import elastic
+        from hybrid_plugin.sglang.slots import SlotMajorPool
+
+        shared = elastic.lent()
+        if shared is not None:
+            self.mamba_pool_cls = partial(SlotMajorPool, shared.slot_rows)
+        original(self, *args, **kwargs)
+
+    pool = f"{_SRT}.mem_cache.memory_pool"
+    _hook(f"{pool}.MHATokenToKVPool._create_buffers_normal", "AROUND", keys_and_values)
+    _hook(f"{pool}.MLATokenToKVPool._create_buffers", "AROUND", latents)
+    _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
+
+
+def _convolve_in_few_shapes() -> None:
+    """Symptom: with elastic pools, prefills stall at times: a kernel is compiled.
+
+    Cause: where states are not contiguous, SGLang gathers those of the batch, and
+    its convolution kernel is compiled anew for every number of requests.
+    Fix: give it a power of two of rows.
+    Delete when: `num_cache_lines` is no compile-time constant there, or nothing is
+    gathered.
+    """
+
+    def convolve(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+        from hybrid_plugin.sglang import convolution, elastic
+
+        if elastic.planned() is None:
+            return original(self, *args)
+        return convolution.convolve(original, self, *args)
+
+    backend = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
+    _hook(f"{backend}._convolve_prefill", "AROUND", convolve)
+
+
+def _build_cache() -> None:
+    """Register our prefix cache with SGLang's registry of radix cache backends."""
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    from hybrid_plugin.sglang.arguments import BACKEND
+
+    def build(context: Any) -> Any:
+        from hybrid_plugin.sglang.executor import SglangExecutor
+        from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
+
+        params = context.params
+        allocator = params.token_to_kv_pool_allocator
+        executor = SglangExecutor(
+            allocator.get_kvcache(),
+            params.req_to_token_pool.mamba_pool,
+            params.page_size,
+            allocator.mover,
+        )
+        return HybridPrefixCache(params, executor)
+
+    register_radix_cache_backend(BACKEND, build)
+
+
+def _admit_by_demand() -> None:
+    """Symptom: prefills run past the positions where a snapshot is wanted.
+
+    Cause: SGLang admits by counting tokens, takes states where its kernels happen
+    to have them, and goes on with one unfinished prefill at a time.
+    Fix: admit to the core, end chunks where it says, and park paused requests.
+    Delete when: a prefix cache may end chunks; the class of the adder is SGLang's
+    own seam.
+    """
+
+    def adder(result: type, scheduler: Any) -> type:
+        from hybrid_plugin.sglang.scheduling import HybridPrefillAdder
+
+        return HybridPrefillAdder if _served_by(scheduler.tree_cache) else result
+
+    def park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+        from hybrid_plugin.sglang.scheduling import park_paused
+
+        if _served_by(scheduler.tree_cache):
+            park_paused(scheduler, running_batch, last_batch)
+            scheduler.tree_cache.plan_in_batch_sharing(scheduler.waiting_queue)
+
+    def rows(
+        result: int, scheduler: Any, *_: Any, num_held_rows: int = 0, **__: Any
+    ) -> int:
+        from hybrid_plugin.sglang.scheduling import more_rows
+
+        if not _served_by(scheduler.tree_cache):
+            return result
+        return more_rows(result, scheduler, num_held_rows)
+
+    def stream(
+        original: Callable[..., None], self: Any, reqs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from hybrid_plugin.sglang.scheduling import with_output
+
+        original(self, with_output(reqs), *args, **kwargs)
+
+    def retracted(result: bool, *, tree_cache: Any, **_: Any) -> None:
+        if _served_by(tree_cache):
+            tree_cache.retracted()
+
+    scheduler = f"{_SRT}.managers.scheduler.Scheduler"
+    _hook(f"{scheduler}.get_prefill_adder_class", "AFTER", adder)
+    _hook(f"{scheduler}.get_next_batch_to_run", "BEFORE", park)
+    _hook(f"{scheduler}.get_num_allocatable_reqs", "AFTER", rows)
+    streamer = f"{_SRT}.managers.scheduler_components.output_streamer"
+    _hook(f"{streamer}.SchedulerOutputStreamer.stream_output", "AROUND", stream)
+    _hook(f"{_SRT}.managers.schedule_batch.release_req", "AFTER", retracted)
+
+
+def _place_tokens() -> None:
+    """Symptom: SGLang takes pages from its allocator, one batch at a time.
+
+    Cause: its allocators do not know which request a page is for.
+    Fix: place tokens on the pages of each request's sequence.
+    Delete when: allocation asks the prefix cache.
+    """
+
+    def extend(original: Callable[..., Any], batch: Any) -> Any:
+        from hybrid_plugin.sglang import token_placement
+
+        if _served_by(batch.tree_cache):
+            return token_placement.extend(batch.tree_cache, batch)
+        return original(batch)
+
+    def decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+        from hybrid_plugin.sglang import token_placement
+
+        if _served_by(batch.tree_cache):
+            return token_placement.decode(batch.tree_cache, batch)
+        return original(batch, token_per_req=token_per_req)
+
+    _hook(f"{_SRT}.mem_cache.allocation.alloc_for_extend", "AROUND", extend)
+    _hook(f"{_SRT}.mem_cache.allocation.alloc_for_decode", "AROUND", decode)
+
+
+def _run_commands() -> None:
+    """Symptom: a sequence starts on a state that nobody copied or cleared.
+
+    Cause: SGLang copies and clears one state per request by its own records.
+    Fix: run the cache's commands before each forward pass, on its stream, and
+    tell the cache once it is launched.
+    Delete when: the worker runs device work of the radix cache backend.
+    """
+
+    def forward(
+        original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if batch is None or not _served_by(batch.tree_cache):
+            return original(self, batch, *args, **kwargs)
+        batch.tree_cache.run_commands()
+        result = original(self, batch, *args, **kwargs)
+        batch.tree_cache.step_launched(batch)
+        return result
+
+    def idle(result: Any, scheduler: Any) -> None:
+        if _served_by(scheduler.tree_cache):
+            scheduler.tree_cache.idle()
+
+    worker = f"{_SRT}.managers.tp_worker.TpModelWorker"
+    _hook(f"{worker}.forward_batch_generation", "AROUND", forward)
+    _hook(f"{_SRT}.managers.scheduler.Scheduler.on_idle", "AFTER", idle)
+
+
+# -------------------------------------------------------------------- internal
+
+
+def _is_ours() -> bool:
+    """Whether the engine being built uses our cache."""
+    from sglang.srt.runtime_context import get_memory
+
+    from hybrid_plugin.sglang.arguments import BACKEND
+
+    return bool(get_memory().radix_cache_backend == BACKEND)
+
+
+def _served_by(tree_cache: Any) -> bool:
+    from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
+
+    return isinstance(tree_cache, HybridPrefixCache)
+
+
+def _require(points: Any) -> None:
+    found = problems(points, LiveView("sglang"))
+    if found:
+        from sglang import __version__
+
+        raise ConfigError(
+            f"it does not fit SGLang {__version__}: {'; '.join(found)}. Install a "
+            f"version it supports, or serve without {activation.FLAG}."
+        )
+
+
+def _warn_if_untested() -> None:
+    from sglang import __version__
+
+    remark = untested("sglang", __version__)
+    if remark is not None:
+        logger.warning("SGLang %s is %s.", __version__, remark)
+
+
+_WANTED: list[str] = []
+
+
+def _hook(target: str, kind: str, function: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType[kind])
+    _WANTED.append(target)
+
+
+def _apply() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+    missed = [target for target in _WANTED if target not in HookRegistry._patched]
+    if missed:
+        raise ConfigError(
+            f"SGLang's hook registry refused {', '.join(missed)}; its log says why. "
+            f"Serve without {activation.FLAG}."
+        )

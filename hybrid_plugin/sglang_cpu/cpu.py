@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform class that SGLang instantiates."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from hybrid_plugin.sglang_cpu import kernels
+
+
+class HybridCpu(CpuDeviceMixin, SRTPlatform):
+    """A CPU, as a platform of its own.
+
+    SGLang's in-tree CPU platform is another road: it takes kernels compiled for
+    AMX, and has none of the state tracking that prefix caching needs.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Set what suits a CPU; SGLang records it as the platform's default."""
+        leave_the_cores_when_idle(server_args)
+        keep_inputs_in_float32(server_args)
+        wait_for_no_gpu_s_dump()
+
+    def get_device(self, device_id: int = 0) -> str:
+        """Name the device, where a caller gave none.
+
+        Symptom: without `--device`, "'torch.device' object has no attribute 'split'".
+        Cause: the base class's and its CPU mixin's types differ.
+        Fix: the base class's.
+        Delete when: they agree.
+        """
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        """PyTorch's scaled dot product attention."""
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        """SGLang's fused operations run in their PyTorch form."""
+        return "native"
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        """State tracking is among the kernels that `init_backend` supplies."""
+        return True
+
+    def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
+        """There is no device to copy to."""
+        return False
+
+    def init_backend(self) -> None:
+        """Put our kernels in the place of SGLang's, and leave the rest a core.
+
+        Raises:
+            ConfigError: naming each kernel that this SGLang moved.
+        """
+        kernels.install()
+        leave_a_core()
+
+
+def leave_the_cores_when_idle(server_args: Any) -> None:
+    """Symptom: a server without requests keeps a core busy.
+
+    Cause: its scheduler looks for requests without a pause, which costs little
+    where a GPU does the work.
+    Fix: `--sleep-on-idle`.
+    Delete when: that is SGLang's default.
+    """
+    server_args.sleep_on_idle = True
+
+
+def keep_inputs_in_float32(server_args: Any) -> None:
+    """Symptom: with `--dtype float32` and `extra_buffer`, the first prefill fails,
+    "Index put requires the source and destination dtypes match".
+
+    Cause: the convolution states' type comes from the environment and is bfloat16
+    without it, and tracking assigns inputs to states without a conversion.
+    Fix: say float32 in the environment, which scheduler processes inherit, unless
+    the user said something.
+    Delete when: SGLang derives the type from the model's, or converts.
+    """
+    if server_args.dtype in ("float", "float32"):
+        os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+def wait_for_no_gpu_s_dump() -> None:
+    """Symptom: a server that cannot start takes a minute to say so.
+
+    Cause: before it ends, it waits for the core dump of a CUDA device.
+    Fix: ask for none in the environment, unless the user said something.
+    Delete when: SGLang looks for a CUDA device first.
+    """
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+
+
+def leave_a_core() -> None:
+    """Symptom: a token takes a second instead of ten milliseconds.
+
+    Cause: PyTorch computes with as many threads as there are cores, and waits for
+    all of them after each of the many small operations of a step, while SGLang's
+    other processes and its client take turns on the same cores.
+    Fix: a thread less, unless OMP_NUM_THREADS says how many.
+    Delete when: SGLang binds the threads of out-of-tree CPU platforms.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

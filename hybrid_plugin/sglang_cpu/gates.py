@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two elementwise steps that SGLang fuses and has no PyTorch form of."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from hybrid_plugin.sglang_cpu.unsupported import refuse
+
+
+class GatedNorm(Protocol):
+    """What `gated_norm` reads of SGLang's module."""
+
+    hidden_size: int
+    eps: float
+    activation: str
+    weight: torch.Tensor | None
+
+
+def gated_norm(
+    self: GatedNorm,
+    x: torch.Tensor,
+    g: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> torch.Tensor:
+    """Normalise by the root mean square, then gate.
+
+    Args:
+        self: SGLang's `FusedRMSNormGated`.
+        x: ``[..., D]``.
+        g: as many elements; passed through `self.activation`.
+        residual: refused, as are `prenorm` and `residual_in_fp32`.
+
+    Returns:
+        As `x`, computed in float32.
+
+    Raises:
+        NotImplementedError: for a residual.
+    """
+    refuse(
+        "a residual in the gated norm",
+        residual=residual,
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+    )
+    weight = None if self.weight is None else self.weight.float()
+    normal = functional.rms_norm(x.float(), (self.hidden_size,), weight, self.eps)
+    gate = g.reshape(x.shape).float()
+    opened = gate.sigmoid() if self.activation == "sigmoid" else functional.silu(gate)
+    return (normal * opened).to(x.dtype)
+
+
+def add_shared_expert(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """Add a shared expert's output, times its gate, to that of the routed ones.
+
+    Args:
+        hidden_states: ``[T, D]``.
+        gate_weight: ``[D]``; the gate is the logistic function of its product with
+            the hidden states.
+        shared_output: ``[T, D]``.
+        final_hidden_states: ``[T, D]``, added to in place.
+    """
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    total = final_hidden_states.float() + gate * shared_output.float()
+    final_hidden_states.copy_(total)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts our kernels in the place of SGLang's, in one process, all or none.
+
+SGLang's own hook registry is not used: it logs a hook that fails and goes on, and
+applying it here, in the middle of an import, would apply hooks of others twice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sglang_cpu.replacements import HOOKS, MISSING_NAMES, REPLACEMENTS
+from hybrid_plugin.upstream.hookpoints import LiveView, problems, resolve
+
+_PACKAGE = "hybrid_plugin.sglang_cpu"
+
+
+def install() -> None:
+    """Replace every kernel in `hooks`; a second call changes nothing.
+
+    Raises:
+        ConfigError: naming each hook point that this SGLang moved.
+    """
+    view = LiveView("sglang")
+    found = problems(HOOKS, view)
+    if found:
+        raise ConfigError(
+            f"hybrid-plugin's CPU platform does not fit SGLang {view.version}: "
+            f"{'; '.join(found)}. Install a version it supports."
+        )
+    for replacement in REPLACEMENTS:
+        replace(replacement.point.target, load(replacement.ours))
+    for missing in MISSING_NAMES:
+        module = importlib.import_module(missing.point.module)
+        setattr(module, missing.name, load(missing.ours))
+
+
+def load(ours: str) -> Callable[..., Any]:
+    """The function that `module:function` names in this package."""
+    module, _, name = ours.partition(":")
+    function = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+    assert callable(function)
+    return function
+
+
+def replace(target: str, function: Callable[..., Any]) -> None:
+    """Bind `target`, and what other modules imported of it, to `function`."""
+    owner, name = resolve(target)
+    original = getattr(owner, name)
+    if original is function:
+        return
+    setattr(owner, name, function)
+    if isinstance(owner, ModuleType):
+        _rebind(original, function)
+
+
+def _rebind(original: Any, function: Callable[..., Any]) -> None:
+    """Follow `from module import name` in modules that are imported already."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, name, function)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which versions of SGLang each patch of the CPU platform is needed."""
+
+from __future__ import annotations
+
+from hybrid_plugin.upstream.hookpoints import HookPoint
+from hybrid_plugin.upstream.patch_expiry import Need
+
+_SRT = "sglang.srt"
+_SCHEDULER = f"{_SRT}.managers.scheduler:Scheduler"
+
+
+def _while_there(target: str, *mentions: str) -> Need:
+    return Need(HookPoint(target, mentions=mentions))
+
+
+NEEDED = {
+    "cpu.keep_inputs_in_float32": _while_there(
+        f"{_SRT}.configs.mamba_utils:mamba2_state_dtype", "SGLANG_MAMBA_CONV_DTYPE"
+    ),
+    "cpu.HybridCpu.get_device": _while_there(
+        f"{_SRT}.platforms.cpu:CpuDeviceMixin.get_device", "torch", "device"
+    ),
+    "cpu.leave_a_core": _while_there(
+        f"{_SRT}.distributed.bootstrap:_init_cpu_threads_env", "sgl_kernel"
+    ),
+    "cpu.leave_the_cores_when_idle": _while_there(_SCHEDULER, "sleep_on_idle"),
+    "cpu.wait_for_no_gpu_s_dump": _while_there(
+        f"{_SRT}.managers.tokenizer_manager:TokenizerManager.dump_requests_before_crash",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
+    ),
+    "torch_shims.answer_with_the_cpu_module": _while_there(
+        f"{_SRT}.models.qwen3_next:Qwen3GatedDeltaNet", "get_device_module"
+    ),
+    "torch_shims.leave_memory_unpinned": _while_there(
+        f"{_SRT}.managers.schedule_batch:ScheduleBatch.prepare_for_decode",
+        "pin_memory",
+    ),
+}

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's GPU kernels that ours replace on a CPU, as data.
+
+Symptom without them: the first forward pass fails, because Triton finds no driver.
+Cause: models and attention backends import these functions by name; SGLang's
+platform interface has no seam for them.
+Fix: put a function of this package in the place of each.
+Delete one when: SGLang asks its platform for it, or ships a PyTorch form.
+
+Ours take exactly these parameters: a target that takes another one is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_plugin.upstream.hookpoints import HookPoint
+
+_OPS = "sglang.kernels.ops"
+_MIXER = "sglang.srt.layers.attention.mamba.mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A function of SGLang, and ours."""
+
+    point: HookPoint
+    ours: str
+    """`module:function` within this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissingName:
+    """A global that SGLang's module binds on a GPU only, and our function for it."""
+
+    point: HookPoint
+    """Where it is read."""
+    name: str
+    ours: str
+    """`module:function` within this package."""
+
+
+def _replace(
+    target: str, ours: str, *parameters: str, own: bool = False
+) -> Replacement:
+    point = HookPoint(f"{_OPS}.{target}", parameters, closed=True, own=own)
+    return Replacement(point, ours)
+
+
+_TRACK = (
+    "cache_indices",
+    "mamba_track_mask",
+    "mamba_track_indices",
+    "batch_size",
+    "check_freed_slots",
+)
+
+REPLACEMENTS = (
+    _replace(
+        "mamba.causal_conv1d_triton:causal_conv1d_fn",
+        "convolution:prefill",
+        "x",
+        "weight",
+        "bias",
+        "conv_states",
+        "query_start_loc",
+        "seq_lens_cpu",
+        "cache_indices",
+        "has_initial_state",
+        "activation",
+        "pad_slot_id",
+        "validate_data",
+        "block_table",
+    ),
+    _replace(
+        "mamba.causal_conv1d_triton:causal_conv1d_update",
+        "convolution:update",
+        "x",
+        "conv_state",
+        "weight",
+        "bias",
+        "activation",
+        "cache_seqlens",
+        "conv_state_indices",
+        "num_accept_tokens",
+        "intermediate_conv_window",
+        "intermediate_state_indices",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+        "retrieve_parent_token",
+        "pad_slot_id",
+        "metadata",
+        "validate_data",
+    ),
+    _replace(
+        "attention.linear.fused_gdn_gating:fused_gdn_gating",
+        "delta_rule:gates",
+        "A_log",
+        "a",
+        "b",
+        "dt_bias",
+        "beta",
+        "threshold",
+    ),
+    _replace(
+        "attention.fla.chunk:chunk_gated_delta_rule",
+        "delta_rule:prefill",
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "scale",
+        "initial_state",
+        "initial_state_indices",
+        "cu_seqlens",
+        "head_first",
+        "use_qk_l2norm_in_kernel",
+        "inplace_update",
+    ),
+    _replace(
+        "attention.fla.fused_recurrent:fused_recurrent_gated_delta_rule_packed_decode",
+        "delta_rule:update",
+        "mixed_qkv",
+        "a",
+        "b",
+        "A_log",
+        "dt_bias",
+        "scale",
+        "initial_state",
+        "out",
+        "ssm_state_indices",
+        "use_qk_l2norm_in_kernel",
+    ),
+    _replace(
+        "attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat",
+        "projections:split_interleaved",
+        "mixed_qkvz",
+        "mixed_ba",
+        "num_heads_qk",
+        "num_heads_v",
+        "head_qk",
+        "head_v",
+    ),
+    _replace(
+        "attention.fla.fused_norm_gate:FusedRMSNormGated.forward",
+        "gates:gated_norm",
+        "self",
+        "x",
+        "g",
+        "residual",
+        "prenorm",
+        "residual_in_fp32",
+    ),
+    _replace(
+        "elementwise.elementwise:fused_gate_sigmoid_mul_add",
+        "gates:add_shared_expert",
+        "hidden_states",
+        "gate_weight",
+        "shared_output",
+        "final_hidden_states",
+    ),
+    _replace(
+        "mamba.triton_ops.ssd_combined:mamba_chunk_scan_combined",
+        "mamba2:prefill",
+        "x",
+        "dt",
+        "A",
+        "B",
+        "C",
+        "chunk_size",
+        "D",
+        "z",
+        "dt_bias",
+        "initial_states",
+        "seq_idx",
+        "chunk_indices",
+        "chunk_offsets",
+        "cu_seqlens",
+        "dt_softplus",
+        "dt_limit",
+        "out",
+        "return_final_states",
+        "return_varlen_states",
+        "return_intermediate_states",
+        "state_dtype",
+        "return_track_states",
+        "track_seq_idx",
+        "track_end_locs",
+    ),
+    _replace(
+        # Not the kernel: the scheduler makes the backend, which holds on to its
+        # kernel, before SGLang calls `init_backend`.
+        "mamba.triton_ops.ssu_dispatch:TritonSSUBackend.__call__",
+        "mamba2:update",
+        "self",
+        "state",
+        "x",
+        "dt",
+        "A",
+        "B",
+        "C",
+        "D",
+        "z",
+        "dt_bias",
+        "dt_softplus",
+        "state_batch_indices",
+        "pad_slot_id",
+        "out",
+        "disable_state_update",
+        "intermediate_states_buffer",
+        "cache_steps",
+        "retrieve_parent_token",
+        "intermediate_state_indices",
+        # Its base class has an abstract one of the same signature.
+        own=True,
+    ),
+    _replace(
+        "mamba.mamba_state_scatter_triton:track_mamba_states_if_needed",
+        "tracking:copy_tracked",
+        "conv_states",
+        "ssm_states",
+        *_TRACK,
+    ),
+    _replace(
+        "mamba.mamba_state_scatter_triton:track_mamba_states_all_layers",
+        "tracking:copy_tracked_all_layers",
+        "conv_states_pool",
+        "ssm_states_pool",
+        *_TRACK,
+    ),
+)
+
+_FORWARD = HookPoint(
+    f"{_MIXER}:MambaMixer2.forward",
+    mentions=(
+        "causal_conv1d_fn",
+        "causal_conv1d_fn_triton",
+        "causal_conv1d_update",
+        "causal_conv1d_update_triton",
+    ),
+)
+MISSING_NAMES = tuple(
+    MissingName(_FORWARD, f"{name}{ending}", f"convolution:{ours}")
+    for name, ours in (
+        ("causal_conv1d_fn", "prefill"),
+        ("causal_conv1d_update", "update"),
+    )
+    for ending in ("", "_triton")
+)
+
+HOOKS = (*(r.point for r in REPLACEMENTS), _FORWARD)
+"""All that `kernels.install` relies on."""

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends a workload to a server and sums up what came back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from hybrid_plugin.tools.demo.client import Answer, Client
+from hybrid_plugin.tools.demo.engines import Engine, Levels
+from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.demo.server import DemoError, Server
+from hybrid_plugin.tools.demo.workloads import (
+    Conversation,
+    Workload,
+    message,
+    shared_prompt,
+)
+
+POLL_S = 0.1
+SETTLE_S = 1.5
+"""Waited before every measurement: vLLM's processes spin for a second after their
+last step, which would slow down the first requests to the other server."""
+WAKE_UP = shared_prompt(requests=4)
+"""Sent after that, because a server is slow after a rest itself."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of the two servers under comparison."""
+
+    server: Server
+    engine: Engine
+    plugin: bool
+    model: str = "tiny"
+
+
+@dataclass
+class Peaks:
+    """The fullest a server was while a workload ran; None where it does not say."""
+
+    pages: int | None = None
+    slots: int | None = None
+    running: int | None = None
+    first: Levels = field(default_factory=Levels)
+    last: Levels = field(default_factory=Levels)
+    samples: int = 0
+
+    def note(self, levels: Levels) -> None:
+        """Take in what was seen at one moment."""
+        if not self.samples:
+            self.first = levels
+        self.samples += 1
+        self.last = levels
+        self.pages = _most(self.pages, levels.pages)
+        self.slots = _most(self.slots, levels.slots)
+        self.running = _most(self.running, levels.running)
+
+    @property
+    def preemptions(self) -> int | None:
+        """How many sequences were preempted meanwhile."""
+        if self.first.preemptions is None or self.last.preemptions is None:
+            return None
+        return self.last.preemptions - self.first.preemptions
+
+
+@dataclass(frozen=True)
+class Result:
+    """A workload on one server, in numbers."""
+
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms_p50: float | None
+    ttft_ms_p95: float | None
+    seconds: float
+    right_answers: int
+    """Answers that begin with the code that was asked for."""
+    peak_pages: int | None
+    """Held by live sequences; a page of stock vLLM is one of its blocks."""
+    peak_slots: int | None
+    peak_running: int | None
+    preemptions: int | None
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the prompts' tokens that was not computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A workload on one server: the numbers, and the answers by conversation."""
+
+    result: Result
+    answers: Sequence[Sequence[Answer]]
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least this share of all values does not exceed."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def summarise(
+    workload: Workload,
+    answers: Sequence[Sequence[Answer]],
+    peaks: Peaks,
+    seconds: float,
+) -> Result:
+    """Sum up the answers to a workload."""
+    flat = [answer for turns in answers for answer in turns]
+    good = [answer for answer in flat if answer.error is None]
+    times = [1000 * answer.ttft_s for answer in good]
+    return Result(
+        requests=workload.requests,
+        failed=len(flat) - len(good),
+        prompt_tokens=sum(answer.prompt_tokens for answer in good),
+        cached_tokens=sum(answer.cached_tokens for answer in good),
+        ttft_ms_p50=_rounded(percentile(times, 0.50)),
+        ttft_ms_p95=_rounded(percentile(times, 0.95)),
+        seconds=round(seconds, 2),
+        right_answers=_right(workload, answers),
+        peak_pages=peaks.pages,
+        peak_slots=peaks.slots,
+        peak_running=peaks.running,
+        preemptions=peaks.preemptions,
+    )
+
+
+def measure(target: Target, workload: Workload, tick: Callable[[], None]) -> Run:
+    """Send the workload to a server that is awake and has nothing cached; sum up.
+
+    Args:
+        target: the server.
+        workload: what to send.
+        tick: called after every answer.
+
+    Raises:
+        DemoError: if the server ended meanwhile, or will not forget its cache.
+    """
+    return asyncio.run(_measure(target, workload, tick))
+
+
+async def _measure(target: Target, workload: Workload, tick: Callable[[], None]) -> Run:
+    client = Client(target.server.url, target.model, target.engine.request_extra)
+    gate = asyncio.Semaphore(workload.concurrency)
+
+    async def one(conversation: Conversation) -> list[Answer]:
+        async with gate:
+            return await converse(client, conversation, workload.max_tokens, tick)
+
+    async with httpx.AsyncClient(base_url=target.server.url, timeout=60) as admin:
+        await asyncio.sleep(SETTLE_S)
+        await _wake_up(client)
+        await _forget(target, admin)
+        peaks = Peaks()
+        async with _watch(target, admin, peaks):
+            begin = time.monotonic()
+            answers = await asyncio.gather(*(one(c) for c in workload.conversations))
+            seconds = time.monotonic() - begin
+    await client.close()
+    target.server.check_alive()
+    return Run(summarise(workload, answers, peaks, seconds), answers)
+
+
+async def converse(
+    client: Client,
+    conversation: Conversation,
+    max_tokens: int,
+    tick: Callable[[], None],
+) -> list[Answer]:
+    """Ask one question after the other; a failure fails the rest as well."""
+    history = list(conversation.opening)
+    answers: list[Answer] = []
+    for question in conversation.questions:
+        if answers and answers[-1].error is not None:
+            answers.append(Answer(error="an earlier turn failed"))
+        else:
+            history.append(message("user", question.text))
+            answers.append(await client.ask(history, max_tokens))
+            history.append(message("assistant", answers[-1].text))
+        tick()
+    return answers
+
+
+async def _wake_up(client: Client) -> None:
+    waking = (converse(client, c, 4, lambda: None) for c in WAKE_UP.conversations)
+    await asyncio.gather(*waking)
+
+
+async def _forget(target: Target, admin: httpx.AsyncClient) -> None:
+    try:
+        (await admin.post(target.engine.reset_path)).raise_for_status()
+    except httpx.HTTPError as error:
+        target.server.check_alive()
+        raise DemoError(
+            f"The {target.server.name} server did not clear its cache: {error}."
+        ) from error
+
+
+@asynccontextmanager
+async def _watch(
+    target: Target, admin: httpx.AsyncClient, peaks: Peaks
+) -> AsyncIterator[None]:
+    """Look at the server's metrics now, again and again, and at the end."""
+
+    async def look() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            text = (await admin.get("/metrics")).text
+            levels = target.engine.levels(Metrics(text), plugin=target.plugin)
+            peaks.note(levels)
+
+    async def keep_looking() -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await look()
+
+    await look()
+    task = asyncio.create_task(keep_looking())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    await look()
+
+
+def _right(workload: Workload, answers: Sequence[Sequence[Answer]]) -> int:
+    return sum(
+        answer.error is None and answer.text.startswith(question.answer)
+        for conversation, turns in zip(workload.conversations, answers, strict=True)
+        for question, answer in zip(conversation.questions, turns, strict=True)
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def _most(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's outcome as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from hybrid_plugin.tools.demo.compare import NEAR_TIE, Tally
+from hybrid_plugin.tools.demo.measure import Result
+from hybrid_plugin.tools.demo.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A workload on both servers."""
+
+    workload: Workload
+    stock: Result
+    plugin: Result
+    tally: Tally
+
+
+def to_json(
+    engine: str, version: str, outcomes: Sequence[Outcome], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The form of `build/demo.json`."""
+    return {
+        "engine": engine,
+        "engine_version": version,
+        "machine": machine(),
+        "settings": settings,
+        "workloads": [_workload_json(outcome) for outcome in outcomes],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
+    """One table: a row for each number, two columns for each workload.
+
+    Args:
+        title: above it.
+        outcomes: one for each workload.
+        page_note: what a page is; half a sentence.
+    """
+    caption = _CAPTION.format(page_note=page_note, near_tie=NEAR_TIE)
+    table = Table(title=title, box=SIMPLE_HEAD, caption=caption)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("", no_wrap=True)
+    for outcome in outcomes:
+        table.add_column(f"{outcome.workload.label}\nstock", justify="right")
+        table.add_column("\nplugin", justify="right", style="bold")
+    for heading, show in _ROWS:
+        pairs = ((show(outcome.stock), show(outcome.plugin)) for outcome in outcomes)
+        table.add_row(heading, *(cell for pair in pairs for cell in pair))
+    verdicts = ((_verdict(o.tally), _verdict_detail(o.tally)) for o in outcomes)
+    table.add_row("equal answers", *(cell for pair in verdicts for cell in pair))
+    return table
+
+
+def _workload_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "name": outcome.workload.name,
+        "title": outcome.workload.title,
+        "concurrency": outcome.workload.concurrency,
+        "outputs_equal": outcome.tally.acceptable,
+        "comparison": {**asdict(outcome.tally), "near_tie_bound_nats": NEAR_TIE},
+        "stock": _result_json(outcome.stock),
+        "plugin": _result_json(outcome.plugin),
+    }
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    return {**asdict(result), "cached_share": round(result.cached_share, 4)}
+
+
+def _verdict(tally: Tally) -> str:
+    return f"{tally.equal}/{tally.compared}"
+
+
+def _verdict_detail(tally: Tally) -> str:
+    if tally.wrong:
+        return f"[red]{tally.wrong} wrong[/]"
+    return f"~{tally.near_ties}" if tally.near_ties else ""
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+_ROWS: Sequence[tuple[str, Callable[[Result], str]]] = (
+    ("prompt tokens", lambda r: _count(r.prompt_tokens)),
+    ("cached tokens", lambda r: _count(r.cached_tokens)),
+    ("cached share", lambda r: f"{r.cached_share:.1%}"),
+    ("TTFT p50, ms", lambda r: _milliseconds(r.ttft_ms_p50)),
+    ("TTFT p95, ms", lambda r: _milliseconds(r.ttft_ms_p95)),
+    ("time, s", lambda r: f"{r.seconds:.1f}"),
+    ("peak running", lambda r: _count(r.peak_running)),
+    ("peak pages", lambda r: _count(r.peak_pages)),
+    ("peak slots", lambda r: _count(r.peak_slots)),
+    ("preemptions", lambda r: _count(r.preemptions)),
+    ("failed", lambda r: _count(r.failed)),
+    ("right answers", lambda r: f"{r.right_answers}/{r.requests}"),
+)
+
+_CAPTION = (
+    "cached: prompt tokens restored, not computed. TTFT: time to first token. Peaks "
+    "are of live sequences, looked at ten times a second; {page_note}. right answers: "
+    "those that begin with the code that was asked for. equal answers: greedy answers "
+    "equal in both; ~ counts near ties (up to {near_tie} nats at the first difference, "
+    "as rounding in bfloat16 gives)."
+)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the demo from start to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+
+from hybrid_plugin.tools.demo import measure
+from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
+from hybrid_plugin.tools.demo.engines import Engine
+from hybrid_plugin.tools.demo.measure import Run, Target
+from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
+from hybrid_plugin.tools.demo.server import DemoError, Server, free_port
+from hybrid_plugin.tools.demo.workloads import Workload, all_workloads, shared_prompt
+
+BUNDLED_MODEL = Path("tests", "assets", "tiny-qwen3-next")
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What to run and where to write."""
+
+    engine: Engine
+    model: Path
+    out: Path
+    workloads: Sequence[Workload] = field(default_factory=all_workloads)
+    console: Console = field(default_factory=Console)
+
+    def run(self) -> bool:
+        """Run everything; returns whether all went well.
+
+        Raises:
+            DemoError: if a server fails.
+        """
+        version = self.engine.version()
+        with self._servers() as targets:
+            outcomes = self._compare(targets)
+        data = to_json(self.engine.name, version, outcomes, self.engine.settings())
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(data, indent=2) + "\n")
+        title = f"{self.engine.name} {version}, stock and with hybrid-plugin"
+        self.console.print(to_table(title, outcomes, self.engine.page_note))
+        self.console.print(f"The same as JSON: {self.out}")
+        return not self._complain(outcomes)
+
+    @contextmanager
+    def _servers(self) -> Iterator[Sequence[Target]]:
+        """Start both at once; while one is measured, the other is idle."""
+        targets = [self._target(plugin=False), self._target(plugin=True)]
+        try:
+            with self.console.status("Starting both servers (about a minute) ..."):
+                for target in targets:
+                    target.server.start()
+                for target in targets:
+                    target.server.wait_until_ready()
+            yield targets
+        finally:
+            for target in targets:
+                target.server.stop()
+
+    def _target(self, *, plugin: bool) -> Target:
+        name = "plugin" if plugin else "stock"
+        port = free_port()
+        launch = self.engine.launch(self.model, port, plugin=plugin)
+        log = self.out.parent / f"demo-{self.engine.name}-{name}.log"
+        return Target(Server(name, launch, port, log), self.engine, plugin)
+
+    def _compare(self, targets: Sequence[Target]) -> list[Outcome]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Elapsed(),
+        )
+        with Progress(*columns, console=self.console) as progress:
+            self._warm_up(targets, progress)
+            return [self._outcome(w, targets, progress) for w in self.workloads]
+
+    @staticmethod
+    def _warm_up(targets: Sequence[Target], progress: Progress) -> None:
+        workload = shared_prompt(requests=8)
+        task = progress.add_task("warm-up", total=8 * len(targets))
+        for target in targets:
+            measure.measure(target, workload, lambda: progress.advance(task))
+
+    def _outcome(
+        self, workload: Workload, targets: Sequence[Target], progress: Progress
+    ) -> Outcome:
+        def run(target: Target) -> Run:
+            label = f"{workload.title}: {target.server.name}"
+            task = progress.add_task(label, total=workload.requests)
+            return measure.measure(target, workload, lambda: progress.advance(task))
+
+        stock, plugin = (run(target) for target in targets)
+        tally = sum(
+            map(compare_conversation, stock.answers, plugin.answers), start=Tally()
+        )
+        return Outcome(workload, stock.result, plugin.result, tally)
+
+    def _complain(self, outcomes: Sequence[Outcome]) -> bool:
+        """Say what went wrong, if anything did."""
+        problems = [
+            f"{outcome.workload.name}: {problem}"
+            for outcome in outcomes
+            for problem in _problems(outcome)
+        ]
+        for problem in problems:
+            self.console.print(f"[bold red]{problem}[/]")
+        return bool(problems)
+
+
+def _problems(outcome: Outcome) -> Iterator[str]:
+    if outcome.plugin.failed:
+        yield f"{outcome.plugin.failed} requests failed with the plugin."
+    if outcome.tally.wrong and not outcome.stock.failed:
+        yield (
+            f"{outcome.tally.wrong} answers differ from stock by more than a near tie."
+        )
+
+
+def bundled_model() -> Path:
+    """The model that travels with the repository.
+
+    Raises:
+        DemoError: if the package is not used from the repository.
+    """
+    for root in (Path.cwd(), Path(__file__).parents[2]):
+        if (root / BUNDLED_MODEL / "config.json").is_file():
+            return root / BUNDLED_MODEL
+    raise DemoError(
+        f"The bundled model {BUNDLED_MODEL} is not here; run the demo in the "
+        "repository, or name a model folder with --model."
+    )

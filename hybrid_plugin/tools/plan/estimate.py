@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many sequences and cached tokens fit, by the rules of each scheme.
+
+Every estimate is for sequences of one length.  *Running* counts how many can
+run at once with nothing cached; *cached* how many prefixes of that length can
+be kept, with all that resuming them takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, live_pages
+from hybrid_plugin.tools.plan.shape import ModelShape
+from hybrid_plugin.tools.plan.sizes import gib
+
+SGLANG_RATIO = 0.9
+"""SGLang's default `mamba_full_memory_ratio`: bytes of states per byte of KV."""
+SGLANG_SLOTS_PER_REQUEST = 5
+"""Slots that SGLang counts for a running request: three, and two to track in."""
+VLLM_ALIGNED_STATES = 2
+"""Blocks of states that vLLM holds for a running request with prefix caching."""
+VLLM_LEAST_BLOCK = 16
+"""Tokens that vLLM's block size is a multiple of, where the backend allows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one scheme makes of the memory."""
+
+    scheme: str
+    running: int
+    """Sequences that run at once."""
+    cached_sequences: int
+    """Prefixes that are kept and can be resumed, with nothing running."""
+    cached_tokens: int
+    """Tokens of these."""
+    unit: int
+    """Tokens that a hit is rounded down to."""
+    steps: tuple[str, ...]
+    """The arithmetic, line by line."""
+
+
+def two_pools(shape: ModelShape, budget: int, length: int, page_size: int) -> Estimate:
+    """Pages and slots in pools of their own, by this package."""
+    layout = shape.layout(page_size)
+    pages = layout.pages_for(length)
+    window_bytes = sum(
+        len(live_pages(window, length, page_size)) * size
+        for window, size in zip(
+            layout.attention_windows, layout.window_page_bytes, strict=True
+        )
+    )
+    one = pages * layout.page_bytes + layout.slot_bytes + window_bytes
+    # The reserved page and slot.
+    usable = budget - layout.page_bytes - layout.slot_bytes
+    count = max(usable // max(one, 1), 0)
+    parts = [f"{pages} pages x {gib(layout.page_bytes)}"]
+    if layout.slot_bytes:
+        parts.append(f"1 slot x {gib(layout.slot_bytes)}")
+    if window_bytes:
+        parts.append(f"{gib(window_bytes)} in windows")
+    steps = (
+        f"a page of {page_size} tokens: {gib(layout.page_bytes)}",
+        f"a sequence: {' + '.join(parts)} = {gib(one)}",
+        f"{gib(usable)} (less the reserved ids) / {gib(one)} = {count}",
+    )
+    return Estimate("two pools", count, count, count * length, page_size, steps)
+
+
+def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
+    """One pool of equal blocks, by vLLM's rules (0.32, with prefix caching).
+
+    `_align_hybrid_block_size` raises the attention block until a state fits
+    into it; layers are grouped by the smallest number of alike layers, and a
+    block holds one group's share.
+    """
+    per_token = max(group.token_bytes for group in shape.attention)
+    state = max((group.state_bytes for group in shape.states), default=0)
+    unit = VLLM_LEAST_BLOCK
+    block = unit * max(ceil(state / (unit * per_token)), 1)
+    counts = [group.count for group in shape.attention]
+    size = group_size(counts + [group.count for group in shape.states])
+    block_bytes = size * block * per_token
+    blocks = budget // block_bytes - 1
+    full = sum(
+        ceil(group.count / size)
+        for group in shape.attention
+        if group.window == FULL_ATTENTION
+    )
+    windows = sum(
+        ceil(group.count / size) * len(live_pages(group.window, length, block))
+        for group in shape.attention
+        if group.window != FULL_ATTENTION
+    )
+    states = sum(ceil(group.count / size) for group in shape.states)
+    row = ceil(length / block)
+    held = full * row + windows + VLLM_ALIGNED_STATES * states
+    kept = length // block
+    cached = full * kept + windows + states
+    running = max(blocks // held, 0)
+    sequences = max(blocks // cached, 0) if kept else 0
+    steps = (
+        f"a block: {unit} x ceil({state:,} state bytes / ({unit} x {per_token:,} KV "
+        f"bytes)) = {block} tokens",
+        f"groups of {size} layers: {full} of full attention, {states} of states; "
+        f"a block is {size} x {block} x {per_token:,} = {gib(block_bytes)}",
+        f"{gib(budget)} / {gib(block_bytes)} = {blocks} blocks, the null block not "
+        "counted",
+        f"running: {full} x ceil({length} / {block}) + {VLLM_ALIGNED_STATES} x "
+        f"{states}"
+        + (f" + {windows} in windows" if windows else "")
+        + f" = {held} blocks a sequence, {blocks} / {held} = {running}",
+        f"cached: whole blocks only, {full} x {kept} + {states} = {cached} blocks, "
+        f"{sequences} sequences of {kept * block} tokens",
+    )
+    return Estimate(
+        "vLLM, aligned blocks",
+        running,
+        sequences,
+        sequences * kept * block,
+        block,
+        steps,
+    )
+
+
+def sglang_static(
+    shape: ModelShape, budget: int, length: int, page_size: int
+) -> Estimate:
+    """A fixed ratio of the two pools, by SGLang's rules (0.5.23)."""
+    state, token = shape.state_bytes, shape.token_bytes
+    share = SGLANG_RATIO / (1 + SGLANG_RATIO)
+    slots = int(budget * share) // state - 1 if state else 0
+    rest = budget - (slots + 1) * state
+    tokens = rest // max(token, 1) // page_size * page_size
+    by_slots = slots // SGLANG_SLOTS_PER_REQUEST if state else tokens
+    padded = ceil(length / page_size) * page_size
+    running = max(min(by_slots, tokens // padded), 0)
+    cached = max(min(slots, tokens // padded), 0) if state else tokens // padded
+    by_kv = f"{tokens:,} / {padded} tokens = {tokens // padded}"
+    steps: tuple[str, ...] = (
+        f"KV: {gib(rest)} / {token:,} bytes = {tokens:,} tokens",
+        by_kv,
+    )
+    if state:
+        steps = (
+            f"states: {gib(budget)} x {SGLANG_RATIO} / {1 + SGLANG_RATIO} / "
+            f"{gib(state)} - 1 = {slots} slots",
+            steps[0],
+            f"running: min({slots} / {SGLANG_SLOTS_PER_REQUEST} slots a request = "
+            f"{by_slots}, {by_kv}) = {running}",
+            f"cached: min({slots} slots, {tokens // padded} by KV) = {cached}",
+        )
+    return Estimate(
+        "SGLang, static ratio", running, cached, cached * length, page_size, steps
+    )
+
+
+def group_size(counts: list[int]) -> int:
+    """Layers in a group, by vLLM's `_get_kv_cache_groups_uniform_page_size`."""
+    least, most = min(counts), max(counts)
+    return most if most < least * 1.5 else least

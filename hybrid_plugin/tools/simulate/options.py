@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line options of `hybrid-plugin simulate`, and what they amount to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
+from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
+from hybrid_plugin.tools.plan.shape import ModelShape
+from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.mooncake import BLOCK
+from hybrid_plugin.tools.simulate.policies import POLICIES, PolicyChoice
+from hybrid_plugin.tools.simulate.request import Request
+from hybrid_plugin.tools.simulate.simulation import Simulation
+from hybrid_plugin.tools.simulate.traces import FORMATS
+
+MOST_TOKENS = 1 << 40
+_LIMITS = {
+    "kv_tokens": MOST_TOKENS,
+    "state_slots": 1 << 28,
+    "page_size": 1 << 20,
+    "chunk": 1 << 30,
+    "concurrency": 1 << 20,
+    "requests": 1 << 24,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add everything but the model's options to `parser`, and then those."""
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        type=Path,
+        metavar="TRACE",
+        help="requests as JSON Lines; without it an agentic stream is made",
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, help="by default what the first line looks like"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="used-first",
+        help="what is evicted first (%(default)s)",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        metavar="WEIGHT",
+        help="of the flop-aware policy; by default it is found by replay",
+    )
+    parser.add_argument(
+        "--measure",
+        choices=("all", "last-half"),
+        default="all",
+        help="requests that count (%(default)s); the others warm the cache up",
+    )
+    parser.add_argument(
+        "--bound",
+        action="store_true",
+        help="compute what no policy can exceed, and the gap to it",
+    )
+    _add_memory(parser)
+    _add_stream(parser)
+    _add_output(parser)
+    add_model_options(parser, required=False)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "cache", "without --kv-tokens or --gpu-memory there is room for everything"
+    )
+    group.add_argument(
+        "--kv-tokens", type=int, metavar="N", help="room for KV, in tokens"
+    )
+    group.add_argument(
+        "--state-slots",
+        type=int,
+        metavar="N",
+        help="room for states, in sequences, beside --kv-tokens",
+    )
+    group.add_argument(
+        "--kv-only", action="store_true", help="as if the model had no state layers"
+    )
+    group.add_argument(
+        "--page-size",
+        type=int,
+        metavar="N",
+        help=f"tokens in a page; by default {DEFAULT_PAGE_SIZE}, or the {BLOCK} of a "
+        "block of a Mooncake trace with --kv-only",
+    )
+    group.add_argument(
+        "--hybrid-config",
+        metavar="JSON",
+        help="options as an engine takes them, such as "
+        "'{\"branch_snapshot_min_tokens\": 64}'",
+    )
+
+
+def _add_stream(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--seed", type=int, default=0, help="of the agentic stream (%(default)s)"
+    )
+    group.add_argument(
+        "--requests",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="of the agentic stream (%(default)s)",
+    )
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences that are live at once (%(default)s)",
+    )
+    group.add_argument(
+        "--chunk",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens of a prefill step at most (%(default)s)",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, not text")
+    parser.add_argument(
+        "--plot", type=Path, metavar="PNG", help="draw hit rate and memory over time"
+    )
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    for name, most in _LIMITS.items():
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must lie between 1 and {most}, "
+                f"got {value}."
+            )
+    if args.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {args.seed}.")
+    if args.kv_tokens is not None and args.gpu_memory is not None:
+        raise ConfigError(
+            "--kv-tokens and --gpu-memory both say how much memory there is: give one."
+        )
+    if args.gpu_memory is not None and args.model_config is None:
+        raise ConfigError("--gpu-memory needs --model-config, to know what fits.")
+    if args.state_slots is not None and (args.kv_only or args.kv_tokens is None):
+        raise ConfigError(
+            "--state-slots goes with --kv-tokens, and not with --kv-only."
+        )
+    if args.kv_tokens is not None and not args.kv_only and args.state_slots is None:
+        raise ConfigError(
+            "--kv-tokens is room for KV alone: say --kv-only for a model without "
+            "states, or --state-slots for how many of them there is room."
+        )
+
+
+def read_simulation(
+    args: argparse.Namespace, form: str, requests: Sequence[Request]
+) -> Simulation:
+    """The simulation that is meant.
+
+    Args:
+        args: parsed, and checked by `check_numbers`.
+        form: of the trace.
+        requests: to be replayed.
+
+    Raises:
+        ConfigError: if the options make no sense.
+    """
+    options = _hybrid_config(args.hybrid_config)
+    page_size = args.page_size or options.page_size
+    if page_size is None:
+        blocks = form == "mooncake" and args.kv_only
+        page_size = BLOCK if blocks else DEFAULT_PAGE_SIZE
+    shape = None if args.model_config is None else read_shape(args)
+    policy = PolicyChoice(args.policy, shape, args.alpha)
+    half = len(requests) // 2 if args.measure == "last-half" else 0
+    return Simulation(
+        capacity=_capacity(args, shape, page_size, requests),
+        snapshots=options.snapshot_policy(page_size),
+        policy=args.policy,
+        eviction=policy.build(),
+        is_tuned=policy.is_tuned,
+        chunk=args.chunk,
+        concurrency=args.concurrency,
+        first_measured=half,
+    )
+
+
+def _capacity(
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    page_size: int,
+    requests: Sequence[Request],
+) -> Capacity:
+    if args.gpu_memory is not None:
+        assert shape is not None, "checked with the other options"
+        layout = shape.layout(page_size)
+        if args.kv_only:
+            layout = replace(layout, states=())
+        budget = read_budget(args, shape).bytes
+        return Capacity.of_layout(layout, budget, requests, args.chunk)
+    if args.kv_tokens is not None:
+        return Capacity(page_size, args.kv_tokens // page_size, args.state_slots)
+    return Capacity.unbounded(requests, page_size, states=not args.kv_only)
+
+
+def _hybrid_config(text: str | None) -> HybridConfig:
+    if text is None:
+        return HybridConfig()
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--hybrid-config is no JSON: {text!r:.60}.") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"--hybrid-config must be a JSON object, got {text!r:.60}.")
+    return HybridConfig.from_mapping(options)

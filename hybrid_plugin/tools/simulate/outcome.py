@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulation found out, as numbers, as text and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from hybrid_plugin.tools.plan.sizes import gib
+
+
+@dataclass(slots=True)
+class Series:
+    """How things went over time, one value per sample."""
+
+    requests: list[int] = field(default_factory=list)
+    """Requests served when the sample was taken."""
+    hit_rate: list[float] = field(default_factory=list)
+    """Of the requests since the sample before."""
+    memory: list[int] = field(default_factory=list)
+    """Bytes in use or cached; pages where no size is known."""
+    snapshots: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Totals of one simulation."""
+
+    policy: str
+    requests: int = 0
+    """All requests of the trace."""
+    measured_requests: int = 0
+    """Those that the token counts are of."""
+    queried_tokens: int = 0
+    """Tokens of their prompts."""
+    hit_tokens: int = 0
+    """Of those, tokens that were restored."""
+    too_long: int = 0
+    """Requests, of all, that did not fit even alone."""
+    prefill_steps: int = 0
+    """Forward passes of all prefills, pauses for snapshots included."""
+    page_evictions: int = 0
+    snapshot_evictions: int = 0
+    snapshots_taken: int = 0
+    peak_pages: int = 0
+    peak_snapshots: int = 0
+    peak_memory_bytes: int | None = None
+    """Of pages and slots in use or cached; None where no size is known."""
+    capacity: dict[str, int] = field(default_factory=dict)
+    """Pages and slots there are, and tokens in a page."""
+    alpha: float | None = None
+    """Weight that a FLOP-aware policy ended with."""
+    bound_hit_tokens: int | None = None
+    """What no policy can exceed, knowing the whole trace."""
+    seconds: float = 0.0
+    series: Series = field(default_factory=Series)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the measured tokens that were restored."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Measured prompt tokens that were computed, not restored."""
+        return self.queried_tokens - self.hit_tokens
+
+    @property
+    def evictions(self) -> int:
+        """Pages and snapshots that made room for others."""
+        return self.page_evictions + self.snapshot_evictions
+
+    @property
+    def gap(self) -> float | None:
+        """Share of the bound's hit tokens that the policy missed."""
+        if not self.bound_hit_tokens:
+            return None
+        return 1 - self.hit_tokens / self.bound_hit_tokens
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything but the series, for JSON."""
+        values: dict[str, object] = asdict(self)
+        del values["series"]
+        return {
+            "hit_rate": self.hit_rate,
+            "hit_tokens": self.hit_tokens,
+            "queried_tokens": self.queried_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
+            "evictions": self.evictions,
+            "gap": self.gap,
+            **values,
+        }
+
+    def as_text(self) -> str:
+        """For people."""
+        lines = [
+            f"policy             {self.policy}",
+            f"requests           {self.requests:,}, {self.measured_requests:,} of them "
+            "measured",
+            f"hit rate           {100 * self.hit_rate:.1f} % of tokens",
+            f"hit tokens         {self.hit_tokens:,} of {self.queried_tokens:,}",
+            f"recomputed tokens  {self.recomputed_tokens:,}",
+            f"evictions          {self.page_evictions:,} pages, "
+            f"{self.snapshot_evictions:,} snapshots",
+            f"snapshots taken    {self.snapshots_taken:,}",
+            f"prefill steps      {self.prefill_steps:,}",
+            f"peak               {self.peak_pages:,} pages, {self.peak_snapshots:,} "
+            "snapshots"
+            + (
+                f", {gib(self.peak_memory_bytes)}"
+                if self.peak_memory_bytes is not None
+                else ""
+            ),
+        ]
+        if self.alpha is not None:
+            lines.append(f"weight at the end  {self.alpha:g}")
+        if self.too_long:
+            lines.append(f"too long           {self.too_long:,} requests never fitted")
+        if self.bound_hit_tokens is not None and self.gap is not None:
+            lines.append(
+                f"upper bound        {self.bound_hit_tokens:,} hit tokens; "
+                f"{100 * self.gap:.1f} % of them were missed"
+            )
+        lines.append(f"simulated in       {self.seconds:.1f} s")
+        return "\n".join(lines)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything in vLLM that the adapter relies on, and the check that it is there.
+
+Importing this module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hybrid_plugin.upstream import hookpoints
+from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, Interface, LiveView
+
+_CONNECTORS = "only with KV connectors, which are refused at start-up"
+_ZEROING = "only where vLLM zeroes blocks, which our configurations switch off"
+
+
+def _returns_the_table(function: Callable[..., Any]) -> str | None:
+    """Column 0 of a state layer's block table is its state slot in mode "none"."""
+    table = object()
+    returned = function(
+        block_table=table, seq_lens=None, kv_cache_spec=None, mamba_cache_mode="none"
+    )
+    return None if returned is table else "changes the block table in mode 'none'"
+
+
+def _fields(cls: str, *names: str) -> tuple[HookPoint, ...]:
+    return tuple(HookPoint(f"{cls}.{name}") for name in names)
+
+
+CONFIG_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.config:VllmConfig.try_verify_and_update_config", ("self",), closed=True
+    ),
+    HookPoint("vllm.config:VllmConfig.model_config"),
+    HookPoint("vllm.config.model:ModelConfig.is_hybrid"),
+)
+"""Without them the plugin cannot tell whether a model is its business."""
+
+_MODEL = "vllm.config.model:ModelConfig"
+_CACHE = "vllm.config.cache:CacheConfig"
+_SCHEDULING = "vllm.config.scheduler:SchedulerConfig"
+_PARALLEL = "vllm.config.parallel:ParallelConfig"
+_PLATFORM = "vllm.platforms.interface:Platform"
+
+OPTION_HOOKS: tuple[Contract, ...] = (
+    *_fields(
+        "vllm.config.vllm:VllmConfig",
+        "additional_config",
+        "cache_config",
+        "scheduler_config",
+        "parallel_config",
+        "speculative_config",
+        "kv_transfer_config",
+        "kv_events_config",
+    ),
+    *_fields(
+        _MODEL,
+        "is_encoder_decoder",
+        "max_model_len",
+        "tokenizer",
+        "tokenizer_revision",
+        "trust_remote_code",
+        "served_model_name",
+        "enable_sleep_mode",
+    ),
+    HookPoint(_MODEL, mentions=("runner_type",)),
+    *_fields(
+        _CACHE,
+        "enable_prefix_caching",
+        "kv_cache_memory_bytes",
+        "block_size",
+        "user_specified_block_size",
+        "mamba_cache_mode",
+        "mamba_block_size",
+        "prefix_cache_retention_interval",
+        "kv_cache_size_tokens",
+        "kv_cache_max_concurrency",
+    ),
+    *_fields(_SCHEDULING, "scheduler_cls", "async_scheduling", "max_num_seqs"),
+    *_fields(_SCHEDULING, "enable_chunked_prefill"),
+    HookPoint(
+        f"{_SCHEDULING}.get_scheduler_cls", ("self",), mentions=("scheduler_cls",)
+    ),
+    *_fields(_PARALLEL, "worker_cls", "pipeline_parallel_size"),
+    *_fields(_PARALLEL, "decode_context_parallel_size"),
+    HookPoint("vllm.config.kv_events:KVEventsConfig.enable_kv_cache_events"),
+    HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
+    HookPoint(f"{_PLATFORM}.is_cuda", ("self",)),
+    HookPoint(f"{_PLATFORM}.device_type"),
+    HookPoint(f"{_PLATFORM}.get_device_total_memory", ()),
+    HookPoint("vllm.config:get_current_vllm_config_or_none", ()),
+    HookPoint("vllm.config.vllm:set_current_vllm_config", ("vllm_config",)),
+)
+"""What activation reads or sets."""
+
+_CORE = "vllm.v1.engine.core"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_SPECS = "vllm.v1.kv_cache_interface"
+_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+_BUILDER = "vllm.v1.core.kv_cache_config_builder:KVCacheConfigBuilder"
+_SPLIT = (
+    "self",
+    "request",
+    "num_new_tokens",
+    "num_new_local_computed_tokens",
+    "num_external_computed_tokens",
+)
+
+CORE_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_CORE}:get_kv_cache_configs",
+        ("vllm_config", "kv_cache_specs", "available_memory"),
+    ),
+    HookPoint(
+        f"{_CORE}:update_kv_cache_capacity",
+        ("vllm_config", "kv_cache_config"),
+        closed=True,
+    ),
+)
+"""The engine core's functions that are replaced."""
+
+PLANNING_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_CORE}:EngineCore._initialize_kv_caches",
+        mentions=("get_kv_cache_configs", "update_kv_cache_capacity"),
+    ),
+    *_fields(
+        f"{_SPECS}:KVCacheTensor",
+        "size",
+        "layers",
+        "layer_stride",
+        "block_stride",
+        "offset",
+    ),
+    *_fields(
+        f"{_SPECS}:KVCacheConfig",
+        "num_blocks",
+        "kv_cache_tensors",
+        "kv_cache_groups",
+        "prefix_cache_retention_interval",
+        "has_mamba_layers",
+        "needs_kv_cache_zeroing",
+    ),
+    HookPoint(f"{_SPECS}:KVCacheConfig.num_blocks_of", ("self", "tensor"), closed=True),
+    *_fields(f"{_SPECS}:KVCacheGroupSpec", "layer_names", "kv_cache_spec"),
+    *_fields(f"{_SPECS}:KVCacheSpec", "block_size", "page_size_bytes"),
+    HookPoint(f"{_SPECS}:FullAttentionSpec"),
+    HookPoint(f"{_SPECS}:MLAAttentionSpec"),
+    HookPoint(f"{_SPECS}:MambaSpec.page_size_padded"),
+    HookPoint(f"{_MANAGERS}:FullAttentionManager"),
+    HookPoint(f"{_MANAGERS}:MambaManager"),
+    HookPoint(f"{_MANAGERS}:register_all_kvcache_specs", ("vllm_config",)),
+    HookPoint(
+        "vllm.v1.kv_cache_spec_registry:register_kv_cache_spec",
+        ("manager_class", "uniform_type_base_spec"),
+    ),
+    HookPoint(
+        f"{_PLATFORM}.get_kv_cache_config_builder_cls",
+        ("vllm_config",),
+        closed=True,
+        since="0.33",
+    ),
+    HookPoint(
+        f"{_BUILDER}.get_kv_cache_groups",
+        ("self", "vllm_config", "kv_cache_spec"),
+        closed=True,
+        since="0.33",
+    ),
+    HookPoint(
+        f"{_BUILDER}.get_kv_cache_config_from_groups",
+        ("self", "vllm_config", "kv_cache_groups", "num_blocks"),
+        closed=True,
+        since="0.33",
+    ),
+)
+"""How the pools are planned in place of vLLM's one pool."""
+
+SCHEDULER_HOOKS: tuple[Contract, ...] = (
+    HookPoint(f"{_SCHEDULER}:KVCacheManager"),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.__init__",
+        ("vllm_config", "kv_cache_config", "block_size", "hash_block_size"),
+        mentions=("KVCacheManager", "kv_cache_manager", "requests"),
+    ),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._mamba_block_aligned_split", _SPLIT, closed=True
+    ),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.schedule",
+        mentions=(
+            "need_mamba_block_aligned_split",
+            "_mamba_block_aligned_split",
+            "_handle_blocked_waiting_request",
+            "waiting",
+        ),
+    ),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._handle_blocked_waiting_request", ("self", "request")
+    ),
+    HookPoint(f"{_SCHEDULER}:Scheduler._is_blocked_waiting_status", ("status",)),
+    HookPoint(f"{_SCHEDULER}:Scheduler.make_stats", ("self",), own=True),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._preempt_request", ("self", "request", "timestamp")
+    ),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        own=True,
+    ),
+    HookPoint("vllm.v1.core.sched.async_scheduler:AsyncScheduler"),
+    HookPoint("vllm.v1.core.sched.output:SchedulerOutput", open=True),
+    HookPoint("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens"),
+    HookPoint(
+        "vllm.v1.request:Request",
+        mentions=(
+            "request_id",
+            "num_computed_tokens",
+            "num_tokens",
+            "num_preemptions",
+            "skip_reading_prefix_cache",
+            "all_token_ids",
+            "mm_features",
+            "lora_request",
+            "cache_salt",
+            "prompt_embeds",
+            "sampling_params",
+        ),
+    ),
+    HookPoint("vllm.sampling_params:SamplingParams.extra_args"),
+    HookPoint("vllm.v1.core.kv_cache_manager:KVCacheBlocks.blocks"),
+    HookPoint("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", ("self",)),
+    HookPoint("vllm.v1.core.kv_cache_utils:KVCacheBlock.block_id"),
+    HookPoint(
+        "vllm.v1.metrics.stats:PrefixCacheStats.record",
+        ("self", "num_tokens", "num_hits", "preempted"),
+    ),
+    HookPoint("vllm.v1.metrics.stats:SchedulerStats.num_kv_fetch_reqs_by_stage"),
+    HookPoint(
+        "vllm.v1.metrics.loggers:StatLoggerBase.__init__",
+        ("self", "vllm_config", "engine_index"),
+        closed=True,
+    ),
+    HookPoint(
+        "vllm.v1.metrics.loggers:StatLoggerBase.record", ("self", "scheduler_stats")
+    ),
+    Interface(
+        _SCHEDULER,
+        "kv_cache_manager",
+        "hybrid_plugin.vllm.manager:HybridKVCacheManager",
+        unreached={
+            "evict_blocks": _CONNECTORS,
+            "finalize_partial_tail_offloads": _CONNECTORS,
+            "get_computed_blocks_for_connector": _CONNECTORS,
+            "pop_blocks_for_free": _CONNECTORS,
+            "truncate_computed_blocks": _CONNECTORS,
+            "record_blocks_for_zeroing": _ZEROING,
+        },
+    ),
+    Interface(
+        _SCHEDULER,
+        "kv_cache_manager.coordinator",
+        "hybrid_plugin.vllm.manager:_Coordinator",
+    ),
+    Interface(
+        _SCHEDULER,
+        "kv_cache_manager.block_pool",
+        "hybrid_plugin.vllm.manager:_Blocks",
+    ),
+)
+"""What the scheduler and its manager build on."""
+
+_ALLOCATE = ("kv_cache_config", "device", "layout", "kernel_block_sizes")
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+
+WORKER_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_PLATFORM}._align_hybrid_block_size",
+        ("vllm_config", "backend_cls"),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_PLATFORM}.update_block_size_for_backend",
+        ("vllm_config",),
+        mentions=("_align_hybrid_block_size",),
+    ),
+    HookPoint(f"{_PLATFORM}._find_non_ssm_backends", ("vllm_config",)),
+    HookPoint(
+        "vllm.v1.attention.backend:AttentionBackend.supports_block_size",
+        ("block_size",),
+    ),
+    HookPoint("vllm.v1.attention.backend:AttentionBackend.get_name", ()),
+    HookPoint(
+        "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor",
+        ("block_table", "seq_lens", "kv_cache_spec", "mamba_cache_mode"),
+        behaves=_returns_the_table,
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu_model_runner:allocate_kv_cache", _ALLOCATE, closed=True
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu.attn_utils:allocate_kv_cache", _ALLOCATE, closed=True
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache",
+        ("self", "kv_cache_config"),
+        mentions=("kv_cache_config",),
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
+        ("self", "kv_cache_config"),
+        mentions=("kv_cache_config",),
+    ),
+    HookPoint(
+        "vllm.v1.worker.utils:create_kv_cache_views",
+        ("raw", "spec", "num_blocks", "layout", "kv_cache_tensor", "kernel_block_size"),
+    ),
+    HookPoint(
+        f"{_WORKER}.initialize_from_config", ("self", "kv_cache_config"), closed=True
+    ),
+    HookPoint(
+        f"{_WORKER}.determine_available_memory", ("self",), closed=True, own=True
+    ),
+    HookPoint(
+        f"{_WORKER}.execute_model",
+        ("self", "scheduler_output"),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(f"{_WORKER}.sample_tokens", ("self",), own=True),
+    HookPoint(f"{_WORKER}.init_device", ("self",), mentions=("device",), own=True),
+    HookPoint("vllm.v1.outputs:ModelRunnerOutput", open=True),
+    HookPoint("vllm.v1.outputs:AsyncModelRunnerOutput.get_output", ("self",)),
+)
+"""What every worker builds on."""
+
+CPU_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
+        ("vllm_config",),
+        mentions=("_align_hybrid_block_size",),
+        own=True,
+    ),
+    HookPoint("vllm.v1.worker.cpu_worker:CPUWorker"),
+    HookPoint(
+        "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        ("self",),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(
+        "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+        ("self",),
+        mentions=("device",),
+        own=True,
+    ),
+)
+"""What the CPU worker builds on: importing it takes a CPU build."""
+
+ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
+HOOKS: tuple[Contract, ...] = (
+    *CONFIG_HOOKS,
+    *ENGINE_HOOKS,
+    *WORKER_HOOKS,
+    *CPU_HOOKS,
+)
+"""All of them."""
+
+
+def problems(hooks: Iterable[Contract]) -> list[str]:
+    """What does not hold in the installed vLLM, one phrase each."""
+    return hookpoints.problems(hooks, LiveView("vllm"))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which versions of vLLM each patch of the adapter is needed."""
+
+from __future__ import annotations
+
+from hybrid_plugin.upstream.hookpoints import HookPoint
+from hybrid_plugin.upstream.patch_expiry import Need
+
+_PLATFORM = "vllm.platforms.interface:Platform"
+_CORE = "vllm.v1.engine.core:EngineCore._initialize_kv_caches"
+
+NEEDED = {
+    "patches.patch_config": Need(
+        HookPoint(
+            "vllm.config:VllmConfig.__post_init__",
+            mentions=("try_verify_and_update_config",),
+        )
+    ),
+    "patches.patch_engine": Need(
+        HookPoint(_CORE, mentions=("get_kv_cache_configs",)),
+    ),
+    "patches._patch_builder": Need(
+        HookPoint(f"{_PLATFORM}.get_kv_cache_config_builder_cls")
+    ),
+    "patches.patch_platform": Need(
+        HookPoint(
+            f"{_PLATFORM}.update_block_size_for_backend",
+            mentions=("_align_hybrid_block_size",),
+        )
+    ),
+    "patches.patch_worker": Need(
+        HookPoint("vllm.v1.worker.utils:allocate_kv_cache", ("kv_cache_config",))
+    ),
+    "patches.manager_factory": Need(
+        HookPoint(
+            "vllm.v1.core.sched.scheduler:Scheduler.__init__",
+            mentions=("KVCacheManager",),
+        )
+    ),
+}

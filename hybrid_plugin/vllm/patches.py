@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All changes the plugin makes to vLLM's own functions, in one place.
+
+Every wrapper looks at the engine's configuration and passes straight through
+where the plugin is not active.  Each says what breaks without it (symptom),
+why (cause), what it does (fix) and when it can be deleted.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hybrid_plugin.config import ConfigError, switched_off_by_environment
+from hybrid_plugin.upstream.hookpoints import Contract, resolve
+from hybrid_plugin.upstream.standing import untested
+from hybrid_plugin.vllm import contracts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+HALF_LOADED = (
+    "hybrid-plugin is loaded in the server but not in {where}: let the environment "
+    "variable VLLM_PLUGINS name it in every process (vllm_hybrid), or set "
+    "HYBRID_PLUGIN=0 to serve without it."
+)
+
+_ENGINE_CORE = "vllm.v1.engine.core"
+_WRAPPED = "_hybrid_plugin_original"
+
+
+def apply() -> None:
+    """Hook the configuration, and the engine core where it is imported already.
+
+    Where this vLLM lacks something, what needs it is left alone: the configuration
+    is checked before a hybrid model is served, and other models need none of it.
+    """
+    patch_config()
+    if _ENGINE_CORE in sys.modules and not contracts.problems(contracts.CORE_HOOKS):
+        patch_engine()
+    patch_platform()
+
+
+def is_applied() -> bool:
+    """Whether vLLM loaded the plugin in this process."""
+    from vllm.config import VllmConfig
+
+    return hasattr(VllmConfig.try_verify_and_update_config, _WRAPPED)
+
+
+def require(*groups: tuple[Contract, ...]) -> None:
+    """Check hook points.
+
+    Raises:
+        ConfigError: naming each one that this vLLM moved.
+    """
+    found = [problem for group in groups for problem in contracts.problems(group)]
+    if found:
+        from vllm import __version__
+
+        raise ConfigError(
+            f"hybrid-plugin does not fit vLLM {__version__}: {'; '.join(found)}. "
+            "Install a version it supports, or set HYBRID_PLUGIN=0 to serve without it."
+        )
+
+
+def _platform_hooks() -> tuple[Contract, ...]:
+    from vllm.platforms import current_platform
+
+    return contracts.CPU_HOOKS if current_platform.is_cpu() else ()
+
+
+def _warn_if_untested() -> None:
+    from vllm import __version__
+
+    remark = untested("vllm", __version__)
+    if remark is not None:
+        from vllm.logger import init_logger
+
+        init_logger("vllm.hybrid_plugin").warning("vLLM %s is %s.", __version__, remark)
+
+
+# ------------------------------------------------------------------ the patches
+
+
+def patch_config() -> None:
+    """Symptom: vLLM configures a hybrid model for its own aligned blocks.
+
+    Cause: it has no hook between parsing a configuration and deriving from it.
+    Fix: decide on activation just before it derives.
+    Delete when: vLLM lets a plugin amend a configuration.
+    """
+    if contracts.problems(contracts.CONFIG_HOOKS):
+        from vllm.logger import init_logger
+
+        init_logger("vllm.hybrid_plugin").warning(
+            "hybrid-plugin is inactive: %s.",
+            contracts.problems(contracts.CONFIG_HOOKS)[0],
+        )
+        return
+
+    def wrapper(original: Callable[..., None], config: VllmConfig) -> None:
+        model = config.model_config
+        if model is not None and not getattr(model, "config_updated", False):
+            from hybrid_plugin.vllm import activation
+
+            if model.is_hybrid and not switched_off_by_environment():
+                require(contracts.OPTION_HOOKS)
+            activation.activate(config)
+            if activation.is_active(config):
+                require(
+                    contracts.ENGINE_HOOKS, contracts.WORKER_HOOKS, _platform_hooks()
+                )
+                _warn_if_untested()
+                patch_engine()
+        original(config)
+
+    _wrap("vllm.config:VllmConfig.try_verify_and_update_config", wrapper)
+
+
+def patch_engine() -> None:
+    """Symptom: the cache is planned as one pool of equal blocks.
+
+    Cause: planning is a function of the engine core, not a plug-in point (0.33
+    has a builder, but its block count cannot express two pools).
+    Fix: plan two pools, and report their capacity.
+    Delete when: the builder may return pools of different counts.
+    """
+
+    def plan(
+        original: Callable[..., Any],
+        vllm_config: VllmConfig,
+        kv_cache_specs: Any,
+        available_memory: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm import activation, planning
+
+        if activation.is_active(vllm_config):
+            return planning.plan(vllm_config, kv_cache_specs, available_memory)
+        return original(vllm_config, kv_cache_specs, available_memory, *args, **kwargs)
+
+    def report(
+        original: Callable[..., None], vllm_config: VllmConfig, kv_cache_config: Any
+    ) -> None:
+        from hybrid_plugin.vllm import activation, planning
+
+        if not activation.is_active(vllm_config):
+            original(vllm_config, kv_cache_config)
+            return
+        tokens, sequences = planning.capacity(vllm_config, kv_cache_config)
+        vllm_config.cache_config.kv_cache_size_tokens = tokens
+        vllm_config.cache_config.kv_cache_max_concurrency = sequences
+
+    _wrap(f"{_ENGINE_CORE}:get_kv_cache_configs", plan)
+    _wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
+    _patch_builder()
+
+
+def _patch_builder() -> None:
+    """Symptom: 0.33 fails to group the layers, or captures graphs on one pool.
+
+    Cause: grouping and the minimal cache for profiling CUDA graphs come from
+    the platform's builder, before `get_kv_cache_configs` is reached.
+    Fix: name our builder.
+    Delete when: `patch_engine` is.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if not hasattr(platform, "get_kv_cache_config_builder_cls"):
+        return  # 0.32 has no builder
+
+    def builder(original: Callable[..., str], vllm_config: VllmConfig) -> str:
+        from hybrid_plugin.vllm import activation
+
+        if activation.is_active(vllm_config):
+            return "hybrid_plugin.vllm.builder.HybridConfigBuilder"
+        return original(vllm_config)
+
+    _wrap_classmethod(platform, "get_kv_cache_config_builder_cls", builder)
+
+
+def patch_platform() -> None:
+    """Symptom: attention pages of 528 to 7808 tokens.
+
+    Cause: `_align_hybrid_block_size` inflates them to the size of a state.
+    Fix: choose the page size by the attention backends alone.
+    Delete when: the alignment can be switched off.
+    """
+    from vllm.platforms.interface import Platform
+
+    if not hasattr(Platform, "_align_hybrid_block_size"):
+        return  # `require` reports it when a hybrid model is served
+
+    def align(
+        original: Callable[..., None], vllm_config: VllmConfig, backend_cls: Any
+    ) -> None:
+        from hybrid_plugin.vllm import activation, page_size
+
+        if activation.is_active(vllm_config):
+            page_size.choose(vllm_config)
+        else:
+            original(vllm_config, backend_cls)
+
+    _wrap_classmethod(Platform, "_align_hybrid_block_size", align)
+
+
+def patch_worker() -> None:
+    """Symptom: both pools would be laid over one allocation of one size.
+
+    Cause: `allocate_kv_cache` asserts a single backing allocation.
+    Fix: allocate our configurations ourselves; both model runners.
+    Delete when: a KV cache configuration may name several allocations.
+    """
+
+    def allocate(
+        original: Callable[..., Any], config: Any, *args: Any, **kw: Any
+    ) -> Any:
+        from hybrid_plugin.vllm import planning, pool_memory
+
+        if isinstance(config, planning.HybridKVCacheConfig):
+            return pool_memory.allocate_pools(config, *args, **kw)
+        return original(config, *args, **kw)
+
+    _wrap("vllm.v1.worker.gpu_model_runner:allocate_kv_cache", allocate)
+    _wrap("vllm.v1.worker.gpu.attn_utils:allocate_kv_cache", allocate)
+
+
+@contextmanager
+def manager_factory(create: Callable[..., Any]) -> Iterator[None]:
+    """Symptom: the scheduler builds vLLM's own KV cache manager.
+
+    Cause: its class is a global of the scheduler's module.
+    Fix: put `create` in its place while a scheduler is being built.
+    Delete when: the manager's class can be named.
+    """
+    module = importlib.import_module("vllm.v1.core.sched.scheduler")
+    original = module.KVCacheManager
+    module.KVCacheManager = create  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.KVCacheManager = original  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- how to patch
+
+
+def _wrap(target: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function by `wrapper(original, ...)`, once."""
+    owner, name = resolve(target)
+    original = getattr(owner, name)
+    if not hasattr(original, _WRAPPED):
+        setattr(owner, name, _wrapped(original, wrapper))
+
+
+def _wrap_classmethod(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a class method by `wrapper(bound original, ...)`, once."""
+    original = getattr(owner, name)
+    if hasattr(original, _WRAPPED):
+        return
+    function = original.__func__
+
+    def method(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(function.__get__(cls), *args, **kwargs)
+
+    functools.update_wrapper(method, function)
+    setattr(method, _WRAPPED, function)
+    setattr(owner, name, classmethod(method))
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(function, _WRAPPED, original)
+    return function

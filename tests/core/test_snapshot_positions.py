@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+
+
+def stops(
+    length: int,
+    *,
+    hit: int = 0,
+    kv_length: int = 0,
+    page_size: int = 16,
+    branch: int = 1,
+    prompt_end: int = 1,
+) -> tuple[int, ...]:
+    policy = SnapshotPolicy(page_size, branch, prompt_end, 1)
+    return policy.prefill_positions(length=length, hit=hit, kv_length=kv_length)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(15, ()), (16, ()), (17, (16,)), (32, (16,)), (33, (32,)), (40, (32,))],
+)
+def test_the_prompt_end_is_floored_before_the_last_token(
+    length: int, expected: tuple[int, ...]
+) -> None:
+    assert stops(length) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_length", "expected"),
+    [(15, (96,)), (16, (16, 96)), (40, (32, 96)), (100, (96,)), (500, (96,))],
+)
+def test_a_branch_point_is_floored_to_a_page(
+    kv_length: int, expected: tuple[int, ...]
+) -> None:
+    assert stops(100, kv_length=kv_length) == expected
+
+
+def test_no_stop_at_or_before_the_hit() -> None:
+    assert stops(100, hit=32, kv_length=32) == (96,)
+    assert stops(100, hit=40, kv_length=32) == (96,)
+    assert stops(100, hit=96, kv_length=96) == ()
+    assert stops(100, hit=99, kv_length=96) == ()
+
+
+@pytest.mark.parametrize(
+    ("hit", "kv_length", "branch", "expected"),
+    [
+        pytest.param(192, 224, 32, (224, 288), id="just"),
+        pytest.param(192, 224, 33, (288,), id="too near"),
+        pytest.param(192, 240, 999, (240, 288), id="a quarter of the hit"),
+        pytest.param(192, 224, 999, (288,), id="less than a quarter"),
+        pytest.param(0, 16, 999, (16, 288), id="the first page shared"),
+    ],
+)
+def test_least_distance_of_a_branch(
+    hit: int, kv_length: int, branch: int, expected: tuple[int, ...]
+) -> None:
+    assert stops(300, hit=hit, kv_length=kv_length, branch=branch) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "expected"), [(32, (64, 96)), (33, (64,))], ids=["just", "too near"]
+)
+def test_least_distance_of_a_prompt_end_counts_from_the_branch(
+    prompt_end: int, expected: tuple[int, ...]
+) -> None:
+    assert stops(100, kv_length=64, prompt_end=prompt_end) == expected
+
+
+def test_a_branch_too_near_does_not_hide_the_prompt_end() -> None:
+    assert stops(400, hit=160, kv_length=176, branch=17, prompt_end=90) == (384,)
+
+
+@pytest.mark.parametrize(
+    ("length", "kv_length", "expected"),
+    [(1, 0, ()), (2, 1, ()), (3, 1, (2,)), (3, 2, (2,)), (9, 1, (8,)), (9, 3, (3, 8))],
+)
+def test_page_size_one_never_stops_before_position_two(
+    length: int, kv_length: int, expected: tuple[int, ...]
+) -> None:
+    assert stops(length, kv_length=kv_length, page_size=1) == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+def test_stops_ascend_between_the_hit_and_the_end(page_size: int) -> None:
+    for length in range(1, 40):
+        for hit in range(length):
+            for kv_length in range(0, 45, page_size):
+                found = stops(length, hit=hit, kv_length=kv_length, page_size=page_size)
+                assert list(found) == sorted(set(found))
+                assert all(max(hit, 1) < stop < length for stop in found)
+                assert all(stop % page_size == 0 for stop in found)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        (0, 100, 96),
+        (0, 96, 96),
+        (90, 100, 96),
+        (95, 100, 100),
+        (96, 100, 100),
+        (0, 9, 9),
+    ],
+)
+def test_a_chunk_cut_short_ends_on_a_page_where_it_can(
+    start: int, end: int, expected: int
+) -> None:
+    assert SnapshotPolicy(16, 1, 1, 1).align_chunk_end(start, end) == expected
+
+
+def test_a_chunk_end_counts_from_the_snapshot_before_it() -> None:
+    policy = SnapshotPolicy(16, 1, 1, 64)
+    assert policy.keeps_chunk_end(64, 0)
+    assert not policy.keeps_chunk_end(64, 16)
+    assert not policy.keeps_chunk_end(70, 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "hit", "kv_length", "expected"),
+    [
+        (1000, 0, 0, ()),
+        (2100, 0, 0, (1568,)),
+        (5000, 0, 0, (3744, 4992)),
+        (2100, 0, 2000, (2000,)),
+        (5000, 0, 640, (640, 3744, 4992)),
+        (5000, 3744, 3744, (4992,)),
+    ],
+)
+def test_a_long_prompt_stops_after_its_body_too(
+    length: int, hit: int, kv_length: int, expected: tuple[int, ...]
+) -> None:
+    policy = SnapshotPolicy(16, 1, 1024, 1024, body_share=0.75)
+    found = policy.prefill_positions(length=length, hit=hit, kv_length=kv_length)
+    assert found == expected
