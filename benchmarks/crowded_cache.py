@@ -32,14 +32,13 @@ from benchmarks.prefix_workloads import WORKLOADS, Reply
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Unmap
+from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
     InBatchPrefixSharing,
     waiting_prefill,
 )
-from hybrid_plugin.core.tree.node import Node
-from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
 from hybrid_plugin.engine import elastic_memory
 
 PAGE, LONGEST = 16, 8192
@@ -47,17 +46,10 @@ MAX_RUNNING, MAX_STEP_TOKENS = 64, 8192
 """As in `vllm_prefix`."""
 
 
-class ColdTree(MambaRadixCache):
-    """Takes no snapshot for a hot one."""
-
-    def is_hot(self, node: Node) -> bool:
-        return False
-
-
 class GreedyCache(HybridCache):
     """Gives every sequence the slot that it can get."""
 
-    def _must_wait(self, match: Match, pages: int, branch: int) -> bool:
+    def _must_wait(self, *args: Any) -> bool:
         return False
 
 
@@ -226,22 +218,22 @@ def make_cache(
             log=logging.getLogger(__name__),
         )
         assert shared is not None
-        pages, slots, controller = shared.build()
+        pools: CachePools = shared.build()
     else:
         sizes = layout.split(budget, max_model_len=LONGEST)
-        pages, slots, controller = PagePool(sizes.pages), SlotPool(sizes.slots), None
+        pools = FixedPools(PagePool(sizes.pages), SlotPool(sizes.slots))
     cache = (HybridCache if kept else GreedyCache)(
-        pages=pages,
-        slots=slots,
+        pages=pools.pages,
+        slots=pools.slots,
         page_size=PAGE,
         policy=options.snapshot_policy(PAGE),
         eviction=options.eviction(
             token_bytes=layout.page_bytes / PAGE, slot_bytes=layout.slot_bytes
         ),
-        elastic=controller,
+        broker=pools.broker,
     )
     if not kept:
-        cache.tree = ColdTree(PAGE, eviction=cache.eviction)
+        cache.tree.is_hot = lambda node: False  # type: ignore[method-assign]
     return cache
 
 

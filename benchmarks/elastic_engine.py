@@ -58,7 +58,7 @@ def mapped_bytes(metrics: Iterable[Any]) -> dict[str, float]:
         metrics: of `prometheus_client`, the plugin's among them, if it has any.
     """
     return {
-        sample.labels["kind"]: sample.value
+        sample.labels["pool"]: sample.value
         for metric in metrics
         for sample in metric.samples
         if sample.name == _MAPPED
@@ -121,8 +121,8 @@ class Watch:
             "t": [round(elapsed, 2) for elapsed, _, _ in taken],
             "tokens": [tokens for _, tokens, _ in taken],
         }
-        for kind in ("pages", "slots"):
-            sizes = [mapped[kind] for _, _, mapped in taken if kind in mapped]
+        for kind, pool in (("pages", "kv"), ("slots", "state")):
+            sizes = [mapped[pool] for _, _, mapped in taken if pool in mapped]
             if len(sizes) == len(taken):
                 found[f"{kind}_mib"] = [round(size / 2**20, 1) for size in sizes]
         return found

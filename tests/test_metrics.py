@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client import REGISTRY
 
+from hybrid_plugin.core.memory.elastic import ElasticBroker
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
 from tests.core.elastic import ElasticSetup
@@ -38,31 +39,39 @@ def test_snapshot_has_every_level_and_total() -> None:
     serve(cache, "a", span(0, 10))
     start(cache, "b", span(0, 14))
     found = snapshot_of(cache)
-    assert found.items() >= (cache.levels() | cache.stats.as_dict()).items()
+    assert found.items() >= cache.stats.as_dict().items()
+    for pool, level in cache.levels().items():
+        kinds = [found[f"level/{pool}/{kind}"] for kind in ("used", "cached", "free")]
+        assert kinds == [level.used, level.cached, level.free]
     assert found["hit_tokens"] == 10
     assert found["moves"] == found["moved_bytes"] == found["move_seconds"] == 0
-    assert "mapped_pages" not in found, "the pools share no memory"
+    assert not any(name.startswith("mapped") for name in found), (
+        "the pools share no memory"
+    )
 
 
 def test_snapshot_of_pools_that_share_memory() -> None:
     cache = ElasticSetup(pages=12).build()
     serve(cache, "a", span(0, 10))
-    assert cache.elastic is not None
-    cache.elastic.stats.device_seconds = 0.25
+    assert isinstance(cache.broker, ElasticBroker)
+    cache.broker.stats.device_seconds = 0.25
     found = snapshot_of(cache)
-    assert found["mapped_pages"] + found["mapped_slots"] + cache.elastic.slack == 20
-    assert found["moves"] == cache.elastic.stats.moves > 0
+    assert found["mapped/kv"] + found["mapped/state"] + cache.broker.slack == 20
+    assert found["moves"] == cache.broker.stats.moves > 0
     assert found["move_seconds"] == 250_000, "whole microseconds"
     assert all(isinstance(number, int) for number in found.values())
 
 
 def test_gauges_follow_the_levels(labels: dict[str, str]) -> None:
     metrics = CacheMetrics(labels)
-    metrics.publish(numbers(pages_used=5, pages_free=3))
-    metrics.publish(numbers(pages_used=2, pages_cached=4, pages_free=2))
-    found = [value("pages", labels, kind=kind) for kind in ("used", "cached", "free")]
+    metrics.publish(numbers() | {"level/kv/used": 5, "level/kv/free": 3})
+    levels = {"level/kv/used": 2, "level/kv/cached": 4, "level/kv/free": 2}
+    metrics.publish(numbers() | levels | {"level/window0/free": 7})
+    kinds = ("used", "cached", "free")
+    found = [value("pages", labels, pool="kv", kind=kind) for kind in kinds]
     assert found == [2, 4, 2]
-    assert value("slots", labels, kind="free") == 4
+    assert value("pages", labels, pool="window0", kind="free") == 7
+    assert value("slots", labels, pool="state", kind="free") == 4
 
 
 def test_counters_advance_to_the_totals(labels: dict[str, str]) -> None:
@@ -75,11 +84,11 @@ def test_counters_advance_to_the_totals(labels: dict[str, str]) -> None:
 def test_moved_memory_is_published(labels: dict[str, str]) -> None:
     metrics = CacheMetrics(labels)
     metrics.publish(numbers(moves=3, move_seconds=250_000))
-    assert value("mapped_bytes", labels, kind="pages") is None
-    metrics.publish(numbers(moves=4, move_seconds=750_000, mapped_pages=5))
+    assert value("mapped_bytes", labels, pool="kv") is None
+    metrics.publish(numbers(moves=4, move_seconds=750_000) | {"mapped/kv": 5})
     assert value("moves_total", labels) == 4
     assert value("move_seconds_total", labels) == pytest.approx(0.75)
-    assert value("mapped_bytes", labels, kind="pages") == 5
+    assert value("mapped_bytes", labels, pool="kv") == 5
 
 
 @pytest.mark.parametrize("name", CacheStats().as_dict())
@@ -91,10 +100,10 @@ def test_every_total_is_published(name: str, labels: dict[str, str]) -> None:
 def test_engines_of_one_process_are_told_apart(labels: dict[str, str]) -> None:
     other = {"engine": labels["engine"] + "-other"}
     first, second = CacheMetrics(labels), CacheMetrics(other)
-    first.publish(numbers(refusals=2, pages_used=1))
-    second.publish(numbers(refusals=5, pages_used=6))
-    first.publish(numbers(refusals=3, pages_used=1))
+    first.publish(numbers(refusals=2) | {"level/kv/used": 1})
+    second.publish(numbers(refusals=5) | {"level/kv/used": 6})
+    first.publish(numbers(refusals=3) | {"level/kv/used": 1})
     assert value("refusals_total", labels) == 3
     assert value("refusals_total", other) == 5
-    assert value("pages", labels, kind="used") == 1
-    assert value("pages", other, kind="used") == 6
+    assert value("pages", labels, pool="kv", kind="used") == 1
+    assert value("pages", other, pool="kv", kind="used") == 6

@@ -13,15 +13,15 @@ None and has changed nothing.  Device work is queued as commands, in order;
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
-from hybrid_plugin.core.memory.broker import Allocation, MemoryBroker
-from hybrid_plugin.core.memory.elastic import ElasticBroker
+from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
+from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
+from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
-from hybrid_plugin.core.memory.reclaim import PageReclaim, SnapshotReclaim
+from hybrid_plugin.core.memory.reclaim import register_pools
 from hybrid_plugin.core.memory.window_tables import WindowGroup, WindowTable
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import Prefill
@@ -29,7 +29,7 @@ from hybrid_plugin.core.policy.slot_tradeoff import SlotTradeoff
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.policy.tuning import AlphaTuner
 from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
-from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.stats import CacheStats, PoolLevel
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.core.tree.node import Node, Snapshot
 from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
@@ -39,7 +39,7 @@ __all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
 
 
 @dataclass(slots=True)
-class HybridCache(MemoryBroker):
+class HybridCache:
     """Pages, slots, tree and snapshots of one model replica.
 
     Args:
@@ -50,8 +50,7 @@ class HybridCache(MemoryBroker):
         windows: groups of attention layers that look back only so far.
         eviction: what goes first; by default `UsedFirst`.
         events: where to note which pages come and go; by default nowhere.
-        elastic: moves memory between pages and slots, whose granules it was told
-            of; by default every pool keeps its memory.
+        broker: finds free ids in all pools; by default every pool keeps its memory.
         tuner: sets the weight of a `FlopAware` eviction policy.
     """
 
@@ -63,9 +62,10 @@ class HybridCache(MemoryBroker):
     windows: tuple[WindowGroup, ...] = ()
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
-    elastic: ElasticBroker | None = None
+    broker: MemoryBroker = field(default_factory=FixedBroker)
     tuner: AlphaTuner | None = None
     tree: MambaRadixCache = field(init=False)
+    memory: CacheMemory = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _branching: dict[str, int] = field(init=False, default_factory=dict)
     """Live sequences whose branch point is still to get its snapshot: tokens from the
@@ -80,15 +80,17 @@ class HybridCache(MemoryBroker):
             eviction=self.eviction,
             events=self.events,
         )
-        if self.elastic is not None:
-            self._put_in_charge(self.elastic)
-
-    def _put_in_charge(self, elastic: ElasticBroker) -> None:
-        if self.windows or not self.slots.needed:
-            raise ValueError("memory moves between full attention and states only")
-        elastic.send_to(self.enqueue)
-        elastic.register(Pool.KV, self.pages.ids, PageReclaim(self))
-        elastic.register(Pool.STATE, self.slots.ids, SnapshotReclaim(self))
+        self.memory = CacheMemory(
+            self.pages,
+            self.slots,
+            self.windows,
+            broker=self.broker,
+            tree=self.tree,
+            stats=self.stats,
+            enqueue=self.enqueue,
+            promised_pages=self.promised_pages,
+        )
+        register_pools(self.memory)
 
     # ----------------------------------------------------------------- look up
 
@@ -224,23 +226,32 @@ class HybridCache(MemoryBroker):
             raise ValueError(
                 f"{num_tokens} tokens are no more than the {match.length} hit"
             )
-        shared, most = (
-            len(match.pages),
-            self._pages_for(max(num_tokens, reserve_tokens)),
-        )
+        shared = len(match.pages)
+        most = self._pages_for(max(num_tokens, reserve_tokens))
         count = self._pages_for(num_tokens) - shared
-        self._share(match)
-        # Who is in the middle of a prompt has been promised the rest.
-        wanted = most - shared + watermark_pages + self.promised_pages
-        if not self._has_room(match, wanted, count) or self._must_wait(
+        self.memory.share(match)
+        # A sequence in the middle of its prompt has reserved the rest of its pages.
+        promised = self.promised_pages()
+        wanted = self.memory.wanted(
+            pages=most - shared + watermark_pages + promised,
+            window_pages=count,
+            slots=1,
+        )
+        if not self.memory.has_room(match, wanted) or self._must_wait(
             match, wanted, found.branch
         ):
-            self._unshare(match)
+            self.memory.unshare(match)
             self.stats.refusals += 1
             return None
         self.tree.begin_admission(self.live)
         held = self._hold(match)
-        room = self._obtain(match, count, most - shared)
+        room = self.memory.obtain(
+            match,
+            now=self.memory.wanted(pages=count, window_pages=count, slots=1),
+            ahead=self.memory.wanted(
+                pages=most - shared + promised, window_pages=count, slots=1
+            ),
+        )
         self._restore(match, room)
         windows = self._window_tables(match, room)
         self.stats.record_hit(found.length, match.length, resumed=resumed)
@@ -276,11 +287,9 @@ class HybridCache(MemoryBroker):
         count = self._pages_for(num_tokens) - len(sequence.pages)
         if count <= 0:  # most steps of a decode end inside a page
             return array("i")
-        if not self._could_free(count, count):
+        if not self.broker.provide(dict.fromkeys(self.memory.page_pools, count)):
             self.stats.refusals += 1
             return None
-        enough = self._free_pages(count)
-        assert enough, "reclaimable pages belong to evictable nodes"
         fresh = self.pages.allocate(count)
         sequence.pages += fresh
         for group, table in zip(self.windows, sequence.windows, strict=True):
@@ -371,7 +380,7 @@ class HybridCache(MemoryBroker):
         if self._sequences:
             return False
         for evicted in self.tree.clear():
-            self._take_back(evicted)
+            self.memory.take_back(evicted)
         return True
 
     def enqueue(self, command: Command) -> None:
@@ -403,18 +412,54 @@ class HybridCache(MemoryBroker):
         """Number of live sequences."""
         return len(self._sequences)
 
-    def levels(self) -> dict[str, int]:
-        """How full the pools are: pages and slots used, cached and free."""
-        return {
-            "pages_used": self.pages.in_use,
-            "pages_cached": self.pages.reclaimable,
-            "pages_free": self.pages.free,
-            "slots_used": self.slots.running,
-            "slots_cached": self.slots.snapshots,
-            "slots_free": self.slots.free,
+    def promised_pages(self) -> int:
+        """Pages that live sequences will take for the rest of their prompts."""
+        return sum([sequence.promised for sequence in self._sequences.values()])
+
+    def levels(self) -> dict[PoolId, PoolLevel]:
+        """How full each pool is."""
+        found = {
+            name: PoolLevel(pool.in_use, pool.reclaimable, pool.free)
+            for name, pool in self.memory.page_pools.items()
         }
+        slots = self.slots
+        found[Pool.STATE] = PoolLevel(slots.running, slots.snapshots, slots.free)
+        return found
 
     # ---------------------------------------------------- internal: admission
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _must_wait(
+        self, match: Match, wanted: Mapping[PoolId, int], branch: int
+    ) -> bool:
+        """Whether a sequence leaves its slot to snapshots that are worth more.
+
+        Those are hot ones, without which all that come after compute what they save
+        anew, and one that a sequence is to take where it branches off.
+
+        Args:
+            match: the sequence's hit.
+            wanted: ids by pool that it may need besides.
+            branch: tokens that the snapshot at its own branch point saves; 0 if
+                there is none.
+        """
+        slots = self.slots
+        most = self._slot_tradeoff.max_kept(slots.running)
+        if not slots.needed or not most or slots.free + slots.snapshots > most + 1:
+            return False
+        hot = {
+            node: node.end - node.resume_before() for node in self.tree.hot_snapshots()
+        }
+        planned, kept = self._slot_tradeoff.worth_keeping(
+            hot, max([branch, *self._branching.values()]), slots.running
+        )
+        if not kept and not planned:
+            return False
+        rest = {**wanted, Pool.STATE: wanted[Pool.STATE] + planned}
+        pinned = [node.snapshot.slot for node in kept if node.snapshot is not None]
+        return not self.memory.has_room(match, rest, pinned)
 
     def _hold(self, match: Match) -> Node | None:
         """Keep what is matched while room is made; returns the node it ends at."""
@@ -442,7 +487,7 @@ class HybridCache(MemoryBroker):
             for index, (own, fresh) in enumerate(
                 zip(snapshot.windows, room.windows, strict=True)
             ):
-                self._commands.append(Copy(WindowPool(index), own[-1], fresh[0]))
+                self._commands.append(Copy(Pool.window(index), own[-1], fresh[0]))
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, snapshot.slot, room.slot))
 
@@ -463,18 +508,18 @@ class HybridCache(MemoryBroker):
         if room.taken_over:  # the slot is the sequence's now
             evicted = self.tree.detach_snapshot(node)
             self.pages.drop(evicted.pages)
-            self._drop_windows(evicted.snapshot)
+            self.memory.drop_windows(evicted.snapshot)
         if kept.parent is None:  # before the first page there is nothing to lock
             self.tree.unlock(kept)
             return None
         return kept
 
     def _window_tables(self, match: Match, room: Allocation) -> tuple[WindowTable, ...]:
-        shared = self._hit_windows(match)
+        shared = self.memory.hit_windows(match)
         return tuple(
             [
                 WindowTable.resumed(
-                    before + fresh, self._live(group, match.length).start
+                    before + fresh, self.memory.live(group, match.length).start
                 )
                 for group, before, fresh in zip(
                     self.windows, shared, room.windows, strict=True
@@ -538,7 +583,7 @@ class HybridCache(MemoryBroker):
             self.tree.touch_snapshot(node)
             return None
         self._make_room_on_path(node)
-        if not self._free_snapshot_slot(node):
+        if not self.memory.free_snapshot_slot(node):
             return None
         slot = self.slots.allocate_snapshot()
         self._attach(node, sequence, slot)
@@ -551,7 +596,7 @@ class HybridCache(MemoryBroker):
         if self.policy.max_per_path is None:
             return
         for worst in self.tree.beyond_cap(node, self.policy.max_per_path - 1):
-            self._take_back(self.tree.detach_snapshot(worst))
+            self.memory.take_back(self.tree.detach_snapshot(worst))
 
     def _attach(
         self,
@@ -564,7 +609,7 @@ class HybridCache(MemoryBroker):
         """Give the node a snapshot with the window pages that `sequence` holds."""
         windows = []
         for group, table in zip(self.windows, sequence.windows, strict=True):
-            live = self._live(group, node.end)
+            live = self.memory.live(group, node.end)
             windows.append(table.pages[live.start : live.stop])
             group.pages.adopt(windows[-1])
         snapshot = Snapshot(slot, tuple(windows), is_turn_end=is_turn_end)

@@ -9,24 +9,24 @@ all that earlier forwards wrote and no later forward overtakes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Final, TypeAlias
+
+PoolId: TypeAlias = str
+"""Names a pool, in commands, sizes, plans and metrics alike."""
 
 
-class Pool(Enum):
-    """The pool a command's ids belong to."""
+class Pool:
+    """Names of the pools that a cache knows; others may be registered beside them."""
 
-    KV = "kv"
-    STATE = "state"
+    KV: Final[PoolId] = "kv"
+    """Pages of the layers with full attention."""
+    STATE: Final[PoolId] = "state"
+    """Slots of the state layers."""
 
-
-@dataclass(frozen=True, slots=True)
-class WindowPool:
-    """The pool of a window group, by its place in `HybridCache.windows`."""
-
-    index: int
-
-
-PoolId = Pool | WindowPool
+    @staticmethod
+    def window(index: int) -> PoolId:
+        """Pages of a window group, by its place in `HybridCache.windows`."""
+        return f"window{index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Copy:
 class Map:
     """Put memory, all zeros, behind granules of a pool that have none."""
 
-    pool: Pool
+    pool: PoolId
     granules: tuple[int, ...]
 
 
@@ -58,7 +58,7 @@ class Map:
 class Unmap:
     """Take the memory from granules of which nobody owns a page or slot."""
 
-    pool: Pool
+    pool: PoolId
     granules: tuple[int, ...]
 
 

@@ -39,3 +39,14 @@ class CacheStats:
     def as_dict(self) -> dict[str, int]:
         """Every total by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLevel:
+    """How many ids of a pool are in which place."""
+
+    used: int
+    """Of live sequences."""
+    cached: int
+    """That only the tree holds."""
+    free: int

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hybrid_plugin.core.commands import Command, Copy, Map, Pool, PoolId, Unmap, Zero
+from hybrid_plugin.core.commands import Command, Copy, Map, PoolId, Unmap, Zero
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.batching import batches
 from hybrid_plugin.device.virtual_arena import Refusal
@@ -28,7 +28,7 @@ class MoveStats:
 class Executor:
     """Runs command lists on the current stream, first to last."""
 
-    def __init__(self, arenas: Mapping[Pool, Arena] | Mapping[PoolId, Arena]) -> None:
+    def __init__(self, arenas: Mapping[PoolId, Arena]) -> None:
         self._arenas: dict[PoolId, Arena] = {}
         for pool, arena in arenas.items():
             self._arenas[pool] = arena
@@ -72,8 +72,8 @@ class Executor:
         self.moves.seconds += time.perf_counter() - begin
         return refusal
 
-    def _elastic(self, pool: Pool) -> ElasticArena:
+    def _elastic(self, pool: PoolId) -> ElasticArena:
         arena = self._arenas[pool]
         if not isinstance(arena, ElasticArena):
-            raise TypeError(f"the memory of pool {pool.value!r} is fixed")
+            raise TypeError(f"the memory of pool {pool!r} is fixed")
         return arena

@@ -12,6 +12,7 @@ from logging import Logger
 import torch
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.device import host_arena
@@ -139,8 +140,6 @@ def plan(
             block_bytes=block_bytes,
             max_model_len=max_model_len,
             max_sequences=max_sequences,
-            pages_floor=options.kv_pages_floor or 0,
-            slots_floor=options.state_slots_floor or 0,
         )
     except ValueError as error:
         if options.elastic:
@@ -188,10 +187,12 @@ def take(
 
 def describe(plan: ElasticPlan) -> str:
     """The plan in one line, for the log."""
+    granules = ", ".join(
+        f"{pool.per_granule} {'slots' if name == Pool.STATE else 'pages'} of {name} "
+        f"({pool.granule_bytes / 2**20:.1f} MiB)"
+        for name, pool in plan.pools.items()
+    )
     return (
         f"hybrid-plugin pools share {plan.budget / 2**20:.1f} MiB: memory moves in "
-        f"granules of {plan.pages_per_granule} KV pages of {plan.layout.page_size} "
-        f"tokens ({plan.page_granule_bytes / 2**20:.1f} MiB) and of "
-        f"{plan.slots_per_granule} state slots "
-        f"({plan.slot_granule_bytes / 2**20:.1f} MiB)"
+        f"granules of {granules}; a page holds {plan.layout.page_size} tokens"
     )

@@ -14,7 +14,6 @@ from prometheus_client import Counter, Gauge
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.memory.elastic import ElasticStats
 
 _POOLS = {"pages": "KV pages", "slots": "State slots"}
 _KINDS = {
@@ -38,6 +37,7 @@ _TOTALS = {
     "granules_emptied": "Granules emptied by moving what was cached in them.",
     "move_seconds": "Time a rank spent on moving memory.",
 }
+_LEVEL, _MAPPED = "level", "mapped"
 _MICROSECONDS = {"move_seconds": 1e-6}
 """Totals that are sent as whole numbers of a smaller unit, and that unit."""
 
@@ -45,20 +45,24 @@ _MICROSECONDS = {"move_seconds": 1e-6}
 def snapshot_of(cache: HybridCache) -> dict[str, int]:
     """All numbers `CacheMetrics` publishes, by name; whole numbers, as engines send.
 
-    `mapped_pages` and `mapped_slots`, bytes, are there where pools share memory.
+    `level/POOL/KIND` counts ids; `mapped/POOL`, bytes, is there where pools share
+    memory; the others are totals.
     """
-    elastic, mapped = cache.elastic, {}
-    stats = ElasticStats() if elastic is None else elastic.stats
-    if elastic is not None:
-        sizes = elastic.mapped_bytes()
-        mapped = {"mapped_pages": sizes[Pool.KV], "mapped_slots": sizes[Pool.STATE]}
+    levels = {
+        f"{_LEVEL}/{pool}/{kind}": getattr(level, kind)
+        for pool, level in cache.levels().items()
+        for kind in _KINDS
+    }
+    mapped = cache.broker.mapped_bytes().items()
+    stats = cache.broker.stats
     moved = {
         "moves": stats.moves,
         "moved_bytes": stats.moved_bytes,
         "granules_emptied": stats.granules_emptied,
         "move_seconds": round(stats.device_seconds / _MICROSECONDS["move_seconds"]),
     }
-    return cache.levels() | cache.stats.as_dict() | moved | mapped
+    sizes = {f"{_MAPPED}/{pool}": size for pool, size in mapped}
+    return levels | cache.stats.as_dict() | moved | sizes
 
 
 class CacheMetrics:
@@ -72,13 +76,14 @@ class CacheMetrics:
 
     def publish(self, numbers: Mapping[str, int]) -> None:
         """Set gauges, and advance counters to the totals in `numbers`."""
-        for pool in _POOLS:
-            for kind in _KINDS:
-                gauge = self._gauges[pool].labels(**self._labels, kind=kind)
-                gauge.set(numbers[f"{pool}_{kind}"])
-            if f"mapped_{pool}" in numbers:
-                mapped = self._gauges["mapped"].labels(**self._labels, kind=pool)
-                mapped.set(numbers[f"mapped_{pool}"])
+        for name, value in numbers.items():
+            what, _, place = name.partition("/")
+            pool, _, kind = place.partition("/")
+            if what == _LEVEL:
+                gauge = self._gauges["slots" if pool == Pool.STATE else "pages"]
+                gauge.labels(**self._labels, pool=pool, kind=kind).set(value)
+            elif what == _MAPPED:
+                self._gauges["mapped"].labels(**self._labels, pool=pool).set(value)
         for name, before in self._published.items():
             grown = (numbers[name] - before) * _MICROSECONDS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
@@ -91,19 +96,19 @@ def _collectors(
 ) -> tuple[dict[str, Gauge], dict[str, Counter]]:
     """Register with the process's registry, once however many engines it has."""
     gauges = {
-        pool: Gauge(
-            f"hybrid_cache_{pool}",
-            f"{title} by who holds them: "
+        name: Gauge(
+            f"hybrid_cache_{name}",
+            f"{title} by pool and by who holds them: "
             + ", ".join(f"{kind}: {meaning}" for kind, meaning in _KINDS.items()),
-            [*label_names, "kind"],
+            [*label_names, "pool", "kind"],
             multiprocess_mode="mostrecent",
         )
-        for pool, title in _POOLS.items()
+        for name, title in _POOLS.items()
     }
     gauges["mapped"] = Gauge(
         "hybrid_cache_mapped_bytes",
-        "Bytes of memory that the pages, and the slots, have, where they share it",
-        [*label_names, "kind"],
+        "Bytes of memory that each pool has, where pools share it",
+        [*label_names, "pool"],
         multiprocess_mode="mostrecent",
     )
     counters = {

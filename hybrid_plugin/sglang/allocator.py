@@ -23,16 +23,12 @@ _NOT_HERE = "hybrid-plugin hands out pages with each sequence, not by SGLang's {
 
 def most_pages(cache: HybridCache) -> int:
     """Pages that could be free at once, if all that is cached went."""
-    if cache.elastic is not None:
-        return cache.elastic.most(Pool.KV)
-    return cache.pages.free + cache.pages.reclaimable
+    return cache.broker.max_free(Pool.KV)
 
 
 def most_slots(cache: HybridCache) -> int:
     """The same of slots."""
-    if cache.elastic is not None:
-        return cache.elastic.most(Pool.STATE)
-    return cache.slots.free + cache.slots.snapshots
+    return cache.broker.max_free(Pool.STATE)
 
 
 class HybridTokenAllocator(BaseTokenToKVPoolAllocator):

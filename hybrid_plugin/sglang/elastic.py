@@ -18,7 +18,7 @@ import torch
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.device.arena import Arena, ElasticArena
@@ -121,21 +121,21 @@ class SharedPools:
             raise ConfigError(
                 "elastic pools are not for this kind of KV cache; set elastic to false."
             )
-        arenas: dict[Pool, Arena] = {}
+        arenas: dict[PoolId, Arena] = {}
         for pool, rows, place, ids, granules in (
             (
                 Pool.KV,
                 self._page_rows,
                 self._pages,
-                self.plan.pages_per_granule,
-                self.plan.start[0],
+                self.plan.pools[Pool.KV].per_granule,
+                self.plan.pools[Pool.KV].start,
             ),
             (
                 Pool.STATE,
                 [self.slot_rows],
                 self._slots,
-                self.plan.slots_per_granule,
-                self.plan.start[1],
+                self.plan.pools[Pool.STATE].per_granule,
+                self.plan.pools[Pool.STATE].start,
             ),
         ):
             arena = ElasticArena(rows, place, self.memory, ids)

@@ -73,7 +73,7 @@ class SglangExecutor:
                 case Copy(pool, _, _):
                     source = self._ids(c.source for c in batch)
                     destination = self._ids(c.destination for c in batch)
-                    if pool is Pool.STATE:
+                    if pool == Pool.STATE:
                         self._copy_states(source, destination)
                     else:
                         self._copy_pages(source, destination)

@@ -11,6 +11,7 @@ from sglang.srt.runtime_context import get_context, get_schedule, get_server_arg
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
@@ -128,25 +129,29 @@ def _build(
     stock: Any, states: Any, options: HybridConfig
 ) -> tuple[HybridCache, Executor | None]:
     """The core, and what moves memory between the pools where they share it."""
-    shared, mover, controller = elastic.planned(), None, None
+    shared, mover = elastic.planned(), None
+    pools: CachePools
     if shared is None:
-        pages = PagePool(stock.size // stock.page_size + 1)
-        slots = SlotPool(states.mamba_pool.size + 1)
+        pools = FixedPools(
+            PagePool(stock.size // stock.page_size + 1),
+            SlotPool(states.mamba_pool.size + 1),
+        )
     else:
         mover = shared.start()
-        pages, slots, controller = shared.plan.build()
+        pools = shared.plan.build()
     cache = HybridCache(
-        pages=pages,
-        slots=slots,
+        pages=pools.pages,
+        slots=pools.slots,
+        windows=pools.windows,
+        broker=pools.broker,
         page_size=stock.page_size,
         policy=options.snapshot_policy(stock.page_size, _delimiters(options)),
         eviction=_eviction(stock, states, options),
-        elastic=controller,
     )
     if options.is_tuned:
         cache.tuner = AlphaTuner.of(cache)
     if shared is not None:
-        states.mamba_pool.count_with(lambda: most_slots(cache) + slots.running)
+        states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache, mover
 
 

@@ -217,11 +217,9 @@ class HybridPrefixCache(BasePrefixCache):
             self._tell_of_moves()
 
     def _tell_of_moves(self) -> None:
-        elastic = self.cache.elastic
-        if elastic is None:
-            return
-        elastic.stats.device_seconds = self._executor.move_seconds
-        notice = elastic.notice()
+        broker = self.cache.broker
+        broker.stats.device_seconds = self._executor.move_seconds
+        notice = broker.notice()
         if notice is not None and get_parallel().tp_rank == 0:
             logger.info("hybrid-plugin: %s.", notice)
 
@@ -339,7 +337,8 @@ class HybridPrefixCache(BasePrefixCache):
 
     def available_and_evictable_str(self) -> str:
         """How full the pools are, for SGLang's messages."""
-        return ", ".join(f"{k}={v}" for k, v in self.cache.levels().items()) + "\n"
+        levels = self.cache.levels().items()
+        return ", ".join(f"{pool}: {level}" for pool, level in levels) + "\n"
 
     def pretty_print(self) -> None:
         """Print how full the pools are."""

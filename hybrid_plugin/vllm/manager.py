@@ -20,6 +20,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command
+from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
@@ -82,22 +83,23 @@ def build_cache(
         for g in config.kv_cache_groups
         if is_page_spec(g.kv_cache_spec)
     )
-    elastic = None
-    if config.shared is None:
-        pages, slots = PagePool(config.pages), SlotPool(config.slots)
-    else:
-        pages, slots, elastic = config.shared.build()
+    pools: CachePools = (
+        FixedPools(PagePool(config.pages), SlotPool(config.slots))
+        if config.shared is None
+        else config.shared.build()
+    )
     layout = make_layout(config.kv_cache_groups)
     cache = HybridCache(
-        pages=pages,
-        slots=slots,
+        pages=pools.pages,
+        slots=pools.slots,
+        windows=pools.windows,
+        broker=pools.broker,
         page_size=page_size,
         policy=options.snapshot_policy(page_size, delimiters),
         eviction=options.eviction(
             token_bytes=layout.page_bytes / layout.page_size,
             slot_bytes=layout.slot_bytes,
         ),
-        elastic=elastic,
     )
     if options.is_tuned:
         cache.tuner = AlphaTuner.of(cache)
@@ -316,10 +318,7 @@ class HybridKVCacheManager:
 
         What is cached does not count.
         """
-        pages, slots, elastic = self.cache.pages, self.cache.slots, self.cache.elastic
-        if elastic is not None:
-            return elastic.used_bytes() / elastic.budget
-        return max(pages.in_use / pages.usable, slots.running / slots.usable)
+        return self.cache.broker.usage()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Hits since the last call, for vLLM's own counters."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.worker.utils import create_kv_cache_views
 
-from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
@@ -94,22 +94,22 @@ def _reserve(config: HybridKVCacheConfig) -> dict[bool, AddressRange]:
 
 def _map_start(
     config: HybridKVCacheConfig,
-    rows: dict[Pool, list[torch.Tensor]],
+    rows: dict[PoolId, list[torch.Tensor]],
     places: dict[bool, AddressRange],
-) -> dict[Pool, Arena]:
+) -> dict[PoolId, Arena]:
     """Arenas with the memory that the scheduler takes for granted at the start."""
     shared, memory = config.shared, _memory_of(config)
     assert shared is not None
     memory.lower(shared.budget)
-    kv = ElasticArena(rows[Pool.KV], places[False], memory, shared.pages_per_granule)
-    states = ElasticArena(
-        rows[Pool.STATE], places[True], memory, shared.slots_per_granule
-    )
-    for arena, granules in zip((kv, states), shared.start, strict=True):
-        refusal = arena.map(range(granules))
+    arenas: dict[PoolId, Arena] = {}
+    for pool, plan in shared.pools.items():
+        place = places[pool == Pool.STATE]
+        arena = ElasticArena(rows[pool], place, memory, plan.per_granule)
+        refusal = arena.map(range(plan.start))
         if refusal is not None:
             raise MemoryError(str(refusal))
-    return {Pool.KV: kv, Pool.STATE: states}
+        arenas[pool] = arena
+    return arenas
 
 
 def executor_of(config: object) -> Executor:

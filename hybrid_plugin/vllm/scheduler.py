@@ -95,8 +95,8 @@ class _OnTwoPools(Scheduler):
         )
         output = super().schedule(*args, **kwargs)
         setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
-        elastic = self.kv_cache_manager.cache.elastic
-        if elastic is not None and (notice := elastic.notice()) is not None:
+        notice = self.kv_cache_manager.cache.broker.notice()
+        if notice is not None:
             logger.info("hybrid-plugin: %s.", notice)
         self.kv_cache_manager.step_scheduled(
             self.requests[req_id] for req_id in output.num_scheduled_tokens
@@ -111,10 +111,9 @@ class _OnTwoPools(Scheduler):
         **kwargs: Any,
     ) -> Any:
         """Take a step's output, and what it says about moving memory."""
-        elastic = self.kv_cache_manager.cache.elastic
         seconds = reports.read(model_runner_output)
-        if elastic is not None and seconds is not None:
-            elastic.stats.device_seconds = seconds
+        if seconds is not None:
+            self.kv_cache_manager.cache.broker.stats.device_seconds = seconds
         return super().update_from_output(
             scheduler_output, model_runner_output, *args, **kwargs
         )

@@ -125,7 +125,7 @@ def test_series_count_tokens_as_they_come(monkeypatch: pytest.MonkeyPatch) -> No
                 assert [s async for s in watch.count(steps(), int)][-1] == 5
         return watch.series()
 
-    series = asyncio.run(run({"pages": 3 << 20, "slots": 1 << 20}))
+    series = asyncio.run(run({"kv": 3 << 20, "state": 1 << 20}))
     assert 1 < len(series["t"]) <= 4
     assert series["tokens"][-1] == 5 and series["tokens"] == sorted(series["tokens"])
     assert set(series["pages_mib"]) == {3.0} and set(series["slots_mib"]) == {1.0}

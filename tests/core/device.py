@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
 from hybrid_plugin.core.tree.node import Node, Snapshot
 
@@ -90,13 +90,14 @@ class FakeDevice:
         self.slots = [GARBAGE] * slots
         self.spans = [span for span, _ in windows]
         self.windows = [_garbage(count, page_size) for _, count in windows]
+        self.window_names = [Pool.window(i) for i in range(len(windows))]
 
     def clone(self) -> FakeDevice:
         """A copy to try commands on."""
         twin = FakeDevice(0, 0, self.page_size)
         twin.pages = [list(cells) for cells in self.pages]
         twin.slots = list(self.slots)
-        twin.spans = self.spans
+        twin.spans, twin.window_names = self.spans, self.window_names
         twin.windows = [[list(cells) for cells in group] for group in self.windows]
         return twin
 
@@ -111,9 +112,9 @@ class FakeDevice:
                 case Copy(Pool.KV, source, destination):
                     self._require(destination != 0, "page 0 is nobody's")
                     self.pages[destination] = list(self.pages[source])
-                case Copy(WindowPool(index), source, destination):
+                case Copy(pool, source, destination) if pool in self.window_names:
                     self._require(0 not in (source, destination), "page 0 is nobody's")
-                    group = self.windows[index]
+                    group = self.windows[self.window_names.index(pool)]
                     group[destination] = list(group[source])
                 case _:
                     raise ContentError(f"{command} is not used by the core")

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from hybrid_plugin.core.commands import Command, Map, Pool, PoolId, Unmap
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
 from tests.core.device import ZEROED, ContentError, FakeDevice
 from tests.core.engine import FakeEngine, Setup
-from tests.core.traffic import Traffic, random_setup
+from tests.core.traffic import Traffic, random_setup, with_windows
 
 HOLE = object()
 
@@ -46,30 +47,40 @@ class _Memory(list[Any]):
 
 @dataclass(frozen=True, slots=True)
 class ElasticSetup(Setup):
-    """An engine whose `pages` and `slots` are addresses, not memory."""
+    """An engine whose ids are addresses, not memory."""
 
     pages_per_granule: int = 2
     slots_per_granule: int = 1
     page_bytes: int = 1
     slot_bytes: int = 3
+    window_bytes: int = 1
+    """Of a page of each window group, of which a granule has as many as of pages."""
     budget: int = 20
     floors: tuple[int, int] = (1, 1)
     compacts: bool = True
     patience: int = 0
 
     @property
-    def kv_granule(self) -> int:
-        return self.pages_per_granule * self.page_bytes
-
-    @property
-    def state_granule(self) -> int:
-        return self.slots_per_granule * self.slot_bytes
+    def granules(self) -> dict[PoolId, tuple[int, int]]:
+        """By pool, ids in a granule and bytes of one."""
+        per = self.pages_per_granule
+        found: dict[PoolId, tuple[int, int]] = {Pool.KV: (per, per * self.page_bytes)}
+        for index in range(len(self.windows)):
+            found[Pool.window(index)] = (per, per * self.window_bytes)
+        if self.has_states:
+            found[Pool.STATE] = (
+                self.slots_per_granule,
+                self.slots_per_granule * self.slot_bytes,
+            )
+        return found
 
     @property
     def max_length(self) -> int:
-        states = max(2, self.floors[1]) * self.state_granule
+        states = max(2, self.floors[1]) * self.slots_per_granule * self.slot_bytes
+        left = self.budget - states * self.has_states
+        each = self.page_bytes + len(self.windows) * self.window_bytes
         granules = min(
-            (self.budget - states) // self.kv_granule,
+            left // (self.pages_per_granule * each),
             self.pages // self.pages_per_granule,
         )
         pages = granules * self.pages_per_granule - 1
@@ -77,19 +88,26 @@ class ElasticSetup(Setup):
 
     def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
         """The cache under test."""
+        floors = {Pool.KV: self.floors[0], Pool.STATE: self.floors[1]}
         budgets = {
-            Pool.KV: PoolBudget(self.kv_granule, self.floors[0]),
-            Pool.STATE: PoolBudget(self.state_granule, self.floors[1]),
+            pool: PoolBudget(size, floors.get(pool, 1))
+            for pool, (_, size) in self.granules.items()
         }
         controller = ElasticBroker(
             self.budget, budgets, compacts=self.compacts, patience=self.patience
         )
         return cls(
             pages=PagePool(self.pages, self.pages_per_granule),
-            slots=SlotPool(self.slots, self.slots_per_granule),
+            slots=SlotPool(self.slots, self.slots_per_granule)
+            if self.has_states
+            else NoSlots(),
+            windows=tuple(
+                WindowGroup(window, PagePool(pages, self.pages_per_granule))
+                for window, pages in self.window_pools
+            ),
             page_size=self.page_size,
             policy=Setup.build(self).policy,
-            elastic=controller,
+            broker=controller,
         )
 
 
@@ -97,23 +115,28 @@ class ElasticDevice(FakeDevice):
     """Memory that is there only where it was mapped."""
 
     def __init__(self, setup: ElasticSetup) -> None:
-        super().__init__(setup.pages, setup.slots, setup.page_size)
+        super().__init__(
+            setup.pages,
+            setup.slots if setup.has_states else 0,
+            setup.page_size,
+            setup.window_pools,
+        )
         self.setup = setup
         self.pages = _Memory(self.pages)
         self.slots = _Memory(self.slots)
-        self.mapped: dict[Pool, set[int]] = {Pool.KV: {0}, Pool.STATE: {0}}
-        for page in range(setup.pages_per_granule, setup.pages):
-            self.pages.turn(page, HOLE)
-        for slot in range(setup.slots_per_granule, setup.slots):
-            self.slots.turn(slot, HOLE)
+        self.windows = [_Memory(group) for group in self.windows]
+        self.mapped: dict[PoolId, set[int]] = {pool: {0} for pool in setup.granules}
+        for pool, (per, _) in setup.granules.items():
+            memory = self._memory(pool)
+            for index in range(per, len(memory)):
+                memory.turn(index, HOLE)
 
     def clone(self) -> ElasticDevice:
         """A copy to try commands on."""
         twin = ElasticDevice(self.setup)
-        twin.pages = _Memory(
-            cells if cells is HOLE else list(cells) for cells in self.pages
-        )
+        twin.pages = _copy(self.pages)
         twin.slots = _Memory(self.slots)
+        twin.windows = [_copy(group) for group in self.windows]
         twin.mapped = {pool: set(granules) for pool, granules in self.mapped.items()}
         return twin
 
@@ -139,21 +162,32 @@ class ElasticDevice(FakeDevice):
 
     def mapped_bytes(self) -> int:
         """Bytes that are mapped now."""
-        return (
-            len(self.mapped[Pool.KV]) * self.setup.kv_granule
-            + len(self.mapped[Pool.STATE]) * self.setup.state_granule
+        return sum(
+            len(self.mapped[pool]) * size
+            for pool, (_, size) in self.setup.granules.items()
         )
 
-    def _turn(self, pool: Pool, granules: Iterable[int], *, mapped: bool) -> None:
-        setup = self.setup
-        is_kv = pool is Pool.KV
-        per = setup.pages_per_granule if is_kv else setup.slots_per_granule
-        memory = self.pages if is_kv else self.slots
+    def _memory(self, pool: PoolId) -> _Memory:
+        memory: Any = self.slots
+        if pool == Pool.KV:
+            memory = self.pages
+        elif pool in self.window_names:
+            memory = self.windows[self.window_names.index(pool)]
         assert isinstance(memory, _Memory)
+        return memory
+
+    def _turn(self, pool: PoolId, granules: Iterable[int], *, mapped: bool) -> None:
+        per, _ = self.setup.granules[pool]
+        memory = self._memory(pool)
         for granule in granules:
             for index in range(granule * per, (granule + 1) * per):
-                cleared = [ZEROED] * setup.page_size if is_kv else ZEROED
+                page = [ZEROED] * self.setup.page_size
+                cleared = ZEROED if pool == Pool.STATE else page
                 memory.turn(index, cleared if mapped else HOLE)
+
+
+def _copy(memory: Iterable[Any]) -> _Memory:
+    return _Memory(cells if cells is HOLE else list(cells) for cells in memory)
 
 
 class ElasticEngine(FakeEngine):
@@ -167,37 +201,48 @@ class ElasticEngine(FakeEngine):
 
     @property
     def controller(self) -> ElasticBroker:
-        assert self.cache.elastic is not None
-        return self.cache.elastic
+        assert isinstance(self.cache.broker, ElasticBroker)
+        return self.cache.broker
 
     def check(self) -> None:
         """Check all invariants, and that cache and device agree on what is mapped."""
         super().check()
         twin = self.device.clone()
         twin.run(self.cache._commands)
-        pools = {Pool.KV: self.cache.pages.ids, Pool.STATE: self.cache.slots.ids}
+        cache = self.cache
+        pools = {name: pool.ids for name, pool in cache.memory.page_pools.items()}
+        if cache.slots.needed:
+            pools[Pool.STATE] = cache.slots.ids
+        assert set(pools) == set(twin.setup.granules)
         for pool, ids in pools.items():
             assert sorted(twin.mapped[pool]) == ids.mapped_granules()
         assert sum(self.controller.mapped_bytes().values()) == twin.mapped_bytes()
         assert self.controller.slack == twin.setup.budget - twin.mapped_bytes() >= 0
-        for ids, floor in zip(pools.values(), twin.setup.floors, strict=True):
-            assert ids.mapped >= floor
+        floors = {Pool.KV: twin.setup.floors[0], Pool.STATE: twin.setup.floors[1]}
+        for pool, ids in pools.items():
+            assert ids.mapped >= floors.get(pool, 1)
 
 
-def random_elastic_setup(rng: random.Random, page_size: int) -> ElasticSetup:
+def random_elastic_setup(
+    rng: random.Random, page_size: int, *, windows: bool = False
+) -> ElasticSetup:
     """A small elastic engine, mostly short of memory."""
     fixed = random_setup(rng, page_size)
+    if windows:
+        fixed = with_windows(rng, fixed)
     per_page, per_slot = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3))
     page_bytes, slot_bytes = rng.choice(((1, 3), (2, 2), (3, 1), (1, 8)))
     floors = rng.choice(((1, 1), (1, 1), (2, 3)))
     kv = rng.randint(4, 5 + 24 // (page_size * per_page))
     states = rng.randint(max(2, floors[1]), 5)
-    budget = kv * per_page * page_bytes + states * per_slot * slot_bytes
+    each = per_page * (page_bytes + len(fixed.windows))
+    budget = kv * each + states * per_slot * slot_bytes
     return ElasticSetup(
         **{
             **{name: getattr(fixed, name) for name in Setup.__dataclass_fields__},
             "pages": budget // (page_bytes * per_page) * per_page,
             "slots": budget // (slot_bytes * per_slot) * per_slot,
+            "windows": tuple((window, 0) for window, _ in fixed.windows),
         },
         pages_per_granule=per_page,
         slots_per_granule=per_slot,
@@ -211,8 +256,13 @@ def random_elastic_setup(rng: random.Random, page_size: int) -> ElasticSetup:
 
 
 def seeded_traffic(
-    seed: int, page_size: int, cache: type[HybridCache] = HybridCache
+    seed: int,
+    page_size: int,
+    cache: type[HybridCache] = HybridCache,
+    *,
+    windows: bool = False,
 ) -> Traffic:
     """Traffic on a random elastic engine."""
     rng = random.Random(f"elastic/{seed}/{page_size}")
-    return Traffic(rng, ElasticEngine(random_elastic_setup(rng, page_size), cache))
+    setup = random_elastic_setup(rng, page_size, windows=windows)
+    return Traffic(rng, ElasticEngine(setup, cache))

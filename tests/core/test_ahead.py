@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from hybrid_plugin.core.memory.elastic import ElasticBroker
 from tests.core.audit import audit
 from tests.core.elastic import ElasticSetup
 from tests.core.support import (
@@ -33,8 +34,8 @@ def full_cache(chunk_end: int = NO_SNAPSHOTS) -> HybridCache:
     ).build()
     for number in range(10):
         serve(cache, f"short {number}", span(1000 + 10 * number, 1004 + 10 * number))
-    assert cache.elastic is not None
-    assert cache.elastic.slack < 2
+    assert isinstance(cache.broker, ElasticBroker)
+    assert cache.broker.slack < 2
     cache.drain_commands()
     return cache
 
@@ -89,7 +90,7 @@ def test_what_was_promised_to_a_sequence_ends_with_it() -> None:
     start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
     assert cache.sequence("long").promised == 10
     cache.finish("long", LONG, 0)
-    assert cache.promised_pages == 0
+    assert cache.promised_pages() == 0
     audit(cache)
     start(cache, "short", span(500, 504))
     assert cache.sequence("short").promised == 0
@@ -103,8 +104,8 @@ def test_nobody_starts_on_what_was_promised() -> None:
     while admit(cache, f"other {running}", span(500, 504)) is not None:
         running += 1
     assert running == 5
-    assert cache.elastic is not None
-    assert cache.elastic.fits({Pool.STATE: 1}), "it is kept for the prompt's rest"
+    assert isinstance(cache.broker, ElasticBroker)
+    assert cache.broker.fits({Pool.STATE: 1}), "it is kept for the prompt's rest"
     for end in range(16, 49, 8):
         assert cache.grow("long", end) is not None
         cache.advance("long", LONG, end)
@@ -114,7 +115,7 @@ def test_nobody_starts_on_what_was_promised() -> None:
 def test_nor_where_memory_does_not_move() -> None:
     cache = make_cache(pages=16, slots=6)
     start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
-    assert cache.pages.free == 13 and cache.promised_pages == 10
+    assert cache.pages.free == 13 and cache.promised_pages() == 10
     assert admit(cache, "a", span(500, 512)) is not None
     assert admit(cache, "b", span(600, 604)) is None
     assert cache.grow("long", 48) is not None
@@ -125,6 +126,6 @@ def test_what_a_running_sequence_generates_may_take_it() -> None:
     cache = make_cache(pages=16, slots=6)
     start(cache, "a", span(500, 512))
     start(cache, "long", LONG, num_tokens=8, reserve_tokens=len(LONG))
-    assert cache.pages.free == cache.promised_pages == 10
+    assert cache.pages.free == cache.promised_pages() == 10
     assert cache.grow("a", 16) is not None
     audit(cache)

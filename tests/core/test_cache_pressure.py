@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_plugin.core.stats import PoolLevel
 from tests.core.audit import audit, full_state
 from tests.core.support import (
     admission,
@@ -294,11 +295,7 @@ def test_levels_while_running() -> None:
     serve(cache, "a", span(0, 10))
     start(cache, "b", span(0, 14))
     assert cache.levels() == {
-        "pages_used": 4,
-        "pages_cached": 1,
-        "pages_free": 3,
-        "slots_used": 1,
-        "slots_cached": 1,
-        "slots_free": 1,
+        "kv": PoolLevel(4, 1, 3),
+        "state": PoolLevel(1, 1, 1),
     }
     assert cache.drain_commands() == [page(3, 4), state(1, 2)]

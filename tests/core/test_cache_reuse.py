@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.stats import PoolLevel
 from tests.core.audit import audit
 from tests.core.support import (
     admission,
@@ -110,12 +111,8 @@ class TestTurnEnd:
         serve(cache, "b", span(0, 3))
         audit(cache)
         assert cache.levels() == {
-            "pages_used": 0,
-            "pages_cached": 1,
-            "pages_free": 31,
-            "slots_used": 0,
-            "slots_cached": 1,
-            "slots_free": 7,
+            "kv": PoolLevel(0, 1, 31),
+            "state": PoolLevel(0, 1, 7),
         }
 
     def test_pages_that_the_tree_has_already_are_given_back(self) -> None:

@@ -236,7 +236,7 @@ def test_a_branch_that_another_found_at_a_chunk_end_stays() -> None:
     tokens, other = span(0, 31), span(0, 8) + span(90, 95)
     start(cache, "long", tokens)
     cache.advance("long", tokens, 8)
-    assert cache.evict_snapshot()
+    assert cache.memory.evict_snapshot()
     start(cache, "other", other)
     prefill(cache, "other", other)
     assert [node.end for node in cache.tree.snapshots()] == [8]

@@ -393,10 +393,10 @@ def test_most_is_what_fits_and_no_id_more() -> None:
     pools.kv.ids.allocate(5)
     pools.states.ids.allocate(2)
     for pool in (KV, STATE):
-        most = pools.controller.most(pool)
+        most = pools.controller.max_free(pool)
         assert pools.controller.fits({pool: most})
         assert not pools.controller.fits({pool: most + 1})
-    assert pools.controller.most(KV) == 4 * 16 - 5 - 1
+    assert pools.controller.max_free(KV) == 4 * 16 - 5 - 1
 
 
 def test_a_large_pool_evicts_some_at_once() -> None:

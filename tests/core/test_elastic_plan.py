@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 2 * MIB
 
 
@@ -48,10 +51,9 @@ def test_granules_are_whole_blocks_in_every_layer(
     of: CacheLayout, pages: int, page_granule: int, slots: int, slot_granule: int
 ) -> None:
     made = plan(of)
-    assert made.pages_per_granule == pages
-    assert made.page_granule_bytes == page_granule
-    assert made.slots_per_granule == slots
-    assert made.slot_granule_bytes == slot_granule
+    kv, state = made.pools[Pool.KV], made.pools[Pool.STATE]
+    assert (kv.per_granule, kv.granule_bytes) == (pages, page_granule)
+    assert (state.per_granule, state.granule_bytes) == (slots, slot_granule)
     for group in of.attention:
         assert pages * group.page_bytes % BLOCK == 0
     assert slot_granule % BLOCK == 0
@@ -64,8 +66,9 @@ def test_a_small_budget_has_small_granules_though_they_are_padded() -> None:
     small, large = (
         plan(of, budget, max_model_len=1024) for budget in (16 * MIB, 8 << 30)
     )
-    assert (small.slots_per_granule, small.slot_granule_bytes) == (4, 2 * MIB)
-    assert large.slots_per_granule > 4
+    state = small.pools[Pool.STATE]
+    assert (state.per_granule, state.granule_bytes) == (4, 2 * MIB)
+    assert large.pools[Pool.STATE].per_granule > 4
     assert large.layout.slot_bytes < small.layout.slot_bytes
 
 
@@ -79,8 +82,8 @@ def test_layers_with_pages_of_several_sizes_agree_on_a_granule() -> None:
         states=(StateGroup(("s",), MIB),),
     )
     made = plan(of)
-    assert made.pages_per_granule == 256
-    assert made.page_granule_bytes == 2 * 8 * MIB + 6 * MIB
+    assert made.pools[Pool.KV].per_granule == 256
+    assert made.pools[Pool.KV].granule_bytes == 2 * 8 * MIB + 6 * MIB
 
 
 def test_each_pool_has_ids_for_the_whole_budget() -> None:
@@ -91,32 +94,62 @@ def test_each_pool_has_ids_for_the_whole_budget() -> None:
 
 def test_warm_up_has_memory_from_the_start() -> None:
     made = plan(QWEN3_NEXT)
-    assert made.start == (1, 53), "a quarter of the budget, not 65 slots"
+    assert start_of(made) == (1, 53), "a quarter of the budget, not 65 slots"
     assert made.usable_at_start == 53
     small = plan(LFM2, max_sequences=8)
-    assert small.start == (1, 1) and small.usable_at_start == 64
+    assert start_of(small) == (1, 1) and small.usable_at_start == 64
+
+
+def start_of(made: ElasticPlan) -> tuple[int, ...]:
+    """Granules of each pool that have memory from the start."""
+    return tuple(pool.start for pool in made.pools.values())
 
 
 def test_pools_are_built_as_planned() -> None:
-    made = plan(QWEN3_NEXT, pages_floor=1000, slots_floor=3)
-    assert made.floors == (16, 4)
-    assert made.start == (16, 53)
-    pages, slots, controller = made.build()
-    assert (pages.ids.mapped, slots.ids.mapped) == made.start
-    assert (pages.usable, slots.usable) == (16 * 64 - 1, 52)
-    for pool, ids in ((Pool.KV, pages.ids), (Pool.STATE, slots.ids)):
-        assert controller._budgets[pool].granule_bytes % BLOCK == 0
+    made = plan(QWEN3_NEXT, max_sequences=64)
+    assert start_of(made) == (1, 53)
+    pools = made.build()
+    assert (pools.pages.ids.mapped, pools.slots.ids.mapped) == start_of(made)
+    assert (pools.pages.usable, pools.slots.usable) == (64 - 1, 52)
+    for pool, ids in ((Pool.KV, pools.pages.ids), (Pool.STATE, pools.slots.ids)):
+        assert pools.broker._budgets[pool].granule_bytes % BLOCK == 0
         assert ids.capacity % ids.per_granule == 0
+
+
+def test_a_third_page_group_is_one_more_entry() -> None:
+    window = AttentionGroup(("w0", "w1"), 16 << 10, SlidingWindow(1024))
+    of = replace(QWEN3_NEXT, attention=(*QWEN3_NEXT.attention, window))
+    made = plan(of, max_sequences=8)
+    assert list(made.pools) == [Pool.KV, Pool.window(0), Pool.STATE]
+    third = made.pools[Pool.window(0)]
+    assert (third.per_granule, third.granule_bytes) == (128, 4 * MIB)
+    pools = made.build()
+    assert [group.window for group in pools.windows] == [SlidingWindow(1024)]
+    assert made.sizes.windows == ((8 << 30) // (4 * MIB) * 128,)
+    each = made.layout.slot_bytes + 65 * 32 * KIB + 64 * made.layout.page_bytes
+    assert made.layout.sequence_bytes(1024) == each - 32 * KIB
+
+
+def test_a_model_without_states_has_no_pool_of_slots() -> None:
+    of = CacheLayout(
+        page_size=16,
+        attention=(
+            AttentionGroup(("a",), 32 << 10),
+            AttentionGroup(("w",), 32 << 10, SlidingWindow(64)),
+        ),
+        states=(),
+    )
+    made = plan(of)
+    assert list(made.pools) == [Pool.KV, Pool.window(0)]
+    assert not made.build().slots.needed
 
 
 def test_the_longest_sequence_must_fit() -> None:
     longest = (8192 // 16 + 1) // 64 + 1
     least = longest * 24 * MIB + 2 * 38 * MIB
-    assert plan(QWEN3_NEXT, budget=least).start == (1, 2)
+    assert start_of(plan(QWEN3_NEXT, budget=least)) == (1, 2)
     with pytest.raises(ValueError, match=f"which takes {least}"):
         plan(QWEN3_NEXT, budget=least - 1)
-    with pytest.raises(ValueError, match="cannot hold one sequence of 8192 tokens"):
-        plan(QWEN3_NEXT, budget=least, slots_floor=2)
 
 
 def test_how_many_sequences_fit() -> None:

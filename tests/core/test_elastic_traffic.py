@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap
+from hybrid_plugin.core.commands import Command, Copy, Map, Pool, PoolId, Unmap
 from hybrid_plugin.core.memory.elastic import ElasticBroker
 from tests.core.device import ContentError
 from tests.core.elastic import (
@@ -52,6 +52,24 @@ def test_traffic(page_size: int) -> None:
             raise AssertionError(f"seed {seed}, {engine.setup}: {error}") from error
         done = engine.cache.stats.as_dict() | engine.controller.stats.as_dict()
         for name in names:
+            totals[name] += done[name]
+    assert all(totals.values()), f"the traffic exercises too little: {totals}"
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_traffic_with_windows(page_size: int) -> None:
+    """Window groups share the budget with pages and states; or there are no states."""
+    totals = dict.fromkeys(("hit_tokens", "refusals", "moves", "granules_emptied"), 0.0)
+    for seed in range(EPISODES // 2):
+        traffic = seeded_traffic(seed, page_size, windows=True)
+        engine = traffic.engine
+        assert isinstance(engine, ElasticEngine) and engine.setup.windows
+        try:
+            traffic.run(OPERATIONS // 2, check_every=10)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {engine.setup}: {error}") from error
+        done = engine.cache.stats.as_dict() | engine.controller.stats.as_dict()
+        for name in totals:
             totals[name] += done[name]
     assert all(totals.values()), f"the traffic exercises too little: {totals}"
 
@@ -119,8 +137,8 @@ class _Generous(ElasticBroker):
 
     def fits(
         self,
-        wanted: Mapping[Pool, int],
-        pinned: Mapping[Pool, Iterable[int]] | None = None,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
     ) -> bool:
         return True
 
@@ -139,8 +157,8 @@ class _Stingy(ElasticBroker):
 
     def fits(
         self,
-        wanted: Mapping[Pool, int],
-        pinned: Mapping[Pool, Iterable[int]] | None = None,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
     ) -> bool:
         members = self._members
         return super().fits(wanted, pinned) and all(

@@ -188,13 +188,13 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(data=st.data(), to_free=st.booleans())
     def let_go(self, data: st.DataObject, to_free: bool) -> None:
         ids = self._some(data, LIVE)
-        (self.space.free_live if to_free else self.space.rest)(ids)
+        (self.space.free_live if to_free else self.space.to_cached)(ids)
         self._turn(ids, FREE if to_free else CACHED)
 
     @rule(data=st.data(), to_free=st.booleans())
     def change_cached(self, data: st.DataObject, to_free: bool) -> None:
         ids = self._some(data, CACHED)
-        (self.space.free_cached if to_free else self.space.revive)(ids)
+        (self.space.free_cached if to_free else self.space.to_live)(ids)
         self._turn(ids, FREE if to_free else LIVE)
 
     def _some(self, data: st.DataObject, what: str) -> list[int]:

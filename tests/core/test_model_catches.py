@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
-from hybrid_plugin.core.commands import Command, Copy, Pool, WindowPool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Evicted, Match
 from tests.core.device import ContentError
@@ -68,11 +68,17 @@ class DonatesShort(HybridCache):
 
 
 class FreesPagesInUse(HybridCache):
-    def _take_back(self, evicted: Evicted) -> None:
-        for page in evicted.pages:
-            while self.pages.references(page)[0]:
-                self.pages.release([page])
-        HybridCache._take_back(self, evicted)
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        take_back = self.memory.take_back
+
+        def broken(evicted: Evicted) -> None:
+            for page in evicted.pages:
+                while self.pages.references(page)[0]:
+                    self.pages.release([page])
+            take_back(evicted)
+
+        self.memory.take_back = broken  # type: ignore[method-assign]
 
 
 class IgnoresNamespaces(HybridCache):
@@ -121,18 +127,29 @@ class LocksPagesOfOthers(HybridCache):
 
 
 class EvictsBeforeRefusing(HybridCache):
-    def _has_room(self, match: Match, pages: int, window_pages: int) -> bool:
-        has_room = HybridCache._has_room(self, match, pages, window_pages)
-        if not has_room:
-            self.evict_snapshot()
-        return has_room
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        fits = self.memory.has_room
+
+        def broken(match: Match, *args: Any) -> bool:
+            has_room = fits(match, *args)
+            if not has_room:
+                self.memory.evict_snapshot()
+            return has_room
+
+        self.memory.has_room = broken  # type: ignore[method-assign]
 
 
 class RefusesWhatFits(HybridCache):
     """Lets the cache lower how many sequences can run."""
 
-    def _has_room(self, match: Match, pages: int, window_pages: int) -> bool:
-        return pages <= self.pages.free and self.slots.free > 0
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+
+        def broken(match: Match, wanted: Mapping[PoolId, int], *_: Any) -> bool:
+            return wanted[Pool.KV] <= self.pages.free and self.slots.free > 0
+
+        self.memory.has_room = broken  # type: ignore[method-assign]
 
 
 class LosesSlots(HybridCache):
@@ -143,7 +160,7 @@ class LosesSlots(HybridCache):
 class SkipsWindowCopies(HybridCache):
     def drain_commands(self) -> list[Command]:
         commands = HybridCache.drain_commands(self)
-        return [c for c in commands if not isinstance(c.pool, WindowPool)]
+        return [c for c in commands if not c.pool.startswith("window")]
 
 
 class TrimsWindowsTooEarly(HybridCache):
@@ -182,8 +199,8 @@ BOOKKEEPING = [
 ]
 
 
-def _is_copy(command: Command, pool: Pool) -> bool:
-    return isinstance(command, Copy) and command.pool is pool
+def _is_copy(command: Command, pool: PoolId) -> bool:
+    return isinstance(command, Copy) and command.pool == pool
 
 
 def first_failure(

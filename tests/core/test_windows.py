@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Copy, Pool, WindowPool, Zero
+from hybrid_plugin.core.commands import Copy, Pool, Zero
 from hybrid_plugin.core.memory.attention_windows import (
     FULL_ATTENTION,
     AttentionWindow,
@@ -176,7 +176,7 @@ class TestHits:
         # Tokens 34 to 40 are needed: pages 8 and 9 are shared, 10 is copied.
         assert held(cache, "b")[:3] == [8, 9, 10]
         copies = [c for c in cache.drain_commands() if isinstance(c, Copy)]
-        assert [c.pool for c in copies] == [Pool.KV, WindowPool(0), Pool.STATE]
+        assert [c.pool for c in copies] == [Pool.KV, Pool.window(0), Pool.STATE]
         audit(cache)
 
     def test_models_without_states_copy_and_clear_none(self) -> None:
@@ -202,8 +202,13 @@ class TestHits:
 
     @pytest.mark.parametrize("page_size", [1, 2, 16, 64, 256])
     def test_page_sizes(self, page_size: int) -> None:
-        cache = make(SlidingWindow(48), page_size=page_size, pages=600, states=True)
-        cache.windows[0].pages = PagePool(600)
+        cache = make(
+            SlidingWindow(48),
+            page_size=page_size,
+            pages=600,
+            window_pages=600,
+            states=True,
+        )
         serve(cache, "a", span(0, 301), (1, 2))
         again = serve(cache, "b", (*span(0, 301), 1, 7))
         assert again.hit == 302

@@ -163,5 +163,5 @@ class Traffic:
         engine.flush()
         engine.check()
         levels = engine.cache.levels()
-        assert levels["pages_free"] == engine.cache.pages.usable
-        assert levels["slots_free"] == engine.cache.slots.usable
+        assert levels["kv"].free == engine.cache.pages.usable
+        assert levels["state"].free == engine.cache.slots.usable

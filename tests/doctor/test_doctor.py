@@ -227,11 +227,11 @@ def test_granules_of_pools_that_share_their_memory() -> None:
     )
     text = render.as_text(_report(outlook))
     # 8 blocks of 512 bytes fill one of 4096, in two layers; a slot of 3072 leaves 1024.
-    assert "granules: 8 pages (8.0 KiB), 4 slots (12.0 KiB)" in text
+    assert "granules: 8 pages of kv (8.0 KiB), 4 slots of state (12.0 KiB)" in text
     assert "1024.0 MiB of cache: up to 256 pages and up to 84 slots" in text
     model = render.as_json(_report(outlook))["engines"][0]["model"]
-    assert (model["pages_per_granule"], model["page_granule_bytes"]) == (8, 8192)
-    assert (model["slots_per_granule"], model["slot_granule_bytes"]) == (4, 12288)
+    assert model["granules"]["kv"] == {"ids": 8, "bytes": 8192}
+    assert model["granules"]["state"] == {"ids": 4, "bytes": 12288}
     assert model["sequences_of_max_model_len"] == shared.sequences(256)
 
 

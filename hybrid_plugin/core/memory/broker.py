@@ -1,300 +1,186 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of the cache that deals with memory: what there is, and who makes way."""
+"""MemoryBroker: who asks it for free ids gets them at the price of what is cached.
+
+Pools register with a broker by name: pages of any number of attention groups,
+state slots, and any other rows that come and go with sequences.  The cache
+asks for ids of several pools at once and never looks at how they are found.
+There are two brokers: `FixedBroker`, where each pool keeps its memory, and
+`ElasticBroker` (`elastic.py`), which moves memory between the pools.
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Protocol
 
-from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.memory.attention_windows import live_pages
-from hybrid_plugin.core.memory.elastic import ElasticBroker
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
-from hybrid_plugin.core.memory.window_tables import WindowGroup
-from hybrid_plugin.core.policy.slot_tradeoff import SlotTradeoff
-from hybrid_plugin.core.sequence import LiveSequence
-from hybrid_plugin.core.stats import CacheStats
-from hybrid_plugin.core.tree.node import Node, Snapshot
-from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache, Match
-from hybrid_plugin.core.tree.tokens import Pages
-
-_RUNNING_PER_SNAPSHOT = 3
-"""Sequences that run for each snapshot for which another one waits."""
+from hybrid_plugin.core.commands import Command, PoolId
+from hybrid_plugin.core.memory.id_space import IdSpace
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """What an admission got hold of."""
+@dataclass(slots=True)
+class MoveStats:
+    """Totals of memory that moved between pools since start-up."""
 
-    slot: int
-    fresh: Pages
-    windows: tuple[Pages, ...]
-    """Fresh pages per window group."""
-    taken_over: bool
-    """Whether the slot, and the first fresh pages where the hit ends inside a
-    page, were the matched snapshot's own."""
+    moves: int = 0
+    """Granules that got memory or lost it."""
+    moved_bytes: int = 0
+    granules_emptied: int = 0
+    """Granules whose cached ids were moved elsewhere."""
+    seconds: float = 0.0
+    """Time spent on deciding, and on evicting what had to go."""
+    device_seconds: float = 0.0
+    """Time a rank spent on moving memory; whoever runs the commands says so."""
+
+    def as_dict(self) -> dict[str, float]:
+        """Every total by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-class MemoryBroker:
-    """Pools, and the tree that gives up what it caches in them.
+class Reclaim(Protocol):
+    """What the owner of a pool's ids tells the broker, and does for it."""
 
-    A base of `HybridCache`, which brings the attributes.
-    """
+    def age(self) -> int | None:
+        """Admissions since what would be evicted next was used; None for nothing."""
 
-    pages: PagePool
-    slots: SlotPool
-    page_size: int
-    stats: CacheStats
-    windows: tuple[WindowGroup, ...]
-    elastic: ElasticBroker | None
-    tree: MambaRadixCache
-    _sequences: dict[str, LiveSequence]
-    _branching: dict[str, int]
-    _slot_tradeoff: SlotTradeoff
-
-    @property
-    def promised_pages(self) -> int:
-        """Pages that live sequences will take for the rest of their prompts."""
-        return sum([sequence.promised for sequence in self._sequences.values()])
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _share(self, match: Match) -> None:
-        """Add the sequence's references to the whole pages of its hit."""
-        self.pages.share(match.pages)
-        for group, pages in zip(self.windows, self._hit_windows(match), strict=True):
-            group.pages.share(pages)
-
-    def _unshare(self, match: Match) -> None:
-        self.pages.release(match.pages)
-        for group, pages in zip(self.windows, self._hit_windows(match), strict=True):
-            group.pages.release(pages)
-
-    def _hit_windows(self, match: Match) -> list[Pages]:
-        """Per window group, the whole pages before the hit that it needs."""
-        if match.node is None or match.node.snapshot is None:
-            return [array("i") for _ in self.windows]
-        whole = match.length // self.page_size
-        return [
-            pages[: whole - self._live(group, match.length).start]
-            for group, pages in zip(
-                self.windows, match.node.snapshot.windows, strict=True
-            )
-        ]
-
-    def _live(self, group: WindowGroup, position: int) -> range:
-        return live_pages(group.window, position, self.page_size)
-
-    def _has_room(self, match: Match, pages: int, window_pages: int) -> bool:
-        """Whether a sequence whose hit is shared already can get the rest.
-
-        Everything cached can make room but what it budgets, and even the
-        snapshot it was matched with: see `_obtain`.
-        """
-        if self.elastic is not None:
-            return self._could_convert(self.elastic, match, pages)
-        return self._could_free(pages, window_pages) and (
-            not self.slots.needed
-            or self.slots.free > 0
-            or any(self.tree.snapshot_counts())
-        )
-
-    def _must_wait(self, match: Match, pages: int, branch: int) -> bool:
-        """Whether a sequence leaves its slot to snapshots that are worth more.
-
-        Those are hot ones, without which all that come after compute what they save
-        anew, and one that a sequence is to take where it branches off.
+    def evict(self, count: int, *, allow_hot: bool) -> bool:
+        """Evict that, up to `count` ids; False if nothing could be.
 
         Args:
-            match: the sequence's hit.
-            pages: that it may need besides.
-            branch: tokens that the snapshot at its own branch point saves; 0 if
-                there is none.
+            count: ids that are wanted.
+            allow_hot: whether hot content may go.
         """
-        running = self.slots.running
-        most = running // _RUNNING_PER_SNAPSHOT
-        room = self.slots.free + self.slots.snapshots
-        if not self.slots.needed or not most or room > most + 1:
-            return False
-        hot = self.tree.hot_snapshots()
-        saving = max([branch, *self._branching.values()])
-        among = len(hot) + (saving > 0)
-        pays = partial(self._slot_tradeoff.pays, among=among, running=running)
-        planned = int(saving > 0 and pays(saving))
-        kept = [node for node in hot if pays(node.end - node.resume_before())]
-        kept = kept[: most - planned]
-        if not kept and not planned:
-            return False
-        if self.elastic is None:
-            return room < 1 + planned + len(kept)
-        slots = [node.snapshot.slot for node in kept if node.snapshot is not None]
-        return not self.elastic.fits(
-            {Pool.KV: pages, Pool.STATE: 1 + planned}, self._pinned(match, slots)
-        )
 
-    def _pinned(self, match: Match, slots: Iterable[int] = ()) -> dict[Pool, list[int]]:
-        """Cached ids that the admission of a match needs, and slots besides."""
-        snapshot = match.node.snapshot if match.node is not None else None
-        own = () if snapshot is None else (snapshot.slot,)
-        tail = _tail_of(match)
-        return {
-            Pool.KV: [page for page in tail if not self.pages.references(page)[0]],
-            Pool.STATE: list({*own, *slots}),
-        }
+    def promised(self) -> int:
+        """Free ids that live sequences will take; others get them if they must."""
 
-    def _could_free(self, pages: int, window_pages: int) -> bool:
-        """Whether so many pages can be had, if all that is cached makes room."""
-        if self.elastic is not None:
-            return self.elastic.fits({Pool.KV: pages})
-        return pages <= self.pages.free + self.pages.reclaimable and all(
-            window_pages <= group.pages.free + group.pages.reclaimable
-            for group in self.windows
-        )
+    def migrate_granule(self, granule: int) -> None:
+        """Move the cached ids of a granule without live ones to free ids elsewhere."""
 
-    def _could_convert(self, elastic: ElasticBroker, match: Match, pages: int) -> bool:
-        """The same where memory moves between the pools."""
-        if match.node is None or match.node.snapshot is None:
-            return elastic.fits({Pool.KV: pages, Pool.STATE: 1})
-        pinned = self._pinned(match)
-        own = {Pool.KV: pages - len(_tail_of(match))}  # the last resort, see `_obtain`
-        return elastic.fits({Pool.KV: pages, Pool.STATE: 1}, pinned) or elastic.fits(
-            own, pinned
-        )
 
-    def _obtain(self, match: Match, count: int, most: int) -> Allocation:
-        """A slot, and `count` pages of every group, at the price of cached ones.
+class MemoryBroker(Protocol):
+    """Finds free ids for the pools that registered with it."""
 
-        The last resort is the matched snapshot itself: its slot and tail pages
-        become the sequence's own, without a copy (see `HybridCache._settle`).
+    stats: MoveStats
+    moves_memory: bool
+    """Whether memory moves between pools.  Each move waits for the device, so one
+    call for a whole prompt costs less than one in each step of its prefill."""
+
+    def send_to(self, enqueue: Callable[[Command], None]) -> None:
+        """Have commands go to `enqueue`."""
+
+    def register(self, pool: PoolId, ids: IdSpace, reclaim: Reclaim) -> None:
+        """Take charge of a pool.  Pools are served in the order of registration."""
+
+    def fits(
+        self,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
+    ) -> bool:
+        """Whether pools can have that many free ids each; changes nothing.
+
+        Args:
+            wanted: ids by pool.
+            pinned: cached ids that must stay, by pool.
         """
-        if self._make_room_ahead(match, count, most):
-            return Allocation(
-                slot=self.slots.allocate_running(),
-                fresh=self.pages.allocate(count),
-                windows=tuple([g.pages.allocate(count) for g in self.windows]),
-                taken_over=False,
-            )
-        assert match.node is not None, "there is room without a hit, or none at all"
-        snapshot = match.node.snapshot
-        assert snapshot is not None, "a locked snapshot is never evicted"
-        self._make_room(match, count - len(_tail_of(match)), slots=0)
-        self.slots.take_over(snapshot.slot)
-        return Allocation(
-            slot=snapshot.slot,
-            fresh=_take_over(self.pages, match.tail_page, count),
-            windows=tuple(
-                [
-                    _take_over(
-                        group.pages, None if match.tail_page is None else own[-1], count
-                    )
-                    for group, own in zip(self.windows, snapshot.windows, strict=True)
-                ]
-            ),
-            taken_over=True,
-        )
 
-    def _make_room_ahead(self, match: Match, count: int, most: int) -> bool:
-        """Free a slot and `count` pages, and `most` where memory moves, if possible.
+    def provide(
+        self,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
+    ) -> bool:
+        """Make that many ids free in each pool, at the price of all that is cached.
 
-        Then a long prompt waits for the device once, not in each step of its prefill.
+        Args:
+            wanted: ids by pool.
+            pinned: cached ids that cannot be evicted now, by pool.
+
+        Returns:
+            False if it cannot be done, with nothing changed.
         """
-        if (
-            self.elastic is not None
-            and most > count
-            and self._make_room(match, most + self.promised_pages, slots=1)
-        ):
-            return True
-        return self._make_room(match, count, slots=1)
 
-    def _make_room(self, match: Match, pages: int, *, slots: int) -> bool:
-        """Free pages of every group, and slots; False if it cannot be done."""
-        if self.elastic is None:
-            return self._free_pages(pages) and (
-                self.slots.free >= slots
-                or not self.slots.needed
-                or self.evict_snapshot()
-            )
-        snapshot = match.node.snapshot if match.node is not None else None
-        pinned = {Pool.STATE: [] if snapshot is None else [snapshot.slot]}
-        self.pages.share(_tail_of(match))  # it is copied later, from where it is
-        try:
-            return self.elastic.provide({Pool.KV: pages, Pool.STATE: slots}, pinned)
-        finally:
-            self.pages.release(_tail_of(match))
+    def offer(self, pool: PoolId) -> bool:
+        """Make one id free in a pool, if something worth less can make room."""
 
-    def _free_pages(self, count: int) -> bool:
-        """Free pages of every group; False if it cannot be done."""
-        if self.elastic is not None:
-            return self.elastic.provide({Pool.KV: count})
-        return self._evict_until_free(count) and self._evict_windows(count)
+    def max_free(self, pool: PoolId) -> int:
+        """Ids of a pool that could be free at once, if all that is cached went."""
 
-    def _free_snapshot_slot(self, node: Node) -> bool:
-        """Free a slot, at the price of what is worth less than a snapshot of `node`."""
-        if not self.slots.needed or self.slots.free:
-            return True
-        if self.elastic is None:
-            return self.evict_snapshot()
-        self.tree.lock(node)  # its pages must not make room for its snapshot
-        found = self.elastic.offer(Pool.STATE)
-        self.tree.unlock(node)
-        return found
+    def usage(self) -> float:
+        """Share of the memory that live sequences use, between 0 and 1."""
 
-    def _evict_until_free(self, count: int) -> bool:
-        """Evict KV until `count` pages are free; False if they never will be."""
-        while self.pages.free < count:
-            if not self.evict_pages(count - self.pages.free):
+    def mapped_bytes(self) -> dict[PoolId, int]:
+        """Bytes that each pool has now; empty where no memory moves."""
+
+    def notice(self) -> str | None:
+        """A sentence, if the balance moved by much since the last one."""
+
+
+class FixedBroker:
+    """Every pool keeps its memory, and makes room in itself alone."""
+
+    moves_memory = False
+
+    def __init__(self) -> None:
+        """No pool is registered yet."""
+        self.stats = MoveStats()
+        self._pools: dict[PoolId, tuple[IdSpace, Reclaim]] = {}
+
+    def send_to(self, enqueue: Callable[[Command], None]) -> None:
+        """This broker orders nothing from the device."""
+
+    def register(self, pool: PoolId, ids: IdSpace, reclaim: Reclaim) -> None:
+        """Take charge of a pool whose memory is all there."""
+        self._pools[pool] = (ids, reclaim)
+
+    def fits(
+        self,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
+    ) -> bool:
+        """See `MemoryBroker.fits`."""
+        for pool, count in wanted.items():
+            ids = self._pools[pool][0]
+            if count <= ids.free:
+                continue
+            kept = len(set(pinned.get(pool, ()))) if pinned else 0
+            if count > ids.free + ids.cached - kept:
                 return False
         return True
 
-    def _evict_windows(self, count: int) -> bool:
-        """The same for every window group, whose pages go with snapshots."""
-        for group in self.windows:
-            while group.pages.free < count:
-                if not self.evict_snapshot():
-                    return False
-        return True
-
-    def evict_pages(self, count: int) -> bool:
-        """Free up to `count` pages, those worth least; False if there are none."""
-        evicted = self.tree.evict_kv(count)
-        if evicted is None:
+    def provide(
+        self,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
+    ) -> bool:
+        """See `MemoryBroker.provide`."""
+        if not self.fits(wanted, pinned):
             return False
-        self._take_back(evicted)
+        for pool, count in wanted.items():
+            ids, reclaim = self._pools[pool]
+            while ids.free < count:
+                evicted = reclaim.evict(count - ids.free, allow_hot=True)
+                assert evicted, f"cached ids of {pool} belong to evictable nodes"
         return True
 
-    def evict_snapshot(self) -> bool:
-        """Free the slot of the snapshot that is worth least, if there is one."""
-        evicted = self.tree.evict_snapshot()
-        if evicted is None:
-            return False
-        self._take_back(evicted)
-        return True
+    def offer(self, pool: PoolId) -> bool:
+        """See `MemoryBroker.offer`; here a newer snapshot is worth more."""
+        ids, reclaim = self._pools[pool]
+        return ids.free > 0 or reclaim.evict(1, allow_hot=True)
 
-    def _take_back(self, evicted: Evicted) -> None:
-        self.pages.drop(evicted.pages)
-        self.stats.pages_evicted += len(evicted.pages)
-        if evicted.snapshot is not None:
-            self.slots.free_snapshot(evicted.snapshot.slot)
-            self._drop_windows(evicted.snapshot)
-            self.stats.snapshots_evicted += 1
+    def max_free(self, pool: PoolId) -> int:
+        """See `MemoryBroker.max_free`."""
+        ids = self._pools[pool][0]
+        return ids.free + ids.cached
 
-    def _drop_windows(self, snapshot: Snapshot | None) -> None:
-        if snapshot is not None:
-            for group, pages in zip(self.windows, snapshot.windows, strict=True):
-                group.pages.drop(pages)
+    def usage(self) -> float:
+        """Share in use of the fullest pool; what is cached does not count."""
+        shares = [ids.live / (ids.capacity - 1) for ids, _ in self._pools.values()]
+        return max(shares, default=0.0)
 
+    def mapped_bytes(self) -> dict[PoolId, int]:
+        """Nothing moves."""
+        return {}
 
-def _tail_of(match: Match) -> tuple[int, ...]:
-    """The page in which the hit ends, if it ends inside one."""
-    return () if match.tail_page is None else (match.tail_page,)
-
-
-def _take_over(pool: PagePool, tail: int | None, count: int) -> Pages:
-    """`count` pages, the first of them the matched tail page if there is one."""
-    if tail is None:
-        return pool.allocate(count)
-    pool.share((tail,))
-    return array("i", (tail,)) + pool.allocate(count - 1)
+    def notice(self) -> str | None:
+        """Nothing moves."""
+        return None

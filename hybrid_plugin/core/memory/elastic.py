@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from hybrid_plugin.core.commands import Command, Map, PoolId, Unmap
+from hybrid_plugin.core.memory.broker import MoveStats, Reclaim
 from hybrid_plugin.core.memory.id_space import IdSpace
 
 STEPS_IN_BUDGET = 128
@@ -36,27 +36,6 @@ NOTICEABLE = 0.1
 """Change of a pool's part of the memory that `notice` reports."""
 
 
-class Reclaim(Protocol):
-    """What the owner of a pool's ids tells the controller, and does for it."""
-
-    def age(self) -> int | None:
-        """Admissions since what would be evicted next was used; None for nothing."""
-
-    def evict(self, count: int, *, allow_hot: bool) -> bool:
-        """Evict that, up to `count` ids; False if nothing could be.
-
-        Args:
-            count: ids that are wanted.
-            allow_hot: whether this is the last resort.  If not, what is hot stays.
-        """
-
-    def promised(self) -> int:
-        """Free ids that live sequences will take; others get them if they must."""
-
-    def migrate_granule(self, granule: int) -> None:
-        """Move the cached ids of a granule without live ones to free ids elsewhere."""
-
-
 @dataclass(frozen=True, slots=True)
 class PoolBudget:
     """What a pool takes of the budget."""
@@ -66,28 +45,9 @@ class PoolBudget:
     """Granules that it never goes below."""
 
 
-@dataclass(slots=True)
-class ElasticStats:
-    """Totals since start-up."""
-
-    moves: int = 0
-    """Granules that got memory or lost it."""
-    moved_bytes: int = 0
-    granules_emptied: int = 0
-    """Granules whose cached ids were moved elsewhere."""
-    seconds: float = 0.0
-    """Time spent on deciding, and on evicting what had to go."""
-    device_seconds: float = 0.0
-    """Time a rank spent on moving memory; whoever runs the commands says so."""
-
-    def as_dict(self) -> dict[str, float]:
-        """Every total by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
 @dataclass(slots=True, eq=False)
 class PoolState:
-    pool: Pool
+    pool: PoolId
     ids: IdSpace
     budget: PoolBudget
     reclaim: Reclaim
@@ -129,10 +89,12 @@ class PoolState:
 class ElasticBroker:
     """Divides a byte budget between pools, granule by granule."""
 
+    moves_memory = True
+
     def __init__(
         self,
         budget: int,
-        budgets: Mapping[Pool, PoolBudget],
+        budgets: Mapping[PoolId, PoolBudget],
         *,
         compacts: bool = True,
         patience: int = PATIENCE,
@@ -147,15 +109,15 @@ class ElasticBroker:
                 least to go before a pool's own.
         """
         self.budget = budget
-        self.stats = ElasticStats()
+        self.stats = MoveStats()
         self._budgets = dict(budgets)
         self._compacts = compacts
         self._patience = patience
-        self._members: dict[Pool, PoolState] = {}
+        self._members: dict[PoolId, PoolState] = {}
         self._enqueue: Callable[[Command], None] = _lose
-        self._noticed: dict[Pool, float] = {}
+        self._noticed: dict[PoolId, float] = {}
 
-    def register(self, pool: Pool, ids: IdSpace, reclaim: Reclaim) -> None:
+    def register(self, pool: PoolId, ids: IdSpace, reclaim: Reclaim) -> None:
         """Take charge of a pool's memory: what is mapped stays, up to the floor more.
 
         Raises:
@@ -182,7 +144,7 @@ class ElasticBroker:
         """Bytes of the budget that are not mapped."""
         return self.budget - sum(member.bytes for member in self._members.values())
 
-    def mapped_bytes(self) -> dict[Pool, int]:
+    def mapped_bytes(self) -> dict[PoolId, int]:
         """Bytes each pool has now."""
         return {pool: member.bytes for pool, member in self._members.items()}
 
@@ -193,6 +155,10 @@ class ElasticBroker:
             for m in self._members.values()
         )
 
+    def usage(self) -> float:
+        """Share of the budget that live sequences use."""
+        return self.used_bytes() / self.budget
+
     def notice(self) -> str | None:
         """A sentence, if the balance moved by much since the last one."""
         parts = self._parts()
@@ -200,7 +166,7 @@ class ElasticBroker:
             return None
         self._noticed = parts
         now = ", ".join(
-            f"{pool.value} {part:.0%} ({self._members[pool].bytes / 2**20:.0f} MiB)"
+            f"{pool} {part:.0%} ({self._members[pool].bytes / 2**20:.0f} MiB)"
             for pool, part in parts.items()
         )
         return f"Cache memory moved between the pools: {now}"
@@ -209,8 +175,8 @@ class ElasticBroker:
 
     def fits(
         self,
-        wanted: Mapping[Pool, int],
-        pinned: Mapping[Pool, Iterable[int]] | None = None,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
     ) -> bool:
         """Whether pools can have so many free ids each; changes nothing.
 
@@ -229,7 +195,7 @@ class ElasticBroker:
             total += granules * member.budget.granule_bytes
         return total <= self.budget
 
-    def most(self, pool: Pool) -> int:
+    def max_free(self, pool: PoolId) -> int:
         """Ids of a pool that could be free at once, if all that is cached went."""
         member, rest = self._members[pool], self.budget
         for other in self._members.values():
@@ -240,8 +206,8 @@ class ElasticBroker:
 
     def provide(
         self,
-        wanted: Mapping[Pool, int],
-        pinned: Mapping[Pool, Iterable[int]] | None = None,
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]] | None = None,
     ) -> bool:
         """Make so many ids free in each pool, at the price of all that is cached.
 
@@ -260,7 +226,7 @@ class ElasticBroker:
         assert served, "what is neither live nor reserved can be evicted"
         return True
 
-    def offer(self, pool: Pool) -> bool:
+    def offer(self, pool: PoolId) -> bool:
         """Make one id free in a pool, if something worth less can make room.
 
         Returns:
@@ -272,7 +238,7 @@ class ElasticBroker:
 
     # ---------------------------------------------------------------- internal
 
-    def _are_free(self, wanted: Mapping[Pool, int]) -> bool:
+    def _are_free(self, wanted: Mapping[PoolId, int]) -> bool:
         """Whether pools have so many free ids as they are."""
         for pool, count in wanted.items():
             if self._members[pool].ids.free < count:
@@ -281,8 +247,8 @@ class ElasticBroker:
 
     def _serve(
         self,
-        wanted: Mapping[Pool, int],
-        pinned: Mapping[Pool, Iterable[int]],
+        wanted: Mapping[PoolId, int],
+        pinned: Mapping[PoolId, Iterable[int]],
         *,
         must: bool,
     ) -> bool:
@@ -453,7 +419,7 @@ class ElasticBroker:
     def _step(self) -> int:
         return self.budget // STEPS_IN_BUDGET
 
-    def _parts(self) -> dict[Pool, float]:
+    def _parts(self) -> dict[PoolId, float]:
         total = self.budget - self.slack
         return {pool: m.bytes / total for pool, m in self._members.items()}
 

@@ -1,23 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a budget is cut into granules that pages and slots can share."""
+"""How a budget is cut into granules that all pools of a cache can share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.commands import Pool, PoolId
+from hybrid_plugin.core.memory.attention_windows import AttentionWindow
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
 
 _STATES_AT_START = 4
-"""Slots get one part in so many of the budget at the start, at most."""
+"""Slots get one part in this many of the budget at the start, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One pool of an elastic cache."""
+
+    row_bytes: int
+    """Bytes of a page or slot."""
+    per_granule: int
+    """Pages or slots whose memory comes and goes together."""
+    floor: int
+    """Granules that it never goes below."""
+    start: int
+    """Granules that have memory from the start."""
+
+    @property
+    def granule_bytes(self) -> int:
+        return self.per_granule * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticPools:
+    """What a plan builds: the pools of a `HybridCache`, and their broker."""
+
+    pages: PagePool
+    slots: SlotPool
+    windows: tuple[WindowGroup, ...]
+    broker: ElasticBroker
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticPlan:
-    """Two pools over one budget; equal on every rank."""
+    """All pools over one budget; equal on every rank."""
 
     layout: CacheLayout
     """With slots that fill a granule without a rest."""
@@ -25,56 +56,66 @@ class ElasticPlan:
     """Bytes that may be mapped at once."""
     block_bytes: int
     """Bytes that the device maps at a time, in each layer's buffer of pages."""
-    pages_per_granule: int
-    slots_per_granule: int
-    floors: tuple[int, int]
-    """Granules that the pages, and the slots, never go below."""
-    start: tuple[int, int]
-    """Granules of pages, and of slots, that have memory from the start."""
+    pools: Mapping[PoolId, PoolPlan]
+    """In the order in which memory is found for them."""
 
-    @property
-    def page_granule_bytes(self) -> int:
-        return self.pages_per_granule * self.layout.page_bytes
-
-    @property
-    def slot_granule_bytes(self) -> int:
-        return self.slots_per_granule * self.layout.slot_bytes
+    def ids(self, pool: PoolId) -> int:
+        """Ids of a pool: as many as if it had the whole budget to itself."""
+        plan = self.pools[pool]
+        return self.budget // plan.granule_bytes * plan.per_granule
 
     @property
     def sizes(self) -> PoolSizes:
-        """Ids of each pool: as many as if it had the whole budget to itself."""
+        """Ids of each pool, the reserved ones included."""
         return PoolSizes(
-            pages=self.budget // self.page_granule_bytes * self.pages_per_granule,
-            slots=self.budget // self.slot_granule_bytes * self.slots_per_granule,
+            pages=self.ids(Pool.KV),
+            slots=self.ids(Pool.STATE) if Pool.STATE in self.pools else 2,
+            windows=tuple(
+                self.ids(Pool.window(i))
+                for i in range(len(self.layout.attention_windows))
+            ),
         )
 
     @property
     def usable_at_start(self) -> int:
-        """Ids that both pools have memory for at the start."""
-        return min(
-            self.start[0] * self.pages_per_granule,
-            self.start[1] * self.slots_per_granule,
-        )
+        """Ids that every pool has memory for at the start."""
+        return min(plan.start * plan.per_granule for plan in self.pools.values())
 
     def sequences(self, length: int) -> int:
-        """Sequences of so many tokens that fit at once."""
-        rest = self.budget - self.page_granule_bytes - self.slot_granule_bytes
-        pages = self.layout.pages_for(length) * self.layout.page_bytes
-        return rest // (pages + self.layout.slot_bytes)
+        """Sequences of `length` tokens that fit at once."""
+        reserved = sum(plan.granule_bytes for plan in self.pools.values())
+        return (self.budget - reserved) // self.layout.sequence_bytes(length)
 
-    def build(self) -> tuple[PagePool, SlotPool, ElasticBroker]:
+    def build(self) -> ElasticPools:
         """The pools, with memory where there is some at the start."""
-        sizes = self.sizes
-        pages = PagePool(sizes.pages, self.pages_per_granule)
-        slots = SlotPool(sizes.slots, self.slots_per_granule)
-        for ids, granules in zip((pages.ids, slots.ids), self.start, strict=True):
-            for granule in range(1, granules):
-                ids.map(granule)
         budgets = {
-            Pool.KV: PoolBudget(self.page_granule_bytes, self.floors[0]),
-            Pool.STATE: PoolBudget(self.slot_granule_bytes, self.floors[1]),
+            name: PoolBudget(plan.granule_bytes, plan.floor)
+            for name, plan in self.pools.items()
         }
-        return pages, slots, ElasticBroker(self.budget, budgets)
+        windows = [
+            WindowGroup(window, self._pages(Pool.window(index)))
+            for index, window in enumerate(self.layout.attention_windows)
+        ]
+        return ElasticPools(
+            pages=self._pages(Pool.KV),
+            slots=self._slots(),
+            windows=tuple(windows),
+            broker=ElasticBroker(self.budget, budgets),
+        )
+
+    def _pages(self, pool: PoolId) -> PagePool:
+        pages = PagePool(self.ids(pool), self.pools[pool].per_granule)
+        for granule in range(1, self.pools[pool].start):
+            pages.ids.map(granule)
+        return pages
+
+    def _slots(self) -> SlotPool:
+        if Pool.STATE not in self.pools:
+            return NoSlots()
+        slots = SlotPool(self.ids(Pool.STATE), self.pools[Pool.STATE].per_granule)
+        for granule in range(1, self.pools[Pool.STATE].start):
+            slots.ids.map(granule)
+        return slots
 
 
 def plan_elastic(
@@ -84,48 +125,59 @@ def plan_elastic(
     block_bytes: int,
     max_model_len: int,
     max_sequences: int,
-    pages_floor: int = 0,
-    slots_floor: int = 0,
 ) -> ElasticPlan:
     """Cut a budget into granules.
 
     Args:
-        layout: of the pages, all with full attention, and of the slots.
+        layout: of the pages and of the slots.
         budget: bytes that may be mapped at once.
         block_bytes: bytes that the device maps at a time.
         max_model_len: tokens of the longest sequence.
-        max_sequences: that run at once, at most; warm-up takes so many ids.
-        pages_floor: pages that slots never take.
-        slots_floor: slots that pages never take.
+        max_sequences: that run at once, at most; warm-up takes that many ids.
 
     Raises:
         ValueError: if one sequence of `max_model_len` tokens does not fit.
     """
-    per_page = math.lcm(
+    least = layout.least(max_model_len)
+    rows: dict[PoolId, tuple[int, int, int]] = {}
+    for name, window in layout.page_pools.items():
+        rows[name] = (
+            layout.row_bytes[name],
+            _pages_per_granule(layout, window, block_bytes),
+            least.of(name),
+        )
+    if layout.slot_bytes:
+        per_slot, slot_bytes = _granule_of_slots(layout, block_bytes, budget)
+        layout = replace(layout, slot_alignment=slot_bytes)
+        rows[Pool.STATE] = (slot_bytes, per_slot, 0)
+    pools = {
+        name: PoolPlan(size, per, floor=1, start=max(-(-count // per), 1))
+        for name, (size, per, count) in rows.items()
+    }
+    if Pool.STATE in pools:  # one slot to run in, and one to keep
+        pools[Pool.STATE] = replace(pools[Pool.STATE], start=2)
+    plan = ElasticPlan(layout, budget, block_bytes, pools)
+    needed = _start_bytes(pools)
+    if needed > budget:
+        sizes = ", ".join(f"{p.granule_bytes} for {n}" for n, p in pools.items())
+        raise ValueError(
+            f"{budget} bytes cannot hold one sequence of {max_model_len} tokens in "
+            f"granules of bytes {sizes}, which takes {needed}"
+        )
+    return _with_warm_up(plan, max_sequences)
+
+
+def _pages_per_granule(
+    layout: CacheLayout, window: AttentionWindow, block_bytes: int
+) -> int:
+    """Pages that fill whole blocks in every layer's buffer."""
+    return math.lcm(
         *(
             block_bytes // math.gcd(block_bytes, group.page_bytes)
             for group in layout.attention
+            if group.window == window
         )
     )
-    per_slot, slot_bytes = _granule_of_slots(layout, block_bytes, budget)
-    layout = replace(layout, slot_alignment=slot_bytes)
-    longest = -(-(layout.pages_for(max_model_len) + 1) // per_page)
-    floors = (
-        max(-(-(pages_floor + 1) // per_page), 1),
-        max(-(-(slots_floor + 1) // per_slot), 1),
-    )
-    least = (max(longest, floors[0]), max(2, floors[1]))
-    plan = ElasticPlan(
-        layout, budget, block_bytes, per_page, per_slot, floors, start=least
-    )
-    needed = _bytes_of(plan, least)
-    if needed > budget:
-        raise ValueError(
-            f"{budget} bytes cannot hold one sequence of {max_model_len} tokens in "
-            f"granules of {plan.page_granule_bytes} bytes for pages and "
-            f"{plan.slot_granule_bytes} for states, which takes {needed}"
-        )
-    return replace(plan, start=_start(plan, max_sequences))
 
 
 def _granule_of_slots(
@@ -146,17 +198,21 @@ def _granule_of_slots(
     return min(candidates)[1:]
 
 
-def _start(plan: ElasticPlan, max_sequences: int) -> tuple[int, int]:
-    """What has memory at the start: the floors, and ids for warm-up."""
-    most = plan.budget // _STATES_AT_START // plan.layout.slot_bytes
-    ids = max(min(max_sequences + 1, most), 2)
-    start = (
-        max(-(-ids // plan.pages_per_granule), plan.floors[0]),
-        max(-(-ids // plan.slots_per_granule), plan.floors[1]),
-    )
-    return start if _bytes_of(plan, start) <= plan.budget else plan.start
+def _with_warm_up(plan: ElasticPlan, max_sequences: int) -> ElasticPlan:
+    """Start with ids for warm-up instead of the longest sequence, if they fit."""
+    ids = max_sequences + 1
+    if plan.layout.slot_bytes:
+        most = plan.budget // _STATES_AT_START // plan.layout.slot_bytes
+        ids = min(ids, most)
+    ids = max(ids, 2)
+    pools = {
+        name: replace(pool, start=max(-(-ids // pool.per_granule), pool.floor))
+        for name, pool in plan.pools.items()
+    }
+    if _start_bytes(pools) > plan.budget:
+        return plan
+    return replace(plan, pools=pools)
 
 
-def _bytes_of(plan: ElasticPlan, granules: tuple[int, int]) -> int:
-    pages, slots = granules
-    return pages * plan.page_granule_bytes + slots * plan.slot_granule_bytes
+def _start_bytes(pools: Mapping[PoolId, PoolPlan]) -> int:
+    return sum(pool.start * pool.granule_bytes for pool in pools.values())

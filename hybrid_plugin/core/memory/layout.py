@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import (
     FULL_ATTENTION,
     AttentionWindow,
@@ -45,6 +46,15 @@ class PoolSizes:
     windows: tuple[int, ...] = ()
     """Pages of each window group, in the order of `CacheLayout.attention_windows`."""
 
+    def of(self, pool: PoolId) -> int:
+        """Ids of a pool by its name."""
+        if pool == Pool.KV:
+            return self.pages
+        if pool == Pool.STATE:
+            return self.slots
+        names = [Pool.window(index) for index in range(len(self.windows))]
+        return self.windows[names.index(pool)]
+
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
@@ -69,6 +79,20 @@ class CacheLayout:
         return tuple(window for window in spans if window != FULL_ATTENTION)
 
     @property
+    def page_pools(self) -> dict[PoolId, AttentionWindow]:
+        """Every pool of pages, and how far back its layers look."""
+        pools: dict[PoolId, AttentionWindow] = {Pool.KV: FULL_ATTENTION}
+        for index, window in enumerate(self.attention_windows):
+            pools[Pool.window(index)] = window
+        return pools
+
+    @property
+    def row_bytes(self) -> dict[PoolId, int]:
+        """Bytes of a page or slot of every pool, over all its layers."""
+        sizes = {name: self._page_bytes_of(w) for name, w in self.page_pools.items()}
+        return {**sizes, Pool.STATE: self.slot_bytes}
+
+    @property
     def window_page_bytes(self) -> tuple[int, ...]:
         """Bytes of one page of each window group, over all its layers."""
         return tuple(self._page_bytes_of(window) for window in self.attention_windows)
@@ -78,6 +102,15 @@ class CacheLayout:
         """Bytes of one slot over all state layers, rounded up to the alignment."""
         used = sum(g.state_bytes * len(g.layers) for g in self.states)
         return -(-used // self.slot_alignment) * self.slot_alignment
+
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes of one sequence of `length` tokens while it runs."""
+        windows = zip(self.attention_windows, self.window_page_bytes, strict=True)
+        return (
+            self.slot_bytes
+            + self.pages_for(length) * self.page_bytes
+            + sum(self._live(window, length) * size for window, size in windows)
+        )
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -106,7 +139,7 @@ class CacheLayout:
         Raises:
             ValueError: if one sequence of `max_model_len` tokens does not fit.
         """
-        least = self._least(max_model_len, chunk)
+        least = self.least(max_model_len, chunk)
         needed = self.bytes_of(least)
         if needed > budget:
             raise ValueError(
@@ -155,8 +188,13 @@ class CacheLayout:
             g.page_bytes * len(g.layers) for g in self.attention if g.window == window
         )
 
-    def _least(self, max_model_len: int, chunk: int) -> PoolSizes:
-        """What one sequence of the greatest length takes, with the reserved ids."""
+    def least(self, max_model_len: int, chunk: int = 8192) -> PoolSizes:
+        """What one sequence of the greatest length takes, with the reserved ids.
+
+        Args:
+            max_model_len: tokens of that sequence.
+            chunk: tokens of a prefill step at most.
+        """
         longest = self.pages_for(max_model_len)
         step = self.pages_for(min(chunk, max_model_len)) + 1
         live = [self._live(window, max_model_len) for window in self.attention_windows]

@@ -1,57 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller may do with the cached pages and snapshots of a cache."""
+"""What a broker may do with the cached ids of each kind of pool."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybrid_plugin.core.commands import Copy, Pool
+from hybrid_plugin.core.memory.cache_memory import CacheMemory
 
-if TYPE_CHECKING:
-    from hybrid_plugin.core.cache import HybridCache
+
+def register_pools(memory: CacheMemory) -> None:
+    """Put the broker of a cache in charge of all its pools."""
+    broker = memory.broker
+    broker.send_to(memory.enqueue)
+    broker.register(Pool.KV, memory.pages.ids, PageReclaim(memory))
+    for index, group in enumerate(memory.windows):
+        reclaim = WindowReclaim(memory, index)
+        broker.register(Pool.window(index), group.pages.ids, reclaim)
+    if memory.slots.needed:
+        broker.register(Pool.STATE, memory.slots.ids, SnapshotReclaim(memory))
 
 
 class PageReclaim:
     """Cached KV pages: the least recently used leaves of the tree."""
 
-    def __init__(self, cache: HybridCache) -> None:
-        self._cache = cache
+    def __init__(self, memory: CacheMemory) -> None:
+        self._memory = memory
 
     def age(self) -> int | None:
         """Admissions since the oldest leaf was used."""
-        return self._cache.tree.kv_age()
+        return self._memory.tree.kv_age()
 
     def evict(self, count: int, *, allow_hot: bool) -> bool:
-        """Evict up to so many pages of the oldest leaf."""
-        return self._cache.evict_pages(count)
+        """Evict up to that many pages of the oldest leaf."""
+        return self._memory.evict_pages(count)
 
     def promised(self) -> int:
         """Pages for the rest of the prompts that are computed now."""
-        return self._cache.promised_pages
+        return self._memory.promised_pages()
 
     def migrate_granule(self, granule: int) -> None:
         """Move a granule's cached pages to free ones elsewhere."""
-        moved = self._cache.pages.move(granule)
+        moved = self._memory.pages.move(granule)
         for source, destination in moved.items():
-            self._cache.enqueue(Copy(Pool.KV, source, destination))
-        self._cache.tree.renumber(pages=moved)
+            self._memory.enqueue(Copy(Pool.KV, source, destination))
+        self._memory.tree.renumber(pages=moved)
 
 
 class SnapshotReclaim:
     """Snapshots, in the order in which the policy lets go of them."""
 
-    def __init__(self, cache: HybridCache) -> None:
-        self._cache = cache
+    def __init__(self, memory: CacheMemory) -> None:
+        self._memory = memory
 
     def age(self) -> int | None:
         """Admissions since the snapshot to go next was taken or used."""
-        return self._cache.tree.snapshot_age()
+        return self._memory.tree.snapshot_age()
 
     def evict(self, count: int, *, allow_hot: bool) -> bool:
-        """Evict that snapshot; a hot one only at the last."""
-        if not allow_hot and self._cache.tree.next_is_hot():
+        """Evict that snapshot; a hot one only if it may go."""
+        if not allow_hot and self._memory.tree.next_is_hot():
             return False
-        return self._cache.evict_snapshot()
+        return self._memory.evict_snapshot()
 
     def promised(self) -> int:
         """None: a sequence has its slot from the start."""
@@ -59,7 +67,23 @@ class SnapshotReclaim:
 
     def migrate_granule(self, granule: int) -> None:
         """Move a granule's snapshots to free slots elsewhere."""
-        moved = self._cache.slots.move(granule)
+        moved = self._memory.slots.move(granule)
         for source, destination in moved.items():
-            self._cache.enqueue(Copy(Pool.STATE, source, destination))
-        self._cache.tree.renumber(slots=moved)
+            self._memory.enqueue(Copy(Pool.STATE, source, destination))
+        self._memory.tree.renumber(slots=moved)
+
+
+class WindowReclaim(SnapshotReclaim):
+    """Pages of a window group: they are cached as parts of snapshots."""
+
+    def __init__(self, memory: CacheMemory, index: int) -> None:
+        """Speak for the window group at `index`."""
+        super().__init__(memory)
+        self._index = index
+
+    def migrate_granule(self, granule: int) -> None:
+        """Move a granule's cached pages to free ones elsewhere."""
+        moved = self._memory.windows[self._index].pages.move(granule)
+        for source, destination in moved.items():
+            self._memory.enqueue(Copy(Pool.window(self._index), source, destination))
+        self._memory.tree.renumber(windows={self._index: moved})

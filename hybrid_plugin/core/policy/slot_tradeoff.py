@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 STEP_TOKENS = 512
 """Tokens whose prefill takes a device about as long as one step of a decoding batch,
 whatever its size: the device waits for the weights then.  An estimate, by what devices
 compute and read in a second; not measured."""
+RUNNING_PER_SNAPSHOT = 3
+"""Sequences that run for each snapshot for which another one waits."""
 _REMEMBERED = 32
 """Ends of sequences over which answers are averaged."""
 
@@ -38,3 +44,29 @@ class SlotTradeoff:
             running: sequences that run.
         """
         return saving * running**2 > among * self.answer * STEP_TOKENS
+
+    def max_kept(self, running: int) -> int:
+        """Snapshots for which sequences wait at most, while `running` sequences run."""
+        return running // RUNNING_PER_SNAPSHOT
+
+    def worth_keeping(
+        self, hot: Mapping[T, int], branch: int, running: int
+    ) -> tuple[int, list[T]]:
+        """Which snapshots are worth more than one more running sequence.
+
+        Args:
+            hot: tokens that each hot snapshot saves, the latest used first.
+            branch: tokens that a planned snapshot at a branch point saves; 0 for none.
+            running: sequences that run.
+
+        Returns:
+            Slots to leave to planned snapshots (0 or 1), and the hot ones to keep.
+        """
+        among = len(hot) + (branch > 0)
+        planned = int(branch > 0 and self.pays(branch, among=among, running=running))
+        kept = [
+            one
+            for one, saving in hot.items()
+            if self.pays(saving, among=among, running=running)
+        ]
+        return planned, kept[: self.max_kept(running) - planned]

@@ -74,7 +74,7 @@ class AlphaTuner:
         """
         if not isinstance(cache.eviction, FlopAware):
             raise ValueError("only a flop-aware policy has a weight to find")
-        if cache.elastic is not None or cache.windows:
+        if cache.broker.moves_memory or cache.windows:
             raise ValueError("copies are made of two pools of fixed size only")
 
         def build(policy: FlopAware) -> HybridCache:

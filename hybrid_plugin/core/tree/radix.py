@@ -443,19 +443,25 @@ class MambaRadixCache:
         *,
         pages: Mapping[int, int] | None = None,
         slots: Mapping[int, int] | None = None,
+        windows: Mapping[int, Mapping[int, int]] | None = None,
     ) -> None:
         """Replace ids of pages and of slots by others; linear in the tree.
 
         Args:
             pages: new id by old id.
             slots: new id by old id.
+            windows: new id by old id, for window groups by their place.
         """
-        pages, slots = pages or {}, slots or {}
+        pages, slots, windows = pages or {}, slots or {}, windows or {}
         for node in self.nodes():
             if pages and not pages.keys().isdisjoint(node.pages):
                 node.pages = array("i", [pages.get(page, page) for page in node.pages])
-            if node.snapshot is not None and node.snapshot.slot in slots:
+            if node.snapshot is None:
+                continue
+            if node.snapshot.slot in slots:
                 node.snapshot.slot = slots[node.snapshot.slot]
+            for index, moved in windows.items():
+                _renumber_window(node.snapshot, index, moved)
         self.version += 1
 
     def nodes(self) -> Iterator[Node]:
@@ -621,3 +627,12 @@ class MambaRadixCache:
         while node.parent is not None:
             node = node.parent
         return self._namespaces[node]
+
+
+def _renumber_window(snapshot: Snapshot, index: int, moved: Mapping[int, int]) -> None:
+    held = snapshot.windows[index]
+    if not moved.keys().isdisjoint(held):
+        renamed = array("i", [moved.get(page, page) for page in held])
+        windows = list(snapshot.windows)
+        windows[index] = renamed
+        snapshot.windows = tuple(windows)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.engine.outlook import Outlook, Prospect
@@ -101,9 +102,10 @@ def _fitting(outlook: Outlook) -> tuple[int, int]:
 
 def _granules(shared: ElasticPlan) -> str:
     """What memory moves between the pools in."""
-    return (
-        f"{shared.pages_per_granule} pages ({_kib(shared.page_granule_bytes)}), "
-        f"{shared.slots_per_granule} slots ({_kib(shared.slot_granule_bytes)})"
+    return ", ".join(
+        f"{pool.per_granule} {'slots' if name == Pool.STATE else 'pages'} of {name} "
+        f"({_kib(pool.granule_bytes)})"
+        for name, pool in shared.pools.items()
     )
 
 
@@ -156,9 +158,9 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
         }
     if outlook.shared is not None:
         found |= {
-            "pages_per_granule": outlook.shared.pages_per_granule,
-            "page_granule_bytes": outlook.shared.page_granule_bytes,
-            "slots_per_granule": outlook.shared.slots_per_granule,
-            "slot_granule_bytes": outlook.shared.slot_granule_bytes,
+            "granules": {
+                name: {"ids": pool.per_granule, "bytes": pool.granule_bytes}
+                for name, pool in outlook.shared.pools.items()
+            }
         }
     return found

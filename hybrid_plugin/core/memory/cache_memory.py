@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CacheMemory: where pools and tree meet: what a sequence gets, and what is evicted.
+
+The broker decides how ids are found; here is what an eviction frees, which
+cached ids an admission still needs, and the last resort of an admission.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hybrid_plugin.core.commands import Command, Pool, PoolId
+from hybrid_plugin.core.memory.attention_windows import live_pages
+from hybrid_plugin.core.memory.broker import MemoryBroker
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache, Match
+from hybrid_plugin.core.tree.tokens import Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What an admission got hold of."""
+
+    slot: int
+    fresh: Pages
+    windows: tuple[Pages, ...]
+    """Fresh pages per window group."""
+    taken_over: bool
+    """Whether the slot, and the first fresh pages where the hit ends inside a
+    page, were the matched snapshot's own."""
+
+
+class CacheMemory:
+    """The pools of one cache, the tree that caches in them, and their broker."""
+
+    def __init__(
+        self,
+        pages: PagePool,
+        slots: SlotPool,
+        windows: Sequence[WindowGroup],
+        *,
+        broker: MemoryBroker,
+        tree: MambaRadixCache,
+        stats: CacheStats,
+        enqueue: Callable[[Command], None],
+        promised_pages: Callable[[], int],
+    ) -> None:
+        """Put the pools together; `reclaim.register_pools` tells the broker of them.
+
+        Args:
+            pages: of the layers with full attention.
+            slots: of the state layers.
+            windows: groups of layers that look back only so far.
+            broker: finds free ids.
+            tree: what is cached.
+            stats: where evictions are counted.
+            enqueue: takes the commands that move cached ids.
+            promised_pages: pages that live sequences will take for their prompts.
+        """
+        self.pages = pages
+        self.slots = slots
+        self.windows = tuple(windows)
+        self.broker = broker
+        self.tree = tree
+        self.stats = stats
+        self.enqueue = enqueue
+        self.promised_pages = promised_pages
+        self.page_pools: dict[PoolId, PagePool] = {Pool.KV: pages}
+        for index, group in enumerate(self.windows):
+            self.page_pools[Pool.window(index)] = group.pages
+
+    def wanted(self, pages: int, window_pages: int, slots: int) -> dict[PoolId, int]:
+        """A request to the broker.
+
+        Args:
+            pages: of full attention.
+            window_pages: of each window group.
+            slots: for states, which a model without states does not need.
+        """
+        wanted = dict.fromkeys(self.page_pools, window_pages)
+        wanted[Pool.KV] = pages
+        if self.slots.needed:
+            wanted[Pool.STATE] = slots
+        return wanted
+
+    # ------------------------------------------------------------------ sharing
+
+    def share(self, match: Match) -> None:
+        """Add a sequence's references to the whole pages of its hit."""
+        self.pages.share(match.pages)
+        for group, pages in zip(self.windows, self.hit_windows(match), strict=True):
+            group.pages.share(pages)
+
+    def unshare(self, match: Match) -> None:
+        """Undo `share`."""
+        self.pages.release(match.pages)
+        for group, pages in zip(self.windows, self.hit_windows(match), strict=True):
+            group.pages.release(pages)
+
+    def hit_windows(self, match: Match) -> list[Pages]:
+        """Per window group, the whole pages before the hit that it needs."""
+        if match.node is None or match.node.snapshot is None:
+            return [array("i") for _ in self.windows]
+        whole = match.length // self.tree.page_size
+        return [
+            pages[: whole - self.live(group, match.length).start]
+            for group, pages in zip(
+                self.windows, match.node.snapshot.windows, strict=True
+            )
+        ]
+
+    def live(self, group: WindowGroup, position: int) -> range:
+        """Indices of the pages that a sequence holds in a window group."""
+        return live_pages(group.window, position, self.tree.page_size)
+
+    # ---------------------------------------------------------------- admission
+
+    def has_room(
+        self, match: Match, wanted: Mapping[PoolId, int], kept: Iterable[int] = ()
+    ) -> bool:
+        """Whether a sequence whose hit is shared already can get the rest.
+
+        Everything cached can make room but what it shares, and at the last even
+        the snapshot that it was matched with: see `obtain`.
+
+        Args:
+            match: the sequence's hit.
+            wanted: ids by pool.
+            kept: slots of snapshots that must stay.
+        """
+        kept = set(kept)
+        pinned = self._pinned(match, kept)
+        if self.broker.fits(wanted, pinned):
+            return True
+        snapshot = _snapshot_of(match)
+        if snapshot is None or snapshot.slot in kept:
+            return False
+        return self.broker.fits(self._without_own(match, wanted), pinned)
+
+    def obtain(
+        self, match: Match, now: Mapping[PoolId, int], ahead: Mapping[PoolId, int]
+    ) -> Allocation:
+        """A slot and pages, at the price of cached ones; there must be room.
+
+        The last resort is the matched snapshot itself: its slot and tail pages
+        become the sequence's own, without a copy.
+
+        Args:
+            match: the sequence's hit, shared and locked.
+            now: ids by pool that the sequence gets.
+            ahead: at least as many, to be found in the same call where memory moves.
+        """
+        count, window_count = now[Pool.KV], _window_count(now)
+        if (
+            self.broker.moves_memory
+            and ahead[Pool.KV] > count
+            and self._provide(match, ahead)
+        ) or self._provide(match, now):
+            return Allocation(
+                slot=self.slots.allocate_running(),
+                fresh=self.pages.allocate(count),
+                windows=tuple([g.pages.allocate(window_count) for g in self.windows]),
+                taken_over=False,
+            )
+        snapshot = _snapshot_of(match)
+        assert snapshot is not None, "there is room without a hit, or none at all"
+        provided = self._provide(match, self._without_own(match, now))
+        assert provided, "there is room at the price of the matched snapshot"
+        self.slots.take_over(snapshot.slot)
+        tail = match.tail_page is not None
+        return Allocation(
+            slot=snapshot.slot,
+            fresh=_take_over(self.pages, match.tail_page, count),
+            windows=tuple(
+                [
+                    _take_over(group.pages, own[-1] if tail else None, window_count)
+                    for group, own in zip(self.windows, snapshot.windows, strict=True)
+                ]
+            ),
+            taken_over=True,
+        )
+
+    def free_snapshot_slot(self, node: Node) -> bool:
+        """Free a slot, at the price of what is worth less than a snapshot of `node`."""
+        if not self.slots.needed or self.slots.free:
+            return True
+        self.tree.lock(node)  # its pages must not make room for its snapshot
+        found = self.broker.offer(Pool.STATE)
+        self.tree.unlock(node)
+        return found
+
+    def _provide(self, match: Match, wanted: Mapping[PoolId, int]) -> bool:
+        snapshot = _snapshot_of(match)
+        pinned: dict[PoolId, list[int]] = {}
+        if snapshot is not None and self.slots.needed:
+            pinned[Pool.STATE] = [snapshot.slot]
+        tails = self._tails(match)
+        for pool, page in tails.items():  # copied later, from where they are now
+            self.page_pools[pool].share((page,))
+        try:
+            return self.broker.provide(wanted, pinned)
+        finally:
+            for pool, page in tails.items():
+                self.page_pools[pool].release((page,))
+
+    def _tails(self, match: Match) -> dict[PoolId, int]:
+        """By pool, the page in which the hit ends, if it ends inside one."""
+        if match.tail_page is None:
+            return {}
+        tails: dict[PoolId, int] = {Pool.KV: match.tail_page}
+        snapshot = _snapshot_of(match)
+        if snapshot is not None:
+            for index, own in enumerate(snapshot.windows):
+                tails[Pool.window(index)] = own[-1]
+        return tails
+
+    def _pinned(self, match: Match, kept: set[int]) -> dict[PoolId, list[int]]:
+        """Cached ids that the admission of a match needs, and kept slots besides."""
+        pinned = {
+            pool: [page]
+            for pool, page in self._tails(match).items()
+            if not self.page_pools[pool].references(page)[0]
+        }
+        snapshot = _snapshot_of(match)
+        own = () if snapshot is None or not self.slots.needed else (snapshot.slot,)
+        if own or kept:
+            pinned[Pool.STATE] = list({*own, *kept})
+        return pinned
+
+    def _without_own(
+        self, match: Match, wanted: Mapping[PoolId, int]
+    ) -> dict[PoolId, int]:
+        """What is wanted beside the matched snapshot's own slot and tail pages."""
+        rest = {**wanted}
+        for pool in self._tails(match):
+            rest[pool] -= 1
+        if self.slots.needed:
+            rest[Pool.STATE] -= 1
+        return rest
+
+    # ----------------------------------------------------------------- eviction
+
+    def evict_pages(self, count: int) -> bool:
+        """Free up to `count` pages, those worth least; False if there are none."""
+        evicted = self.tree.evict_kv(count)
+        if evicted is None:
+            return False
+        self.take_back(evicted)
+        return True
+
+    def evict_snapshot(self) -> bool:
+        """Free the slot of the snapshot that is worth least, if there is one."""
+        evicted = self.tree.evict_snapshot()
+        if evicted is None:
+            return False
+        self.take_back(evicted)
+        return True
+
+    def take_back(self, evicted: Evicted) -> None:
+        """Free the ids that left the tree, and count them."""
+        self.pages.drop(evicted.pages)
+        self.stats.pages_evicted += len(evicted.pages)
+        if evicted.snapshot is not None:
+            self.slots.free_snapshot(evicted.snapshot.slot)
+            self.drop_windows(evicted.snapshot)
+            self.stats.snapshots_evicted += 1
+
+    def drop_windows(self, snapshot: Snapshot | None) -> None:
+        """Drop the tree's references to the window pages of a snapshot."""
+        if snapshot is not None:
+            for group, pages in zip(self.windows, snapshot.windows, strict=True):
+                group.pages.drop(pages)
+
+
+def _snapshot_of(match: Match) -> Snapshot | None:
+    return None if match.node is None else match.node.snapshot
+
+
+def _window_count(wanted: Mapping[PoolId, int]) -> int:
+    """Pages of each window group; they are equally many."""
+    return wanted.get(Pool.window(0), 0)
+
+
+def _take_over(pool: PagePool, tail: int | None, count: int) -> Pages:
+    """`count` pages, the first of them the matched tail page if there is one."""
+    if tail is None:
+        return pool.allocate(count)
+    pool.share((tail,))
+    return array("i", (tail,)) + pool.allocate(count - 1)
