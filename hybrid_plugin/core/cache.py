@@ -250,7 +250,9 @@ class HybridCache:
             now=self.memory.wanted(pages=count, window_pages=count, slots=1),
             ahead=self.memory.wanted(
                 pages=most - shared + promised, window_pages=count, slots=1
-            ),
+            )
+            if most - shared > count
+            else None,
         )
         self._restore(match, room)
         windows = self._window_tables(match, room)

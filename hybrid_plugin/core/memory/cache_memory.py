@@ -143,7 +143,10 @@ class CacheMemory:
         return self.broker.fits(self._without_own(match, wanted), pinned)
 
     def obtain(
-        self, match: Match, now: Mapping[PoolId, int], ahead: Mapping[PoolId, int]
+        self,
+        match: Match,
+        now: Mapping[PoolId, int],
+        ahead: Mapping[PoolId, int] | None = None,
     ) -> Allocation:
         """A slot and pages, at the price of cached ones; there must be room.
 
@@ -153,12 +156,12 @@ class CacheMemory:
         Args:
             match: the sequence's hit, shared and locked.
             now: ids by pool that the sequence gets.
-            ahead: at least as many, to be found in the same call where memory moves.
+            ahead: more, to be found in the same call where memory moves, if possible.
         """
         count, window_count = now[Pool.KV], _window_count(now)
         if (
-            self.broker.moves_memory
-            and ahead[Pool.KV] > count
+            ahead is not None
+            and self.broker.moves_memory
             and self._provide(match, ahead)
         ) or self._provide(match, now):
             return Allocation(
