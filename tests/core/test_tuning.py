@@ -10,6 +10,7 @@ from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import FlopAware
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.policy.tuning import AlphaTuner
+from hybrid_plugin.core.tuned_cache import tuner_of
 from tests.core.elastic import ElasticSetup
 from tests.core.support import NO_SNAPSHOTS, Tokens, serve, span
 
@@ -115,8 +116,8 @@ def test_passes_over_what_does_not_fit_and_what_may_not_be_cached() -> None:
 
 def test_it_copies_the_cache_in_charge() -> None:
     cache = build(weighing(0.5))
-    cache.tuner = AlphaTuner.of(cache)
-    copies = cache.tuner._copies.values()
+    cache.tuner = tuner_of(cache)
+    copies = [c for c in cache.tuner._copies.values() if isinstance(c, HybridCache)]
     assert {(c.pages.capacity, c.slots.capacity) for c in copies} == {(5000, 6)}
     assert all(c.policy is cache.policy and c.tuner is None for c in copies)
     serve(cache, "a", span(0, 30), ())
@@ -127,11 +128,11 @@ def test_what_has_no_weight_is_not_tuned() -> None:
     rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
     cache = HybridCache(PagePool(50), SlotPool(6), PAGE, rules)
     with pytest.raises(ValueError, match="only a flop-aware policy"):
-        AlphaTuner.of(cache)
+        tuner_of(cache)
     with pytest.raises(ValueError, match="pools of fixed size"):
         elastic = ElasticSetup(pages=12).build()
         elastic.eviction = weighing(0.5)
-        AlphaTuner.of(elastic)
+        tuner_of(elastic)
 
 
 def test_a_trial_without_evictions_ends() -> None:

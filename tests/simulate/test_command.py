@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybrid_plugin.tools.plan.model import load_shape
 from tests.oneliners import fails_with_one_sentence, run_quietly
 from tests.plan.configs import GEMMA3, QWEN3_NEXT, write
 from tests.simulate.traces import write_mooncake
@@ -127,6 +128,29 @@ class TestOptions:
         few = simulate("--hybrid-config", json.dumps(none), *SMALL)
         assert few["snapshots_taken"] < some["snapshots_taken"]
 
+    def test_options_divide_the_memory(self, tmp_path: Path) -> None:
+        config = write(tmp_path, QWEN3_NEXT)
+        layout = load_shape(config).layout(16)
+        budget = int(4e9 * 0.9) - 10**9
+        model = ("--model-config", str(config), "--gpu-memory", "4GB")
+        flags = (*model, "--weights", "1GB", *SMALL)
+
+        def run(**options: object) -> dict[str, Any]:
+            return simulate(*flags, "--hybrid-config", json.dumps(options))
+
+        slots = {r: run(state_memory_ratio=r)["capacity"]["slots"] for r in (0.1, 0.5)}
+        assert slots == {
+            ratio: int(budget * ratio) // layout.slot_bytes - 1 for ratio in slots
+        }
+        fixed = simulate(*flags, "--no-elastic")
+        assert fixed["memory_moves"] is None
+        both = (simulate(*flags), simulate(*flags, "--elastic"))
+        for elastic in both:
+            del elastic["seconds"]
+            assert elastic["memory_moves"] > 0
+            assert elastic["capacity"]["slots"] > fixed["capacity"]["slots"]
+        assert both[0] == both[1]
+
     def test_the_bound(self) -> None:
         flags = ("--kv-tokens", "200000", "--state-slots", "20")
         found = simulate(*flags, "--bound", *SMALL)
@@ -164,6 +188,16 @@ class TestOptions:
             (("--hybrid-config", "{"), "--hybrid-config is no JSON"),
             (("--hybrid-config", "[]"), "--hybrid-config must be a JSON object"),
             (("--hybrid-config", '{"x": 1}'), "Unknown hybrid_plugin option 'x'"),
+            (("--elastic",), "--elastic needs --gpu-memory"),
+            (("--hybrid-config", '{"elastic": true}'), "--elastic needs --gpu-memory"),
+            (
+                ("--hybrid-config", '{"state_memory_ratio": 0.2}'),
+                "state_memory_ratio needs --gpu-memory",
+            ),
+            (
+                ("--elastic", "--hybrid-config", '{"state_memory_ratio": 0.2}'),
+                "set elastic to false",
+            ),
             (("--plot", "picture.jpg"), "does not end in .png"),
             (("--plot", "no/such/folder/x.png"), "cannot write"),
         ],

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from hybrid_plugin.config import ConfigError, HybridConfig
@@ -13,7 +17,10 @@ from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.tools.simulate.agentic import AgenticStream
 from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
 from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.outcome import Outcome
+from hybrid_plugin.tools.simulate.request import Request
 from hybrid_plugin.tools.simulate.simulation import Simulation
+from tests.core.support import NO_SNAPSHOTS
 from tests.simulate.traces import request, simulate, tokens
 
 
@@ -138,6 +145,88 @@ class TestBytes:
         requests = AgenticStream(requests=80).generate(1)
         capacity = Capacity.unbounded(requests, 16, states=True)
         assert Simulation(capacity, _plain(16)).run(requests).evictions == 0
+
+
+class TestDivision:
+    """Prompts that need slots, then prompts that need pages, in 42 MiB."""
+
+    MIB = 2**20
+    LAYOUT = CacheLayout(
+        page_size=16,
+        attention=(AttentionGroup(("a",), MIB // 16),),
+        states=(StateGroup(("s",), 2 * MIB),),
+    )
+    SHORT = tuple(request(tokens(1000 * n, 1000 * n + 32)) for n in range(1, 15))
+    LONG = tuple(request(tokens(10**6 * n, 10**6 * n + 1600)) for n in range(1, 4))
+
+    def capacity(self, **options: Any) -> Capacity:
+        return Capacity.of_layout(
+            self.LAYOUT,
+            42 * self.MIB,
+            self.requests(),
+            2048,
+            options=HybridConfig(**options),
+        )
+
+    def requests(self) -> list[Request]:
+        """Every prompt of a kind, then all of them again with 8 tokens more."""
+        return [
+            request(prompt.make() + array("q", [7] * more))
+            for kind in (self.SHORT, self.LONG)
+            for more in (0, 8)
+            for prompt in kind
+        ]
+
+    def run(self, **options: Any) -> Outcome:
+        """Snapshots at the ends of prompts alone."""
+        policy = SnapshotPolicy(16, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
+        return Simulation(self.capacity(**options), policy).run(self.requests())
+
+    def test_the_ratio_divides_the_budget(self) -> None:
+        few, many = (self.capacity(state_memory_ratio=r) for r in (0.3, 0.9))
+        # 0.3 x 42 MiB are 6 slots of 2 MiB, the rest 480 pages of 64 KiB.
+        assert (few.pages, few.slots) == (480 - 1, 6 - 1)
+        # 18 slots would leave less than the 101 pages of the longest and one more.
+        assert (many.pages, many.slots) == (128 - 1, 17 - 1)
+
+    def test_elastic_pools_may_have_all_of_it(self) -> None:
+        capacity = self.capacity()
+        # 21 blocks of 2 MiB; one is behind holes.
+        assert (capacity.pages, capacity.slots) == (20 * 32 - 1, 20 - 1)
+
+    def test_few_slots_serve_long_prompts_only(self) -> None:
+        outcome = self.run(state_memory_ratio=0.3)
+        assert outcome.hit_tokens == 3 * 1600
+        assert outcome.memory_moves is None
+
+    def test_many_slots_serve_short_prompts_only(self) -> None:
+        outcome = self.run(state_memory_ratio=0.9)
+        assert outcome.hit_tokens == 14 * 32
+
+    def test_elastic_pools_serve_both(self) -> None:
+        outcome = self.run(elastic=True)
+        assert outcome.hit_tokens == 14 * 32 + 3 * 1600
+        assert outcome.memory_moves
+        assert "granules moved" in outcome.as_text()
+        assert self.run().hit_tokens == outcome.hit_tokens  # as in an engine
+
+    def test_moves_stay_within_the_budget(self) -> None:
+        peak = self.run(elastic=True).peak_memory_bytes
+        assert peak is not None and peak <= 40 * self.MIB
+
+    def test_a_budget_given_in_the_options_counts(self) -> None:
+        half = self.capacity(gpu_memory_budget=22 * self.MIB)
+        assert (half.pages, half.slots) == (10 * 32 - 1, 10 - 1)
+
+    def test_what_cannot_be_elastic(self) -> None:
+        states = replace(self.LAYOUT, attention=())
+        asked, open_to_it = HybridConfig(elastic=True), HybridConfig()
+        with pytest.raises(ConfigError, match="layers with full attention"):
+            Capacity.of_layout(states, 10**8, self.SHORT, 128, options=asked)
+        found = Capacity.of_layout(states, 10**8, self.SHORT, 128, options=open_to_it)
+        assert found.elastic is None
+        with pytest.raises(ConfigError, match="Elastic pools do not fit"):
+            Capacity.of_layout(self.LAYOUT, 8 << 20, self.LONG, 128, options=asked)
 
 
 def _plain(page_size: int) -> SnapshotPolicy:

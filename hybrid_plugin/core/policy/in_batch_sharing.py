@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.sequence import LookUp
+from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens, common_units
-
-if TYPE_CHECKING:
-    from hybrid_plugin.core.cache import HybridCache
 
 LOOK_AHEAD = 64
 """Sequences that wait and are looked at in a step, at most."""
@@ -79,10 +79,38 @@ class Prefill:
         return max([p for p in self.pauses if least <= p <= position], default=position)
 
 
+class SharingCache(Protocol):
+    """What in-batch prefix sharing asks of a cache; `HybridCache` is one."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+
+    @property
+    def policy(self) -> SnapshotPolicy:
+        """Where snapshots are taken, and how much a wait must save."""
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counters, of which waits are one."""
+
+    def prefilling(self) -> list[Prefill]:
+        """Live sequences that still compute prompts."""
+
+    def is_live(self, seq_id: str) -> bool:
+        """Whether a sequence was admitted and has not finished."""
+
+    def pause_at(self, seq_id: str, position: int) -> None:
+        """Have a live sequence take a snapshot at `position`."""
+
+    def look_up(self, tokens: Tokens, namespace: Hashable) -> LookUp:
+        """Find the hit of a new sequence; changes nothing."""
+
+
 class InBatchPrefixSharing:
     """Keeps who waits for whom."""
 
-    def __init__(self, cache: HybridCache) -> None:
+    def __init__(self, cache: SharingCache) -> None:
         """Nobody waits yet.
 
         Args:
@@ -148,7 +176,7 @@ class InBatchPrefixSharing:
 
 
 def waiting_prefill(
-    cache: HybridCache, seq_id: str, tokens: Sequence[int], namespace: Hashable
+    cache: SharingCache, seq_id: str, tokens: Sequence[int], namespace: Hashable
 ) -> Prefill:
     """A sequence that is not admitted yet."""
     ids = as_tokens(tokens)

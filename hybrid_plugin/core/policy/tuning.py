@@ -14,14 +14,13 @@ ends when it has seen enough, and the next one begins much later.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.policy.eviction import FlopAware
+from hybrid_plugin.core.sequence import Admission, LookUp
+from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
-
-if TYPE_CHECKING:
-    from hybrid_plugin.core.cache import HybridCache
 
 ALPHAS = (0.0, 0.25, 0.5, 1.0)
 TRIAL = 400
@@ -30,13 +29,44 @@ PAUSE = 10 * TRIAL
 """Sequences between two trials."""
 
 
+class ReplayedCache(Protocol):
+    """What a trial asks of the copy of a cache; `HybridCache` is one."""
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counters, of which hits decide."""
+
+    def look_up(self, tokens: Tokens, namespace: Hashable) -> LookUp:
+        """Find the hit of a new sequence."""
+
+    def admit(self, seq_id: str, found: LookUp, *, num_tokens: int) -> Admission | None:
+        """Start a sequence."""
+
+    def snapshot_positions_of(self, seq_id: str) -> tuple[int, ...]:
+        """Snapshot positions of the live sequence's prefill."""
+
+    def chunk_end(
+        self, positions: tuple[int, ...], start: int, end: int, length: int
+    ) -> int:
+        """Where a prefill chunk should end."""
+
+    def advance(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+        """Note a step that was scheduled."""
+
+    def drain_commands(self) -> list[Command]:
+        """Take the commands that a device would run."""
+
+    def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+        """End a sequence."""
+
+
 class AlphaTuner:
     """Sets the weight of one cache's policy."""
 
     def __init__(
         self,
         policy: FlopAware,
-        build: Callable[[FlopAware], HybridCache],
+        build: Callable[[FlopAware], ReplayedCache],
         *,
         alphas: Sequence[float] = ALPHAS,
         trial: int = TRIAL,
@@ -61,32 +91,9 @@ class AlphaTuner:
         self._chunk = chunk
         self._idle = 0
         self._counted = 0
-        self._copies: dict[float, HybridCache] = {}
+        self._copies: dict[float, ReplayedCache] = {}
         self._before: dict[float, int] = {}
         self._begin()
-
-    @classmethod
-    def of(cls, cache: HybridCache) -> AlphaTuner:
-        """Tune the policy of `cache` by copies of its size.
-
-        Raises:
-            ValueError: if its policy has no weight, or its pools no size of their own.
-        """
-        if not isinstance(cache.eviction, FlopAware):
-            raise ValueError("only a flop-aware policy has a weight to find")
-        if cache.broker.moves_memory or cache.windows:
-            raise ValueError("copies are made of two pools of fixed size only")
-
-        def build(policy: FlopAware) -> HybridCache:
-            return type(cache)(
-                PagePool(cache.pages.capacity),
-                SlotPool(cache.slots.capacity),
-                cache.page_size,
-                cache.policy,
-                eviction=policy,
-            )
-
-        return cls(cache.eviction, build)
 
     def observe(
         self,
@@ -149,7 +156,7 @@ class AlphaTuner:
 
 
 def _replay(
-    cache: HybridCache, tokens: Tokens, prompt: int, namespace: Hashable, chunk: int
+    cache: ReplayedCache, tokens: Tokens, prompt: int, namespace: Hashable, chunk: int
 ) -> None:
     """Serve one sequence, alone; one that does not fit is passed over."""
     found = cache.look_up(tokens[:prompt], namespace)

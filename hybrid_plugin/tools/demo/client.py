@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from hybrid_plugin.tools.demo.patience import Patience
 from hybrid_plugin.tools.demo.workloads import Message
 
 TOP_LOGPROBS = 5
@@ -35,7 +37,13 @@ class Client:
     """A connection to one server; asks greedily, so that answers can be compared."""
 
     def __init__(
-        self, url: str, model: str, extra: Mapping[str, Any], *, logprobs: bool = True
+        self,
+        url: str,
+        model: str,
+        extra: Mapping[str, Any],
+        *,
+        logprobs: bool = True,
+        patience: Patience | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -44,9 +52,12 @@ class Client:
             model: the name it serves the model under.
             extra: what an engine needs in every request beyond the standard.
             logprobs: whether answers carry tokens and logprobs, not text alone.
+            patience: how long the server may make no progress with any request.
         """
+        self.patience = patience or Patience()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=300, limits=limits)
+        # `patience` ends what makes no progress; a slow machine is no failure.
+        self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
         self._model = model
         self._extra = extra
         self._logprobs = (
@@ -69,10 +80,22 @@ class Client:
             "stream_options": {"include_usage": True},
             **self._extra,
         }
+        with self.patience.request():
+            return await self._wait(asyncio.ensure_future(self._stream(body)))
+
+    async def _wait(self, answer: asyncio.Future[Answer]) -> Answer:
+        """Wait for an answer while the server makes progress with any request."""
         try:
-            return await self._stream(body)
+            while not answer.done():
+                await asyncio.wait({answer}, timeout=self.patience.left_s)
+                if not answer.done() and not self.patience.left_s:
+                    limit = self.patience.limit_s
+                    return Answer(error=f"no progress for {limit:.0f} seconds")
+            return answer.result()
         except httpx.HTTPError as error:
             return Answer(error=f"{type(error).__name__}: {error}")
+        finally:
+            answer.cancel()
 
     async def _stream(self, body: Mapping[str, Any]) -> Answer:
         reader = _Reader()
@@ -82,6 +105,7 @@ class Client:
                 text = (await response.aread()).decode(errors="replace")
                 return Answer(error=f"{response.status_code}: {text}")
             async for line in response.aiter_lines():
+                self.patience.progress()
                 if line.startswith("data: ") and line != "data: [DONE]":
                     reader.take(json.loads(line.removeprefix("data: ")))
         return reader.answer()

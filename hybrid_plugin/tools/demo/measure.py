@@ -16,6 +16,7 @@ import httpx
 from hybrid_plugin.tools.demo.client import Answer, Client
 from hybrid_plugin.tools.demo.engines import Engine, Levels
 from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.demo.patience import LEAST_LIMIT_S, Patience
 from hybrid_plugin.tools.demo.server import DemoError, Server
 from hybrid_plugin.tools.demo.workloads import (
     Conversation,
@@ -29,7 +30,8 @@ SETTLE_S = 1.5
 """Waited before every measurement: vLLM's processes spin for a second after their
 last step, which would slow down the first requests to the other server."""
 WAKE_UP = shared_prompt(requests=4)
-"""Sent after that, because a server is slow after a rest itself."""
+"""Sent after that, because a server is slow after a rest itself.  It tells, too, how
+long this server is silent while it works."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,14 @@ async def _measure(target: Target, workload: Workload, tick: Callable[[], None])
         async with gate:
             return await converse(client, conversation, workload.max_tokens, tick)
 
-    async with httpx.AsyncClient(base_url=target.server.url, timeout=60) as admin:
+    async with httpx.AsyncClient(
+        base_url=target.server.url, timeout=LEAST_LIMIT_S
+    ) as admin:
         await asyncio.sleep(SETTLE_S)
         await _wake_up(client)
         await _forget(target, admin)
         peaks = Peaks()
-        async with _watch(target, admin, peaks):
+        async with _watch(target, admin, peaks, client.patience):
             begin = time.monotonic()
             answers = await asyncio.gather(*(one(c) for c in workload.conversations))
             seconds = time.monotonic() - begin
@@ -211,14 +215,19 @@ async def _forget(target: Target, admin: httpx.AsyncClient) -> None:
 
 @asynccontextmanager
 async def _watch(
-    target: Target, admin: httpx.AsyncClient, peaks: Peaks
+    target: Target, admin: httpx.AsyncClient, peaks: Peaks, patience: Patience
 ) -> AsyncIterator[None]:
-    """Look at the server's metrics now, again and again, and at the end."""
+    """Look at the server's metrics now, again and again, and at the end.
+
+    A change of them is progress, though no answer has got a token by it.
+    """
 
     async def look() -> None:
         with contextlib.suppress(httpx.HTTPError):
             text = (await admin.get("/metrics")).text
             levels = target.engine.levels(Metrics(text), plugin=target.plugin)
+            if peaks.samples and levels != peaks.last:
+                patience.progress()
             peaks.note(levels)
 
     async def keep_looking() -> None:

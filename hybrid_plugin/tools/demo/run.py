@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.progress import TimeElapsedColumn as Elapsed
 
 from hybrid_plugin.tools.demo import measure
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
 from hybrid_plugin.tools.demo.engines import Engine
 from hybrid_plugin.tools.demo.measure import Run, Target
+from hybrid_plugin.tools.demo.progress import Display
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.tools.demo.server import DemoError, Server, free_port
 from hybrid_plugin.tools.demo.workloads import Workload, all_workloads, shared_prompt
@@ -56,11 +55,12 @@ class Demo:
         """Start both at once; while one is measured, the other is idle."""
         targets = [self._target(plugin=False), self._target(plugin=True)]
         try:
-            with self.console.status("Starting both servers (about a minute) ..."):
+            text = "Starting both servers (a minute or more)"
+            with Display(self.console).waiting(text) as tell:
                 for target in targets:
                     target.server.start()
                 for target in targets:
-                    target.server.wait_until_ready()
+                    target.server.wait_until_ready(tell)
             yield targets
         finally:
             for target in targets:
@@ -74,30 +74,22 @@ class Demo:
         return Target(Server(name, launch, port, log), self.engine, plugin)
 
     def _compare(self, targets: Sequence[Target]) -> list[Outcome]:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            Elapsed(),
-        )
-        with Progress(*columns, console=self.console) as progress:
-            self._warm_up(targets, progress)
-            return [self._outcome(w, targets, progress) for w in self.workloads]
+        display = Display(self.console)
+        for target in targets:
+            self._run(shared_prompt(requests=8), "warm-up", target, display)
+        return [self._outcome(w, targets, display) for w in self.workloads]
 
     @staticmethod
-    def _warm_up(targets: Sequence[Target], progress: Progress) -> None:
-        workload = shared_prompt(requests=8)
-        task = progress.add_task("warm-up", total=8 * len(targets))
-        for target in targets:
-            measure.measure(target, workload, lambda: progress.advance(task))
+    def _run(workload: Workload, title: str, target: Target, display: Display) -> Run:
+        label = f"{title}: {target.server.name}"
+        with display.counting(label, workload.requests) as tick:
+            return measure.measure(target, workload, tick)
 
     def _outcome(
-        self, workload: Workload, targets: Sequence[Target], progress: Progress
+        self, workload: Workload, targets: Sequence[Target], display: Display
     ) -> Outcome:
         def run(target: Target) -> Run:
-            label = f"{workload.title}: {target.server.name}"
-            task = progress.add_task(label, total=workload.requests)
-            return measure.measure(target, workload, lambda: progress.advance(task))
+            return self._run(workload, workload.title, target, display)
 
         stock, plugin = (run(target) for target in targets)
         tally = sum(
@@ -132,7 +124,7 @@ def bundled_model() -> Path:
     Raises:
         DemoError: if the package is not used from the repository.
     """
-    for root in (Path.cwd(), Path(__file__).parents[2]):
+    for root in (Path.cwd(), Path(__file__).parents[3]):
         if (root / BUNDLED_MODEL / "config.json").is_file():
             return root / BUNDLED_MODEL
     raise DemoError(

@@ -9,14 +9,20 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
 from hybrid_plugin.tools.demo.engines import Launch
 
-START_LIMIT_S = 420.0
+START_SILENCE_S = 600.0
+"""How long a server that starts may print nothing; on a busy machine it starts slowly,
+and a single import or compilation may take minutes."""
 LAST_LINES = 15
+LINE_LENGTH = 100
+"""Characters of a log's last line that are shown."""
+POLL_S = 0.25
 
 
 class DemoError(RuntimeError):
@@ -57,22 +63,45 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait_until_ready(self) -> None:
-        """Wait until the server answers.
+    def wait_until_ready(
+        self,
+        tell: Callable[[str], None] = lambda state: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wait until the server answers, for as long as it goes on starting.
+
+        Args:
+            tell: called again and again with what the server printed last.
+            clock: tells the time in seconds.
 
         Raises:
-            DemoError: if it ends or does not get ready.
+            DemoError: if it ends, or prints nothing for too long.
         """
-        while time.monotonic() - self._begin < START_LIMIT_S:
+        printed, since = -1, clock()
+        while clock() - since < START_SILENCE_S:
             self.check_alive()
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    self.start_s = time.monotonic() - self._begin
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.25)
-        raise self._failure(f"was not ready after {START_LIMIT_S:.0f} seconds")
+            if self._log.stat().st_size > printed:
+                printed, since = self._log.stat().st_size, clock()
+            tell(f"{self.name}: {self._last_line()}")
+            if self._answers():
+                self.start_s = time.monotonic() - self._begin
+                return
+            time.sleep(POLL_S)
+        raise self._failure(
+            f"has printed nothing for {START_SILENCE_S:.0f} seconds and is not ready"
+        )
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _last_line(self) -> str:
+        with self._log.open("rb") as log:
+            log.seek(-min(LINE_LENGTH, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            lines = log.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def check_alive(self) -> None:
         """Check that the process runs.

@@ -40,7 +40,7 @@ class SglangEngine:
     )
     """The token that ends an answer comes as text: SGLang leaves logprobs out of the
     stream that come without text, and whether that one comes alone is chance."""
-    reset_path: str = "/flush_cache?timeout=30"
+    reset_path: str = "/flush_cache?timeout=120"
     page_note: str = f"a page holds {PAGE_SIZE} tokens in both"
 
     def version(self) -> str:

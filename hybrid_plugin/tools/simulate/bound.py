@@ -7,7 +7,7 @@ Both relax the real problem, so no policy can exceed them:
   which is optimal for pages of equal size, and more than any prefix cache can
   have: pages may go without those behind them, and nothing else takes room.
 * *snapshots*: a hit needs a snapshot that was kept since an earlier request
-  passed its position.  SlotTradeoff one from time s to t takes one slot for t - s
+  passed its position.  Keeping one from time s to t takes one slot for t - s
   requests; all together may not take more than slots x requests.  Taking the
   hits that give most tokens for the slot-time, fractions allowed, bounds every
   schedule (as in PFOO-U; Berger, Beckmann, Harchol-Balter, SIGMETRICS 2018).

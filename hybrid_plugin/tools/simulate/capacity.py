@@ -6,23 +6,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid_plugin.config import ConfigError
+from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
+from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.engine.memory_blocks import block_bytes, pool_budget
 from hybrid_plugin.tools.simulate.request import Request
 
 MOST_PAGES = 1 << 26
 """Half a GiB of counts."""
+FIXED_POOLS = HybridConfig(elastic=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sizes of the pools, without the reserved ids."""
+    """Sizes of the pools, without the reserved ids.
+
+    Elastic pools have as many ids as if each had the whole budget to itself.
+    """
 
     page_size: int
     pages: int
@@ -32,6 +39,8 @@ class Capacity:
     """AttentionWindow and pages of each window group."""
     layout: CacheLayout | None = None
     """Bytes of a page and a slot, where they are known."""
+    elastic: ElasticPlan | None = None
+    """How memory moves between pages and slots; None where each pool has its own."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.pages <= MOST_PAGES:
@@ -48,16 +57,48 @@ class Capacity:
 
     @classmethod
     def of_layout(
-        cls, layout: CacheLayout, budget: int, requests: Sequence[Request], chunk: int
+        cls,
+        layout: CacheLayout,
+        budget: int,
+        requests: Sequence[Request],
+        chunk: int,
+        *,
+        options: HybridConfig = FIXED_POOLS,
+        concurrency: int = 1,
     ) -> Capacity:
         """Divide a budget as an engine's start-up does.
 
+        Args:
+            layout: of the model.
+            budget: bytes in all.
+            requests: to be served; the longest must fit.
+            chunk: tokens of a prefill step at most.
+            options: whether the pools are elastic, and how they share the budget.
+            concurrency: sequences that are live at once.
+
         Raises:
-            ConfigError: if the longest request does not fit.
+            ConfigError: if the longest request does not fit, or if elastic pools are
+                asked for where an engine would refuse them.
         """
         longest = max(request.length + len(request.answer) for request in requests)
+        if options.gpu_memory_budget is not None:
+            budget = min(budget, options.gpu_memory_budget)
+        elastic = _plan_elastic(layout, budget, longest, options, concurrency)
+        if elastic is not None:
+            return cls(
+                page_size=layout.page_size,
+                pages=elastic.sizes.pages - 1,
+                slots=elastic.sizes.slots - 1,
+                layout=elastic.layout,
+                elastic=elastic,
+            )
         try:
-            sizes = layout.split(budget, max_model_len=longest, chunk=chunk)
+            sizes = layout.split(
+                budget,
+                max_model_len=longest,
+                state_memory_ratio=options.state_memory_ratio,
+                chunk=chunk,
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
         windows = zip(layout.attention_windows, sizes.windows, strict=True)
@@ -85,15 +126,25 @@ class Capacity:
         self, policy: SnapshotPolicy, eviction: LeastRecentlyUsed | None
     ) -> HybridCache:
         """An empty cache on pools of these sizes."""
+        pools: CachePools
+        if self.elastic is not None:
+            pools = self.elastic.build()
+        else:
+            pools = FixedPools(
+                PagePool(self.pages + 1),
+                NoSlots() if self.slots is None else SlotPool(self.slots + 1),
+                tuple(
+                    WindowGroup(window, PagePool(pages + 1))
+                    for window, pages in self.windows
+                ),
+            )
         return HybridCache(
-            pages=PagePool(self.pages + 1),
-            slots=NoSlots() if self.slots is None else SlotPool(self.slots + 1),
+            pages=pools.pages,
+            slots=pools.slots,
+            windows=pools.windows,
+            broker=pools.broker,
             page_size=self.page_size,
             policy=policy,
-            windows=tuple(
-                WindowGroup(window, PagePool(pages + 1))
-                for window, pages in self.windows
-            ),
             eviction=eviction,
         )
 
@@ -108,3 +159,38 @@ class Capacity:
         for group, size in zip(cache.windows, sizes, strict=True):
             held += (group.pages.usable - group.pages.free) * size
         return held
+
+
+def _plan_elastic(
+    layout: CacheLayout,
+    budget: int,
+    longest: int,
+    options: HybridConfig,
+    concurrency: int,
+) -> ElasticPlan | None:
+    """How a GPU's pools would share the budget; None where each gets its own."""
+    if not options.is_elastic:
+        return None
+    if not layout.page_bytes or not (layout.slot_bytes or layout.window_page_bytes):
+        if options.elastic:
+            raise ConfigError(
+                "Elastic pools need layers with full attention, and layers with states "
+                "or windows beside them: leave --elastic out for this model."
+            )
+        return None
+    block = block_bytes(budget, "cuda")
+    try:
+        return plan_elastic(
+            layout,
+            pool_budget(budget, block),
+            block_bytes=block,
+            max_model_len=longest,
+            max_sequences=concurrency,
+        )
+    except ValueError as error:
+        if options.elastic:
+            raise ConfigError(
+                f"Elastic pools do not fit: {error}; give the cache more memory, or "
+                "leave --elastic out."
+            ) from error
+        return None

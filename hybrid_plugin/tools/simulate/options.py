@@ -88,6 +88,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "--kv-only", action="store_true", help="as if the model had no state layers"
     )
     group.add_argument(
+        "--elastic",
+        action=argparse.BooleanOptionalAction,
+        help="whether memory moves between KV and states, with --gpu-memory; by "
+        "default wherever an engine would let it",
+    )
+    group.add_argument(
         "--page-size",
         type=int,
         metavar="N",
@@ -182,7 +188,7 @@ def read_simulation(
     Raises:
         ConfigError: if the options make no sense.
     """
-    options = _hybrid_config(args.hybrid_config)
+    options = _options(args)
     page_size = args.page_size or options.page_size
     if page_size is None:
         blocks = form == "mooncake" and args.kv_only
@@ -191,7 +197,7 @@ def read_simulation(
     policy = PolicyChoice(args.policy, shape, args.alpha)
     half = len(requests) // 2 if args.measure == "last-half" else 0
     return Simulation(
-        capacity=_capacity(args, shape, page_size, requests),
+        capacity=_capacity(args, options, shape, page_size, requests),
         snapshots=options.snapshot_policy(page_size),
         policy=args.policy,
         eviction=policy.build(),
@@ -204,6 +210,7 @@ def read_simulation(
 
 def _capacity(
     args: argparse.Namespace,
+    options: HybridConfig,
     shape: ModelShape | None,
     page_size: int,
     requests: Sequence[Request],
@@ -214,10 +221,38 @@ def _capacity(
         if args.kv_only:
             layout = replace(layout, states=())
         budget = read_budget(args, shape).bytes
-        return Capacity.of_layout(layout, budget, requests, args.chunk)
+        return Capacity.of_layout(
+            layout,
+            budget,
+            requests,
+            args.chunk,
+            options=options,
+            concurrency=args.concurrency,
+        )
     if args.kv_tokens is not None:
         return Capacity(page_size, args.kv_tokens // page_size, args.state_slots)
     return Capacity.unbounded(requests, page_size, states=not args.kv_only)
+
+
+def _options(args: argparse.Namespace) -> HybridConfig:
+    """The plugin's options, of which those that divide memory need memory to divide.
+
+    Raises:
+        ConfigError: for an option that makes no sense, or that would change nothing.
+    """
+    options = _hybrid_config(args.hybrid_config)
+    if args.elastic is not None:
+        options = replace(options, elastic=args.elastic)
+    if args.gpu_memory is None and options.elastic:
+        raise ConfigError(
+            "--elastic needs --gpu-memory and --model-config, to know what can move."
+        )
+    if args.gpu_memory is None and options.state_memory_ratio is not None:
+        raise ConfigError(
+            "state_memory_ratio needs --gpu-memory and --model-config, to know what "
+            "it is a share of."
+        )
+    return options
 
 
 def _hybrid_config(text: str | None) -> HybridConfig:

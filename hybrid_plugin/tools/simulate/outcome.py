@@ -47,6 +47,8 @@ class Outcome:
     """Of pages and slots in use or cached; None where no size is known."""
     capacity: dict[str, int] = field(default_factory=dict)
     """Pages and slots there are, and tokens in a page."""
+    memory_moves: int | None = None
+    """Granules that got memory or lost it; None where pools are not elastic."""
     alpha: float | None = None
     """Weight that a FLOP-aware policy ended with."""
     bound_hit_tokens: int | None = None
@@ -111,6 +113,8 @@ class Outcome:
                 else ""
             ),
         ]
+        if self.memory_moves is not None:
+            lines.append(f"elastic pools      {self.memory_moves:,} granules moved")
         if self.alpha is not None:
             lines.append(f"weight at the end  {self.alpha:g}")
         if self.too_long:

@@ -61,6 +61,8 @@ class Simulation:
         outcome.page_evictions = cache.stats.pages_evicted
         outcome.snapshot_evictions = cache.stats.snapshots_evicted
         outcome.snapshots_taken = cache.stats.snapshots_taken
+        if cache.broker.moves_memory:
+            outcome.memory_moves = int(cache.broker.stats.moves)
         if isinstance(self.eviction, FlopAware):
             outcome.alpha = self.eviction.alpha
         outcome.seconds = time.perf_counter() - begin
