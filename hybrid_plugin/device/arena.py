@@ -44,10 +44,6 @@ class Arena:
         """Number of ids, the reserved one included."""
         return self.parts[0].shape[0]
 
-    def __deepcopy__(self, memo: object) -> Arena:
-        """Memory is never duplicated: engines copy configurations freely."""
-        return self
-
     def zero(self, index: int) -> None:
         """Clear one id, in order on the current stream."""
         for part in self.parts:
