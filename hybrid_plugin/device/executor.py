@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from hybrid_plugin.core.commands import Command, Copy, Map, Pool, PoolId, Unmap, Zero
+from hybrid_plugin.core.commands import Command, Copy, Map, Unmap, Zero
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.batching import batches
 from hybrid_plugin.device.virtual_arena import Refusal
+
+_Id = TypeVar("_Id", bound=Hashable)
 
 
 @dataclass(slots=True)
@@ -28,10 +31,9 @@ class MoveStats:
 class Executor:
     """Runs command lists on the current stream, first to last."""
 
-    def __init__(self, arenas: Mapping[Pool, Arena] | Mapping[PoolId, Arena]) -> None:
-        self._arenas: dict[PoolId, Arena] = {}
-        for pool, arena in arenas.items():
-            self._arenas[pool] = arena
+    def __init__(self, arenas: Mapping[_Id, Arena]) -> None:
+        """Work on pools, by their ids."""
+        self._arenas: dict[Hashable, Arena] = dict(arenas)
         self.moves = MoveStats()
 
     def run(self, commands: Iterable[Command]) -> None:
@@ -47,8 +49,7 @@ class Executor:
             arena = self._arenas[first.pool]
             match first:
                 case Zero():
-                    for command in batch:
-                        arena.zero(command.index)
+                    arena.zero([command.index for command in batch])
                 case Copy():
                     arena.copy(
                         [command.source for command in batch],
@@ -72,8 +73,8 @@ class Executor:
         self.moves.seconds += time.perf_counter() - begin
         return refusal
 
-    def _elastic(self, pool: Pool) -> ElasticArena:
+    def _elastic(self, pool: Hashable) -> ElasticArena:
         arena = self._arenas[pool]
         if not isinstance(arena, ElasticArena):
-            raise TypeError(f"the memory of pool {pool.value!r} is fixed")
+            raise TypeError(f"the memory of {pool} is fixed")
         return arena
