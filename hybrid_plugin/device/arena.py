@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,8 +15,11 @@ from hybrid_plugin.device.virtual_arena import (
     VirtualArena,
 )
 
+if TYPE_CHECKING:
+    from hybrid_kernels.state_copy import Parts
+
 _COPY_BYTES = 16 << 20
-"""Of one part that are copied at once: it takes as much memory meanwhile."""
+"""Of one part that a CPU copies at once: it takes as much memory meanwhile."""
 _WORD = 8
 
 
@@ -30,50 +34,81 @@ class Arena:
         """Take over the memory.
 
         Args:
-            parts: `[ids, bytes]` int8 tensors with contiguous rows; ids and
-                device must be equal.
+            parts: `[ids, bytes]` int8 tensors with contiguous rows, of any sizes and
+                any strides; ids and device must be equal.
         """
         shapes = {(part.dim(), part.shape[0], part.device) for part in parts}
         if len(shapes) != 1 or next(iter(shapes))[0] != 2:
             raise ValueError("the parts of an arena are matrices with equal row counts")
         self.parts = tuple(parts)
         self._words = [_in_words(part) for part in parts]
+        self._device = parts[0].device
+        self._on_gpu = _by_kernel(self._device)
+        if self._on_gpu:
+            self._described = self._describe()
 
     @property
     def capacity(self) -> int:
         """Number of ids, the reserved one included."""
         return self.parts[0].shape[0]
 
-    def __deepcopy__(self, memo: object) -> Arena:
-        """Memory is never duplicated: engines copy configurations freely."""
-        return self
+    def zero(self, indices: Sequence[int]) -> None:
+        """Clear ids, in order on the current stream."""
+        if self._on_gpu:
+            from hybrid_kernels import state_copy
 
-    def zero(self, index: int) -> None:
-        """Clear one id, in order on the current stream."""
-        for part in self.parts:
-            part[index].zero_()
+            ids = torch.tensor(indices, dtype=torch.int64)
+            state_copy.zero_parts(self._described, to_device(ids, self._device))
+            return
+        for index in indices:
+            for part in self.parts:
+                part[index].zero_()
 
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy ids over others, in order on the current stream.
 
-        Pages are many and small, so a layer copies many at once; a slot is large
-        enough to be copied alone, and to need no memory for others beside it.
+        A GPU copies all of them in one launch.
 
         Args:
             sources: ids to read, none of which is written here.
             destinations: one for each, all different.
         """
-        if len(self.parts) == 1 or len(sources) == 1:
-            for source, destination in zip(sources, destinations, strict=True):
-                for part in self.parts:
-                    part[destination].copy_(part[source])
-            return
-        most = max(_COPY_BYTES // self.parts[0].shape[1], 1)
+        if self._on_gpu:
+            from hybrid_kernels import state_copy
+
+            ids = torch.tensor([sources, destinations], dtype=torch.int64)
+            source, destination = to_device(ids, self._device)
+            state_copy.fork_parts(self._described, source, destination)
+        elif len(self.parts) == 1 or len(sources) == 1:
+            self._copy_each(sources, destinations)
+        else:
+            self._copy_together(sources, destinations)
+
+    def _describe(self) -> Parts:
+        """What the kernels read; they are compiled here, not when first needed."""
+        from hybrid_kernels import state_copy
+
+        described = state_copy.Parts(self.parts)
+        nowhere = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        state_copy.fork_parts(described, nowhere, nowhere)
+        state_copy.zero_parts(described, nowhere)
+        return described
+
+    def _copy_each(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        # A slot is large enough to be copied alone, without memory beside it.
+        for source, destination in zip(sources, destinations, strict=True):
+            for part in self.parts:
+                part[destination].copy_(part[source])
+
+    def _copy_together(
+        self, sources: Sequence[int], destinations: Sequence[int]
+    ) -> None:
+        # Pages are many and small.
         ids = torch.tensor([sources, destinations], dtype=torch.int64)
-        ids = to_device(ids, self.parts[0].device)
-        for begin in range(0, len(sources), most):
-            source, destination = ids[:, begin : begin + most]
-            for part in self._words:
+        for part in self._words:
+            most = max(_COPY_BYTES // (part.shape[1] * part.itemsize or 1), 1)
+            for begin in range(0, len(sources), most):
+                source, destination = ids[:, begin : begin + most]
                 part[destination] = part[source]
 
 
@@ -126,10 +161,8 @@ class ElasticArena(Arena):
         granules = sorted(granules)
         refusal = self._memory.map(self._spans(granules))
         if refusal is None and not self._memory.clears:
-            for first, count in _runs(granules):
-                rows = slice(first * self._ids, (first + count) * self._ids)
-                for part in self.parts:
-                    part[rows].zero_()
+            first = (granule * self._ids for granule in granules)
+            self.zero([id for start in first for id in range(start, start + self._ids)])
         return refusal
 
     def unmap(self, granules: Iterable[int]) -> None:
@@ -146,6 +179,11 @@ class ElasticArena(Arena):
                 yield ByteRange(self._place, first, first + size)
 
 
+def _by_kernel(device: torch.device) -> bool:
+    """Whether `hybrid_kernels` moves rows on this device."""
+    return device.type != "cpu"
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to a device without waiting for it."""
     if device.type == "cpu":
@@ -159,12 +197,3 @@ def _in_words(part: torch.Tensor) -> torch.Tensor:
     if part.dtype != torch.int8 or part.stride(1) != 1:
         return part
     return part if any(place % _WORD for place in places) else part.view(torch.int64)
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as (first, count) of those that follow each other."""
-    first = 0
-    for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield numbers[first], i - first
-            first = i

@@ -29,9 +29,8 @@ class Executor:
     """Runs command lists on the current stream, first to last."""
 
     def __init__(self, arenas: Mapping[PoolId, Arena]) -> None:
-        self._arenas: dict[PoolId, Arena] = {}
-        for pool, arena in arenas.items():
-            self._arenas[pool] = arena
+        """Work on pools, by their ids."""
+        self._arenas = dict(arenas)
         self.moves = MoveStats()
 
     def run(self, commands: Iterable[Command]) -> None:
@@ -47,8 +46,7 @@ class Executor:
             arena = self._arenas[first.pool]
             match first:
                 case Zero():
-                    for command in batch:
-                        arena.zero(command.index)
+                    arena.zero([command.index for command in batch])
                 case Copy():
                     arena.copy(
                         [command.source for command in batch],

@@ -55,10 +55,6 @@ class AddressRange:
         self.backed = bytearray(self.size // block_bytes)
         """For each block, whether there is memory behind it; the arena's own."""
 
-    def __deepcopy__(self, memo: object) -> AddressRange:
-        """Memory is never duplicated: engines copy configurations freely."""
-        return self
-
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
@@ -106,10 +102,6 @@ class VirtualArena(ABC):
         self.created = 0
         """Bytes that were ever taken from the system for ranges."""
         self._ranges: list[AddressRange] = []
-
-    def __deepcopy__(self, memo: object) -> VirtualArena:
-        """Memory is never duplicated: engines copy configurations freely."""
-        return self
 
     @property
     def usable(self) -> int:

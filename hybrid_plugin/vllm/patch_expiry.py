@@ -28,7 +28,7 @@ NEEDED = {
             mentions=("_align_hybrid_block_size",),
         )
     ),
-    "patches.patch_worker": Need(
+    "patches.pool_allocator": Need(
         HookPoint("vllm.v1.worker.utils:allocate_kv_cache", ("kv_cache_config",))
     ),
     "patches.manager_factory": Need(

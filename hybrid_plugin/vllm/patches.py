@@ -30,6 +30,7 @@ HALF_LOADED = (
 )
 
 _ENGINE_CORE = "vllm.v1.engine.core"
+_ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 _WRAPPED = "_hybrid_plugin_original"
 
 
@@ -211,25 +212,34 @@ def patch_platform() -> None:
     _wrap_classmethod(Platform, "_align_hybrid_block_size", align)
 
 
-def patch_worker() -> None:
+@contextmanager
+def pool_allocator(allocate: Callable[..., Any]) -> Iterator[None]:
     """Symptom: both pools would be laid over one allocation of one size.
 
     Cause: `allocate_kv_cache` asserts a single backing allocation.
-    Fix: allocate our configurations ourselves; both model runners.
+    Fix: while a worker builds its cache, have `allocate` serve our configurations;
+    both model runners.
     Delete when: a KV cache configuration may name several allocations.
     """
+    from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 
-    def allocate(
-        original: Callable[..., Any], config: Any, *args: Any, **kw: Any
-    ) -> Any:
-        from hybrid_plugin.vllm import planning, pool_memory
+    modules = [importlib.import_module(name) for name in _ALLOCATING]
+    originals = [module.allocate_kv_cache for module in modules]
 
-        if isinstance(config, planning.HybridKVCacheConfig):
-            return pool_memory.allocate_pools(config, *args, **kw)
-        return original(config, *args, **kw)
+    def serving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def allocate_kv_cache(config: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = isinstance(config, HybridKVCacheConfig)
+            return (allocate if ours else original)(config, *args, **kwargs)
 
-    _wrap("vllm.v1.worker.gpu_model_runner:allocate_kv_cache", allocate)
-    _wrap("vllm.v1.worker.gpu.attn_utils:allocate_kv_cache", allocate)
+        return allocate_kv_cache
+
+    for module, original in zip(modules, originals, strict=True):
+        module.allocate_kv_cache = serving(original)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            module.allocate_kv_cache = original  # type: ignore[attr-defined]
 
 
 @contextmanager

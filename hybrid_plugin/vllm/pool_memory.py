@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,34 +18,92 @@ from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
-_EXECUTOR = "hybrid_executor"
-_MEMORY = "hybrid_memory"
+    from hybrid_plugin.core.commands import PoolId
 
 
-def lend_memory(config: HybridKVCacheConfig, memory: VirtualArena) -> None:
-    """Have `allocate_pools` share this memory between the pools of `config`."""
-    setattr(config, _MEMORY, memory)
+class PoolMemory:
+    """The memory of one worker's pools, and what works on it; the worker owns it."""
+
+    def __init__(self) -> None:
+        self._shared: VirtualArena | None = None
+        self._executor: Executor | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """Runs commands on the pools.
+
+        Raises:
+            RuntimeError: if vLLM did not ask for our pools.
+        """
+        if self._executor is None:
+            raise RuntimeError(
+                "vLLM allocated its own KV cache in place of the pools of "
+                "hybrid-plugin. Check that VLLM_PLUGINS lets the plugin load in the "
+                "workers."
+            )
+        return self._executor
+
+    def share(self, memory: VirtualArena) -> None:
+        """Take memory that all pools may share, if the engine core plans so."""
+        self._shared = memory
+
+    def allocate(
+        self,
+        config: HybridKVCacheConfig,
+        device: torch.device,
+        layout: KVCacheLayout,
+        kernel_block_sizes: list[int] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Allocate the pools, zeroed; returns vLLM's `[B, H, N, C]` view per layer.
+
+        Memory to share that the engine core did not plan with is given back.
+
+        Args:
+            config: what to allocate.
+            device: of this rank.
+            layout: vLLM's, of a layer's pages.
+            kernel_block_sizes: tokens of a block of each group's attention kernels.
+        """
+        places: dict[bool, AddressRange] = {}
+        if config.shared is not None:
+            assert self._shared is not None, "the worker took it before"
+            places = _reserve(config, self._shared)
+        elif self._shared is not None:
+            self._shared.close()
+            self._shared = None
+        memory = {is_state: place.memory for is_state, place in places.items()}
+        for tensor in _tensors(config):
+            if tensor.is_state not in memory:
+                memory[tensor.is_state] = torch.zeros(
+                    tensor.size, dtype=torch.int8, device=device
+                )
+        rows: dict[PoolId, list[torch.Tensor]] = {
+            Pool.KV: _page_rows(config, memory[False]),
+            Pool.STATE: [memory[True].view(config.slots, -1)],
+        }
+        if self._shared is None:
+            arenas = {pool: Arena(parts) for pool, parts in rows.items()}
+        else:
+            arenas = _map_start(config, rows, places, self._shared)
+        self._executor = Executor(arenas)
+        return _views(config, memory, layout, kernel_block_sizes)
 
 
-def allocate_pools(
-    config: HybridKVCacheConfig,
-    device: torch.device,
-    layout: KVCacheLayout,
-    kernel_block_sizes: list[int] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Allocate both pools, zeroed; returns vLLM's `[B, H, N, C]` view per layer.
-
-    The executor that works on them is kept with `config`, see `executor_of`.
-    """
-    places = _reserve(config) if config.shared is not None else {}
-    memory = {is_state: place.memory for is_state, place in places.items()}
-    views: dict[str, torch.Tensor] = {}
+def _tensors(config: HybridKVCacheConfig) -> Iterator[PoolTensor]:
     for tensor in config.kv_cache_tensors:
         assert isinstance(tensor, PoolTensor)
-        if tensor.is_state not in memory:
-            memory[tensor.is_state] = torch.zeros(
-                tensor.size, dtype=torch.int8, device=device
-            )
+        yield tensor
+
+
+def _views(
+    config: HybridKVCacheConfig,
+    memory: Mapping[bool, torch.Tensor],
+    layout: KVCacheLayout,
+    kernel_block_sizes: list[int] | None,
+) -> dict[str, torch.Tensor]:
+    """What each layer sees of the pages (False) and of the slots (True)."""
+    views: dict[str, torch.Tensor] = {}
+    for tensor in _tensors(config):
         group_id = next(
             i
             for i, group in enumerate(config.kv_cache_groups)
@@ -64,41 +123,28 @@ def allocate_pools(
             kernel_block_size=kernel_block_size,
         )
         views.update(zip(tensor.layers, layer_views, strict=True))
-    rows = {
-        Pool.KV: _page_rows(config, memory[False]),
-        Pool.STATE: [memory[True].view(config.slots, -1)],
-    }
-    if config.shared is None:
-        arenas = {pool: Arena(parts) for pool, parts in rows.items()}
-    else:
-        arenas = _map_start(config, rows, places)
-    setattr(config, _EXECUTOR, Executor(arenas))
     return views
 
 
-def _memory_of(config: HybridKVCacheConfig) -> VirtualArena:
-    memory = getattr(config, _MEMORY, None)
-    assert isinstance(memory, VirtualArena), "the worker lends it before"
-    return memory
-
-
-def _reserve(config: HybridKVCacheConfig) -> dict[bool, AddressRange]:
+def _reserve(
+    config: HybridKVCacheConfig, memory: VirtualArena
+) -> dict[bool, AddressRange]:
     """Addresses of the pages (False) and the slots (True)."""
     places: dict[bool, AddressRange] = {}
-    for tensor in config.kv_cache_tensors:
-        assert isinstance(tensor, PoolTensor)
+    for tensor in _tensors(config):
         if tensor.is_state not in places:
-            places[tensor.is_state] = _memory_of(config).reserve(tensor.size)
+            places[tensor.is_state] = memory.reserve(tensor.size)
     return places
 
 
 def _map_start(
     config: HybridKVCacheConfig,
-    rows: dict[PoolId, list[torch.Tensor]],
-    places: dict[bool, AddressRange],
+    rows: Mapping[PoolId, list[torch.Tensor]],
+    places: Mapping[bool, AddressRange],
+    memory: VirtualArena,
 ) -> dict[PoolId, Arena]:
     """Arenas with the memory that the scheduler takes for granted at the start."""
-    shared, memory = config.shared, _memory_of(config)
+    shared = config.shared
     assert shared is not None
     memory.lower(shared.budget)
     arenas: dict[PoolId, Arena] = {}
@@ -112,22 +158,10 @@ def _map_start(
     return arenas
 
 
-def executor_of(config: object) -> Executor:
-    """The executor on the memory that was allocated for `config`."""
-    executor = getattr(config, _EXECUTOR, None)
-    if not isinstance(executor, Executor):
-        raise RuntimeError(
-            "vLLM allocated its own KV cache in place of the pools of hybrid-plugin. "
-            "Check that VLLM_PLUGINS lets the plugin load in the workers."
-        )
-    return executor
-
-
 def _page_rows(config: HybridKVCacheConfig, memory: torch.Tensor) -> list[torch.Tensor]:
     """One `[pages, bytes]` matrix per attention layer."""
     rows = []
-    for tensor in config.kv_cache_tensors:
-        assert isinstance(tensor, PoolTensor)
+    for tensor in _tensors(config):
         if tensor.is_state:
             continue
         for layer in range(len(tensor.layers)):

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.vllm import elastic, patches, reports
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
-from hybrid_plugin.vllm.pool_memory import executor_of, lend_memory
+from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.scheduler import COMMANDS
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-
-    from hybrid_plugin.device.virtual_arena import VirtualArena
 
 
 class RunsCommands:
@@ -28,9 +26,8 @@ class RunsCommands:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not patches.is_applied():
             raise RuntimeError(patches.HALF_LOADED.format(where="a worker"))
-        patches.patch_worker()
         super().__init__(*args, **kwargs)
-        self._memory: VirtualArena | None = None
+        self._pools = PoolMemory()
         self._reported = 0.0
 
     def determine_available_memory(self) -> int:
@@ -39,36 +36,39 @@ class RunsCommands:
         What was taken is there when the engine core has planned with it, and
         every rank says how much it really got.
         """
-        available: int = super().determine_available_memory()  # type: ignore[misc]
+        with patches.pool_allocator(_allocate_for_profiling):
+            available: int = super().determine_available_memory()  # type: ignore[misc]
         if not elastic.is_wanted(self.vllm_config):
             return available
-        self._memory = elastic.take_memory(self.vllm_config, available, self.device)
-        return self._memory.held + self._memory.block_bytes
+        memory = elastic.take_memory(self.vllm_config, available, self.device)
+        self._pools.share(memory)
+        return memory.held + memory.block_bytes
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pools; refuses a configuration that is not ours."""
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
             raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
-        if self._memory is not None:
-            if kv_cache_config.shared is None:
-                self._memory.close()
-            else:
-                lend_memory(kv_cache_config, self._memory)
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        executor_of(self.model_runner.kv_cache_config)
+        with patches.pool_allocator(self._pools.allocate):
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        _ = self._pools.executor  # refuses a cache that is not ours
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step's commands, then the step, on the same stream."""
         commands = getattr(scheduler_output, COMMANDS, None)
         if commands:
-            executor_of(self.model_runner.kv_cache_config).run(commands)
+            self._pools.executor.run(commands)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and report what moving memory has cost if that grew."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        spent = executor_of(self.model_runner.kv_cache_config).moves.seconds
+        spent = self._pools.executor.moves.seconds
         if spent == self._reported:
             return output
         self._reported = spent
         return reports.attach(output, spent)
+
+
+def _allocate_for_profiling(*args: Any, **kwargs: Any) -> Any:
+    """The small cache on which vLLM measures its CUDA graphs; vLLM alone keeps it."""
+    return PoolMemory().allocate(*args, **kwargs)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
 
@@ -81,12 +80,6 @@ def test_what_is_no_command() -> None:
 def test_commands_travel_between_processes() -> None:
     commands = [zero(1), Copy(Pool.KV, 2, 3)]
     assert pickle.loads(pickle.dumps(commands)) == commands
-
-
-def test_an_arena_is_never_duplicated() -> None:
-    original = arena(4, parts=2)
-    assert copy.deepcopy({"arena": original})["arena"] is original
-    assert original.capacity == 4
 
 
 @pytest.mark.parametrize(

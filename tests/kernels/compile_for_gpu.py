@@ -123,6 +123,12 @@ def copies() -> None:
     state_copy.scatter(pool, slots, pool[:2])
     state_copy.zero(pool, slots)
     state_copy.promote(pool, torch.zeros(2, 3, dtype=torch.int64), slots)
+    for parts in (
+        state_copy.Parts([pool, torch.zeros(4, 20, dtype=torch.int8)[:, :16]]),
+        state_copy.Parts([pool, torch.zeros(4, 7, dtype=torch.int8)]),
+    ):
+        state_copy.fork_parts(parts, slots, slots)
+        state_copy.zero_parts(parts, slots)
     state_copy.promote_swap(torch.zeros(2, 3, dtype=torch.int64), slots)
 
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +99,79 @@ def test_transposed_items_and_wide_slots(backend: ModuleType, where: str) -> Non
     assert torch.equal(room, before)
 
 
+def uneven_parts(where: str, kind: str) -> list[torch.Tensor]:
+    """A pool of nine slots in tensors that agree in nothing else."""
+    bytes_ = torch.randint(-99, 99, (9, 3 * 4160), device=where, dtype=torch.int8)
+    states = torch.randn(2, 9, 5, 7, device=where)
+    if kind == "odd":
+        wide = torch.randint(-9, 9, (9, 70), device=where, dtype=torch.int8)
+        return [bytes_[:, :3], wide[:, 5:44], *states]
+    if kind == "halves":
+        return [bytes_[:, 2:6], *states.to(torch.bfloat16)]
+    if kind == "transposed":
+        return [states[0].transpose(1, 2), bytes_[:, :64]]
+    big = torch.randn(9, 3, 4100, device=where)
+    return [bytes_[:, 32:96], big[:, 1], bytes_[:, 4160:8320]]
+
+
+@pytest.mark.parametrize("kind", ["aligned", "halves", "odd", "transposed"])
+def test_parts_move_together_and_nothing_else_does(
+    backend: ModuleType, where: str, kind: str
+) -> None:
+    parts = uneven_parts(where, kind)
+    sources = torch.tensor([4, 4, -1, 7, 8], device=where)
+    targets = torch.tensor([0, 2, 3, -1, 6], dtype=torch.int32, device=where)
+    slots = torch.tensor([1, -1], device=where)
+    twins = copy.deepcopy(parts)
+    for twin in twins:
+        for source, target in ((4, 0), (4, 2), (8, 6)):
+            twin[target] = twin[source]
+        twin[1] = 0
+    described = parts if backend is reference else backend.block_table(parts)
+    backend.copy_parts(described, targets, sources)
+    backend.zero_parts(described, slots)
+    for part, twin in zip(parts, twins, strict=True):
+        assert torch.equal(all_of(part), all_of(twin))
+
+
+def test_more_rows_than_one_grid_has_programs_for(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    from hybrid_kernels.state_copy import triton
+
+    monkeypatch.setattr(triton, "_PROGRAMS", 5)
+    pool = torch.arange(40.0, device=device)[:, None].repeat(1, 5000)
+    blocks = triton.block_table([pool])
+    triton.copy_parts(
+        blocks,
+        torch.arange(20, 40, device=device),
+        torch.arange(20, device=device),
+    )
+    triton.zero_parts(blocks, torch.arange(7, device=device))
+    expected = [0.0] * 7 + [float(i) for i in range(7, 20)] + list(range(20))
+    assert pool[:, 4999].tolist() == expected
+
+
+def test_parts_by_the_public_calls(on_triton: Callable[[], Any], device: str) -> None:
+    parts = uneven_parts(device, "odd")
+    twins = copy.deepcopy(parts)
+    lists = torch.tensor([[4, 8], [0, 6]], device=device)
+    for pool, where in ((parts, on_triton()), (twins, nullcontext())):
+        with where:
+            described = state_copy.Parts(pool)
+            state_copy.fork_parts(described, lists[0], lists[1])
+            state_copy.zero_parts(described, lists[0, :1])
+    for part, twin in zip(parts, twins, strict=True):
+        assert torch.equal(part, twin)
+        assert not part[4].any() and torch.equal(part[6], part[8])
+
+
+def all_of(view: torch.Tensor) -> torch.Tensor:
+    """The memory that a view is of, beside it too."""
+    whole = torch.empty(0, dtype=torch.uint8, device=view.device)
+    return whole.set_(view.untyped_storage())
+
+
 def test_promote_copies_the_accepted_slot(backend: ModuleType, where: str) -> None:
     pool = make_pool(0, 12, (7, 3), torch.float32, where)
     before = pool.clone()
@@ -139,6 +216,14 @@ def test_public_calls_agree_with_indexing() -> None:
         lambda pool, slots: state_copy.scatter(pool, slots, pool[:2, :1]),
         lambda pool, slots: state_copy.fork(pool, slots, slots[:1]),
         lambda pool, slots: state_copy.promote(pool, slots[None], slots),
+        lambda pool, slots: state_copy.Parts([]),
+        lambda pool, slots: state_copy.Parts([pool[0]]),
+        lambda pool, slots: state_copy.fork_parts(
+            state_copy.Parts([pool]), slots, slots[:1]
+        ),
+        lambda pool, slots: state_copy.zero_parts(
+            state_copy.Parts([pool]), slots.float()
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(call: object) -> None:

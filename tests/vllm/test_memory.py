@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +23,10 @@ from vllm.v1.kv_cache_interface import (
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Copy, Pool, Zero
 from hybrid_plugin.core.memory.layout import PoolSizes
+from hybrid_plugin.device.host_arena import HostArena
+from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
-from hybrid_plugin.vllm.pool_memory import allocate_pools, executor_of
+from hybrid_plugin.vllm.pool_memory import PoolMemory
 
 ATTENTION = FullAttentionSpec(
     block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32
@@ -31,6 +35,7 @@ STATE = MambaSpec(
     block_size=1024, shapes=((3, 5), (2, 4, 4)), dtypes=(torch.float32, torch.float32)
 )
 SPECS = {"a0": ATTENTION, "s0": STATE, "s1": STATE, "a1": ATTENTION}
+CPU = torch.device("cpu")
 PAGE_BYTES = 16 * 2 * 8 * 2 * 4
 STATE_BYTES = (3 * 5 + 2 * 4 * 4) * 4  # 188, in 256: the next multiple of 128
 
@@ -42,8 +47,8 @@ def config() -> HybridKVCacheConfig:
     return make_config(vllm_config, make_groups(SPECS), PoolSizes(pages=6, slots=4))
 
 
-def views(config: HybridKVCacheConfig) -> dict[str, torch.Tensor]:
-    return allocate_pools(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+def views(config: HybridKVCacheConfig, pools: PoolMemory) -> dict[str, torch.Tensor]:
+    return pools.allocate(config, CPU, KVCacheLayout.LBHNC)
 
 
 def test_attention_groups_come_first(config: HybridKVCacheConfig) -> None:
@@ -63,7 +68,7 @@ def test_placement(config: HybridKVCacheConfig) -> None:
 
 
 def test_the_pools_are_two_allocations(config: HybridKVCacheConfig) -> None:
-    layers = views(config)
+    layers = views(config, PoolMemory())
     storages = {n: v.untyped_storage().data_ptr() for n, v in layers.items()}
     assert storages["a0"] == storages["a1"] != storages["s0"] == storages["s1"]
     assert layers["a0"].shape[0] == 6
@@ -71,15 +76,16 @@ def test_the_pools_are_two_allocations(config: HybridKVCacheConfig) -> None:
 
 
 def test_commands_reach_all_layers_of_one_id(config: HybridKVCacheConfig) -> None:
-    layers = views(config)
+    pools = PoolMemory()
+    layers = views(config, pools)
     for value, layer in enumerate(layers.values(), start=1):
         layer[2] = value
-    executor_of(config).run([Copy(Pool.KV, 2, 5), Copy(Pool.STATE, 2, 3)])
+    pools.executor.run([Copy(Pool.KV, 2, 5), Copy(Pool.STATE, 2, 3)])
     for value, (name, layer) in enumerate(layers.items(), start=1):
         copied = layer[5] if name.startswith("a") else layer[3]
         assert (copied == value).all()
         assert (layer[1] == 0).all()
-    executor_of(config).run([Zero(Pool.STATE, 2)])
+    pools.executor.run([Zero(Pool.STATE, 2)])
     assert (layers["s0"][2] == 0).all() and (layers["s1"][2] == 0).all()
     assert (layers["a0"][2] != 0).all()
 
@@ -99,4 +105,45 @@ def test_a_kind_of_layer_without_a_pool_is_refused() -> None:
 
 def test_memory_that_is_not_ours_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
-        executor_of(object())
+        _ = PoolMemory().executor
+
+
+def test_nothing_but_vllm_keeps_the_cache_for_profiling(
+    config: HybridKVCacheConfig,
+) -> None:
+    from hybrid_plugin.vllm.worker import _allocate_for_profiling
+
+    layers = _allocate_for_profiling(config, CPU, KVCacheLayout.LBHNC)
+    memory = weakref.ref(layers.pop("a0"))
+    layers.clear()
+    assert memory() is None
+
+
+def test_shared_memory_that_was_not_planned_with_is_given_back(
+    config: HybridKVCacheConfig,
+) -> None:
+    block = 64 << 10
+    memory, pools = HostArena(8 * block, block), PoolMemory()
+    assert memory.hold(memory.usable) is None
+    pools.share(memory)
+    views(config, pools)
+    assert memory.held == 0
+
+
+def test_vllm_allocates_ours_by_the_worker_s_pools_and_its_own_by_itself(
+    config: HybridKVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import attn_utils
+
+    for module in (gpu_model_runner, attn_utils):
+        monkeypatch.setattr(module, "allocate_kv_cache", lambda *_: "vLLM's own")
+    asked = config, CPU, KVCacheLayout.LBHNC
+    for module in (gpu_model_runner, attn_utils):
+        pools, twin = PoolMemory(), copy.deepcopy(config)
+        with patches.pool_allocator(pools.allocate):
+            ours = module.allocate_kv_cache(twin, *asked[1:])
+            assert module.allocate_kv_cache(object(), *asked[1:]) == "vLLM's own"
+        assert set(ours) == set(SPECS)
+        assert pools.executor is not None
+        assert module.allocate_kv_cache(*asked) == "vLLM's own"

@@ -11,10 +11,14 @@ Strides along the layer and the slot dimension are free (also above 2**31
 bytes); the dimensions after it must be dense in some order, so a transposed
 convolution state is accepted. All element types are accepted; copies move bytes.
 
+A pool that is several tensors is a `Parts`: each is slot-major with a type, row size
+and stride of its own, and all of them move in one launch.
+
 Slot lists are int32 or int64 tensors on the pool's device and are never read on
 the host. A negative index skips its row. No operation allocates or waits for the
 device, so all can be captured in a CUDA graph. An index at or above the number
 of slots is undefined behaviour on a GPU and an IndexError on a CPU.
+Offsets are computed in 64 bits throughout.
 """
 
 from __future__ import annotations
@@ -25,9 +29,96 @@ from hybrid_kernels._common.checks import check_index, on_gpu, require
 from hybrid_kernels.state_copy import reference
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-__all__ = ["fork", "gather", "promote", "promote_swap", "scatter", "zero"]
+    from hybrid_kernels.state_copy.triton import BlockTable
+
+__all__ = [
+    "Parts",
+    "fork",
+    "fork_parts",
+    "gather",
+    "promote",
+    "promote_swap",
+    "scatter",
+    "zero",
+    "zero_parts",
+]
+
+
+class Parts:
+    """Tensors whose rows make up slots: slot `i` is row `i` of each.
+
+    Building one copies a table to the device once; using it reads nothing back.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Describe tensors, which must stay where they are.
+
+        Args:
+            tensors: ``[S, *item]`` each, of one device, with any types, items and
+                strides between slots; items dense in some order.
+
+        Raises:
+            ValueError: if there are none, or an item is not dense.
+        """
+        require(bool(tensors), "a pool has at least one part")
+        self.tensors = tuple(tensors)
+        for tensor in tensors:
+            _check_pair(tensor, tensor, 0)
+        self._blocks: BlockTable | None = None
+        if on_gpu(tensors[0]):
+            from hybrid_kernels.state_copy import triton
+
+            self._blocks = triton.block_table(tensors)
+
+    @property
+    def blocks(self) -> BlockTable:
+        """What the kernels read; only where Triton runs them."""
+        assert self._blocks is not None
+        return self._blocks
+
+
+def fork_parts(parts: Parts, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+    """Copy slot to slot in every part, in one launch.
+
+    Args:
+        parts: of the pool.
+        sources: ``[n]``; repeats are allowed.
+        destinations: ``[n]``, as for `fork`.
+
+    Raises:
+        ValueError: if the lists differ in length.
+    """
+    check_index("sources", sources, (sources.numel(),))
+    check_index("destinations", destinations, (sources.numel(),))
+    if on_gpu(parts.tensors[0]):
+        from hybrid_kernels.state_copy import triton
+
+        triton.copy_parts(parts.blocks, destinations, sources)
+    else:
+        reference.copy_parts(parts.tensors, destinations, sources)
+
+
+def zero_parts(parts: Parts, slots: torch.Tensor) -> None:
+    """Clear slots in every part, in one launch.
+
+    Args:
+        parts: of the pool.
+        slots: ``[n]``.
+
+    Raises:
+        ValueError: if `slots` is not a list of indices.
+    """
+    check_index("slots", slots, (slots.numel(),))
+    if on_gpu(parts.tensors[0]):
+        from hybrid_kernels.state_copy import triton
+
+        triton.zero_parts(parts.blocks, slots)
+    else:
+        reference.zero_parts(parts.tensors, slots)
 
 
 def gather(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -24,6 +26,20 @@ def copy(
 def zero(pool: torch.Tensor, slots: torch.Tensor, slot_dim: int) -> None:
     """Clear rows."""
     pool.index_fill_(slot_dim, slots[slots >= 0].long(), 0)
+
+
+def copy_parts(
+    parts: Sequence[torch.Tensor], destinations: torch.Tensor, sources: torch.Tensor
+) -> None:
+    """Copy row to row in every part."""
+    for part in parts:
+        copy(part, destinations, part, sources, 0)
+
+
+def zero_parts(parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+    """Clear rows of every part."""
+    for part in parts:
+        zero(part, slots, 0)
 
 
 def promote(

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,9 @@ from hybrid_kernels._common.checks import require
 BLOCK = 4096
 _WARPS = 8
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WORD_TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
+_PROGRAMS = 2**31 - 1
+"""In a grid, at most."""
 
 
 class _Words(NamedTuple):
@@ -127,6 +131,59 @@ def _swap_kernel(table, accepted, rows, table_stride, BLOCK: tl.constexpr):
     tl.store(main + column, old, mask=mask)
 
 
+@triton.jit
+def _row(entry, index, WORD: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a block of row `index` begins, and its words; see `block_table`."""
+    address = tl.load(entry) + index * tl.load(entry + 2)
+    words = tl.load(entry + 1)
+    pointer = address.to(tl.pointer_type(WORD))
+    if ALIGNED:
+        # Not known otherwise: words would be loaded one by one.
+        pointer = tl.multiple_of(pointer, 16)
+        words = tl.multiple_of(words, 4)
+    return pointer, words
+
+
+@triton.jit(
+    do_not_specialize=["blocks"],
+    do_not_specialize_on_alignment=["destinations", "sources"],
+)
+def _copy_parts_kernel(
+    table,
+    destinations,
+    sources,
+    blocks,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    entry = table + (program % blocks) * 3
+    to = tl.load(destinations + program // blocks).to(tl.int64)
+    start = tl.load(sources + program // blocks).to(tl.int64)
+    if (to >= 0) & (start >= 0):
+        source, words = _row(entry, start, WORD, ALIGNED)
+        destination, words = _row(entry, to, WORD, ALIGNED)
+        _move(destination, source, 0, words, BLOCK)
+
+
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["slots"])
+def _zero_parts_kernel(
+    table,
+    slots,
+    blocks,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    slot = tl.load(slots + program // blocks).to(tl.int64)
+    if slot >= 0:
+        row, words = _row(table + (program % blocks) * 3, slot, WORD, ALIGNED)
+        offsets = tl.arange(0, BLOCK)
+        tl.store(row + offsets, tl.zeros((BLOCK,), WORD), mask=offsets < words)
+
+
 def copy(
     destination: torch.Tensor,
     destination_slots: torch.Tensor | None,
@@ -213,6 +270,77 @@ def promote_swap(table: torch.Tensor, accepted: torch.Tensor) -> None:
         _swap_kernel[(triton.cdiv(rows, 128),)](
             table, accepted, rows, table.stride(0), BLOCK=128
         )
+
+
+class BlockTable(NamedTuple):
+    """The blocks of one row of every part: what one program each moves."""
+
+    table: torch.Tensor
+    """`[blocks, 3]` int64: address in row 0, words, and bytes between rows."""
+    size: int
+    """Bytes of a word."""
+    aligned: bool
+    """Whether all rows lie on 16 bytes, and all blocks are multiples of them."""
+
+
+def block_table(parts: Sequence[torch.Tensor]) -> BlockTable:
+    """Describe parts, each `[S, *item]`, for `copy_parts` and `zero_parts`.
+
+    Raises:
+        ValueError: if an item is not dense.
+    """
+    size = min(_word_size(part, 0) for part in parts)
+    rows, aligned = [], size == 4
+    for part in parts:
+        words = _words(part, 0, size)
+        address, stride = part.data_ptr(), words.slot_stride * size
+        blocks = range(0, words.length, BLOCK)
+        rows += [
+            [address + first * size, min(BLOCK, words.length - first), stride]
+            for first in blocks
+        ]
+        everything = (address, stride, words.length * size)
+        aligned &= all(number % 16 == 0 for number in everything)
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+    return BlockTable(table.to(parts[0].device), size, aligned)
+
+
+def copy_parts(
+    blocks: BlockTable, destinations: torch.Tensor, sources: torch.Tensor
+) -> None:
+    """Copy row to row in every part."""
+    for some in _launches(blocks, sources.numel()):
+        to, start = destinations[some], sources[some]
+        grid = (start.numel() * len(blocks.table),)
+        _copy_parts_kernel[grid](
+            blocks.table, to, start, len(blocks.table), **_options(blocks)
+        )
+
+
+def zero_parts(blocks: BlockTable, slots: torch.Tensor) -> None:
+    """Clear rows of every part."""
+    for some in _launches(blocks, slots.numel()):
+        rows = slots[some]
+        grid = (rows.numel() * len(blocks.table),)
+        _zero_parts_kernel[grid](
+            blocks.table, rows, len(blocks.table), **_options(blocks)
+        )
+
+
+def _launches(blocks: BlockTable, rows: int) -> Iterator[slice]:
+    """As many rows at once as a grid has programs for: nearly always all."""
+    if len(blocks.table):
+        most = max(_PROGRAMS // len(blocks.table), 1)
+        yield from (slice(first, first + most) for first in range(0, rows, most))
+
+
+def _options(blocks: BlockTable) -> dict[str, Any]:
+    return {
+        "WORD": _WORD_TYPES[blocks.size],
+        "ALIGNED": blocks.aligned,
+        "BLOCK": BLOCK,
+        "num_warps": _WARPS,
+    }
 
 
 def _grid(rows: int, words: _Words) -> tuple[int]:
