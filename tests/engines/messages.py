@@ -33,7 +33,7 @@ class Ask:
     """How many of the likeliest tokens come with each token of the answer."""
     salt: str | None = None
     """Keeps what is cached for it apart."""
-    keep: tuple[int, ...] = ()
+    snapshot_at: tuple[int, ...] = ()
     """Positions at which it asks for a snapshot."""
 
 

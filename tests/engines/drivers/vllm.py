@@ -259,8 +259,8 @@ def _body(ask: Ask) -> dict[str, Any]:
         body["logprobs"] = ask.logprobs
     if ask.salt is not None:
         body["cache_salt"] = ask.salt
-    if ask.keep:
-        body["vllm_xargs"] = {"hybrid_keep": list(ask.keep)}
+    if ask.snapshot_at:
+        body["vllm_xargs"] = {"hybrid_keep": list(ask.snapshot_at)}
     return body
 
 
