@@ -31,10 +31,19 @@ def delta(head: Head, batch: int, fused: bool) -> Point:
     g, beta = rate * functional.softplus(a.float() + shift), b.sigmoid()
 
     def ours(index: int) -> torch.Tensor:
-        gates = {"rate": rate, "bias": shift} if fused else {}
+        gates = {"A": rate, "dt_bias": shift} if fused else {}
         decay, write = (a, b) if fused else (g, beta)
         return gated_delta_rule.update(
-            q, k, v, decay, write, pool, slots[index], **gates, normalise=True, out=out
+            q,
+            k,
+            v,
+            decay,
+            write,
+            pool,
+            slots[index],
+            **gates,
+            use_qk_l2norm=True,
+            out=out,
         )
 
     def packed(function: Any) -> Call | None:
@@ -91,10 +100,19 @@ def kimi(head: Head, batch: int, fused: bool) -> Point:
     target = torch.empty(batch, 1, *v.shape[1:], device="cuda", dtype=v.dtype)
 
     def ours(index: int) -> torch.Tensor:
-        gates = {"rate": rate, "bias": shift} if fused else {}
+        gates = {"A": rate, "dt_bias": shift} if fused else {}
         decay, write = (a, b) if fused else (g, beta)
         return kda.update(
-            q, k, v, decay, write, pool, slots[index], **gates, normalise=True, out=out
+            q,
+            k,
+            v,
+            decay,
+            write,
+            pool,
+            slots[index],
+            **gates,
+            use_qk_l2norm=True,
+            out=out,
         )
 
     def theirs(index: int) -> torch.Tensor:
@@ -151,7 +169,7 @@ def mamba2(head: Head, batch: int) -> Point:
     }
 
     def ours(index: int) -> torch.Tensor:
-        options = {"skip": skip, "gate": gate, "bias": bias, "out": out}
+        options = {"skip": skip, "gate": gate, "dt_bias": bias, "out": out}
         return ssd.update(x, dt, a, b, c, pool, slots[index], **options)
 
     def theirs(module: str, takes_out: bool) -> Call | None:

@@ -49,7 +49,7 @@ def delta(head: Head, sequences: int, tokens: int) -> Point:
 
     def ours(index: int) -> torch.Tensor:
         return gated_delta_rule.prefill(
-            *rows, batch.cu, pool, batch.slots[index], normalise=True, out=out
+            *rows, batch.cu, pool, batch.slots[index], use_qk_l2norm=True, out=out
         )
 
     name = "chunk_gated_delta_rule"
@@ -75,7 +75,7 @@ def kimi(head: Head, sequences: int, tokens: int) -> Point:
 
     def ours(index: int) -> torch.Tensor:
         return kda.prefill(
-            *rows, batch.cu, pool, batch.slots[index], normalise=True, out=out
+            *rows, batch.cu, pool, batch.slots[index], use_qk_l2norm=True, out=out
         )
 
     calls = {
@@ -105,7 +105,7 @@ def mamba2(head: Head, sequences: int, tokens: int) -> Point:
     seq_idx = seq_idx.repeat_interleave(tokens)[None]
 
     def ours(index: int) -> torch.Tensor:
-        options = {"skip": skip, "bias": bias, "out": out}
+        options = {"skip": skip, "dt_bias": bias, "out": out}
         return ssd.prefill(
             x, dt, a, b, c, batch.cu, pool, batch.slots[index], **options
         )

@@ -98,7 +98,7 @@ def prefill(
         states.running,
         boundary_slots=states.boundary_slots,
         scale=scale,
-        normalise=use_qk_l2norm_in_kernel,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
     )
     if inplace_update:
         states.write_final(initial_state)
@@ -149,10 +149,10 @@ def update(
         b,
         initial_state,
         ssm_state_indices,
-        rate=-A_log.float().exp(),
-        bias=dt_bias,
+        A=-A_log.float().exp(),
+        dt_bias=dt_bias,
         scale=scale,
-        normalise=use_qk_l2norm_in_kernel,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
         out=out[:, 0],
     )
     return out, initial_state

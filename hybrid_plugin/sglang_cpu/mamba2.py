@@ -110,7 +110,7 @@ def prefill(
         states.running,
         skip=D,
         gate=None if z is None else z[0],
-        bias=dt_bias,
+        dt_bias=dt_bias,
         boundary_slots=states.boundary_slots,
         out=out[0],
     )
@@ -221,6 +221,6 @@ def update(
         slots,
         skip=None if D is None else D[:, 0],
         gate=z,
-        bias=None if dt_bias is None else dt_bias[:, 0],
+        dt_bias=None if dt_bias is None else dt_bias[:, 0],
         out=out,
     )

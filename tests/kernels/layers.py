@@ -114,7 +114,7 @@ class Layer:
 
 def prepare(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Random numbers in the range that an operand of this name has in a model."""
-    if name in ("q", "k", "b"):
+    if name in ("q", "k", "B"):
         return functional.normalize(tensor, dim=-1)
     if name == "g":
         return -functional.softplus(tensor - 1)
@@ -142,9 +142,9 @@ def delta_token(
     """``S (I - beta k k^T)`` after decay, plus ``beta v k^T``; both delta rules."""
     q, k = heads_of(x["q"], x["v"]), heads_of(x["k"], x["v"])
     g, beta = x["g"], x["beta"]
-    if "rate" in x:
-        rate = x["rate"] if g.ndim == 1 else x["rate"][:, None]
-        g, beta = rate * softplus(g + x["bias"]), 1 / (1 + (-beta).exp())
+    if "A" in x:
+        rate = x["A"] if g.ndim == 1 else x["A"][:, None]
+        g, beta = rate * softplus(g + x["dt_bias"]), 1 / (1 + (-beta).exp())
         q, k = (y / y.norm(dim=-1, keepdim=True) for y in (q, k))
     decay = g.exp()[:, None, None] if g.ndim == 1 else g.exp()[:, None, :]
     state, beta = state * decay, beta[:, None, None]
@@ -156,9 +156,9 @@ def delta_token(
 def ssd_token(
     x: Tensors, state: torch.Tensor, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    b, c = heads_of(x["b"], x["x"]), heads_of(x["c"], x["x"])
-    time = softplus(x["dt"] + x["bias"])
-    state = state * (time * x["a"]).exp()[:, None, None]
+    b, c = heads_of(x["B"], x["x"]), heads_of(x["C"], x["x"])
+    time = softplus(x["dt"] + x["dt_bias"])
+    state = state * (time * x["A"]).exp()[:, None, None]
     state = state + time[:, None, None] * outer(x["x"], b)
     y = torch.einsum("hpd,hd->hp", state, c) + x["skip"][:, None] * x["x"]
     return y * x["gate"] / (1 + (-x["gate"]).exp()), state
@@ -175,7 +175,7 @@ def lightning_token(
 def lru_token(
     x: Tensors, state: torch.Tensor, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    a = (x["rate"] / (1 + (-x["recurrence_gate"]).exp())).exp()
+    a = (x["A"] / (1 + (-x["recurrence_gate"]).exp())).exp()
     factor = 1 if fresh else (1 - a**2) ** 0.5
     state = a * state + factor * x["x"] / (1 + (-x["input_gate"]).exp())
     return state, state
@@ -184,10 +184,10 @@ def lru_token(
 def scan_token(
     x: Tensors, state: torch.Tensor, fresh: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    time = softplus(x["dt"] + x["bias"])
-    state = (time[:, None] * x["a"]).exp() * state
-    state = state + torch.outer(time * x["x"], x["b"])
-    y = state @ x["c"] + x["skip"] * x["x"]
+    time = softplus(x["dt"] + x["dt_bias"])
+    state = (time[:, None] * x["A"]).exp() * state
+    state = state + torch.outer(time * x["x"], x["B"])
+    y = state @ x["C"] + x["skip"] * x["x"]
     return y * x["gate"] / (1 + (-x["gate"]).exp()), state
 
 
@@ -210,7 +210,7 @@ def delta_rule(
 ) -> Layer:
     shapes = {"q": (heads, depth), "k": (heads, depth), "v": (values, width)}
     shapes |= {"g": decays, "beta": (values,)}
-    gates = {"rate": (values,), "bias": decays} if fused else {}
+    gates = {"A": (values,), "dt_bias": decays} if fused else {}
     name = "kda" if module is kda else "delta"
     return Layer(
         f"{name}-{heads}x{depth}-{values}x{width}" + "-fused" * fused,
@@ -221,7 +221,7 @@ def delta_rule(
         lambda: {name: -torch.rand(shape) for name, shape in gates.items()},
         delta_token,
         ("q", "k", "v"),
-        {"normalise": fused},
+        {"use_qk_l2norm": fused},
     )
 
 
@@ -237,7 +237,7 @@ def kimi(heads: int, values: int, depth: int, width: int, fused: bool) -> Layer:
 
 def mamba2(groups: int, heads: int, depth: int, width: int) -> Layer:
     shapes: dict[str, tuple[int, ...]] = {"x": (heads, width), "dt": (heads,)}
-    shapes |= {"b": (groups, depth), "c": (groups, depth), "gate": (heads, width)}
+    shapes |= {"B": (groups, depth), "C": (groups, depth), "gate": (heads, width)}
     return Layer(
         f"ssd-{groups}x{depth}-{heads}x{width}",
         ssd,
@@ -245,12 +245,12 @@ def mamba2(groups: int, heads: int, depth: int, width: int) -> Layer:
         (heads, width),
         lambda: shapes,
         lambda: {
-            "a": -torch.rand(heads) * 4,
+            "A": -torch.rand(heads) * 4,
             "skip": torch.randn(heads),
-            "bias": torch.randn(heads),
+            "dt_bias": torch.randn(heads),
         },
         ssd_token,
-        ("x", "b", "c", "gate"),
+        ("x", "B", "C", "gate"),
     )
 
 
@@ -276,14 +276,14 @@ def griffin(channels: int) -> Layer:
         (channels,),
         (channels,),
         lambda: dict.fromkeys(names, (channels,)),
-        lambda: {"rate": -8 * torch.rand(channels)},
+        lambda: {"A": -8 * torch.rand(channels)},
         lru_token,
         names,
     )
 
 
 def mamba1(channels: int, depth: int) -> Layer:
-    shapes = {"x": (channels,), "dt": (channels,), "b": (depth,), "c": (depth,)}
+    shapes = {"x": (channels,), "dt": (channels,), "B": (depth,), "C": (depth,)}
     shapes |= {"gate": (channels,)}
     return Layer(
         f"selective_scan-{channels}x{depth}",
@@ -292,12 +292,12 @@ def mamba1(channels: int, depth: int) -> Layer:
         (channels,),
         lambda: shapes,
         lambda: {
-            "a": -torch.rand(channels, depth) * 4,
+            "A": -torch.rand(channels, depth) * 4,
             "skip": torch.randn(channels),
-            "bias": torch.randn(channels),
+            "dt_bias": torch.randn(channels),
         },
         scan_token,
-        ("x", "dt", "b", "c", "gate"),
+        ("x", "dt", "B", "C", "gate"),
     )
 
 

@@ -305,8 +305,8 @@ def test_triton_prefill_stays_accurate_with_equal_keys(
     """The chunk's system is worst when all keys agree and nothing decays."""
     inputs = layer.make(128)
     inputs["k"][:] = inputs["k"][0]
-    if "rate" in inputs:
-        inputs["rate"][:], inputs["beta"][:] = 0, 30
+    if "A" in inputs:
+        inputs["A"][:], inputs["beta"][:] = 0, 30
     else:
         inputs["g"][:], inputs["beta"][:] = 0, 1
     expected, _ = layer.define(inputs, torch.zeros(layer.item))
@@ -328,7 +328,7 @@ def test_triton_prefill_forgets_at_any_speed(
     else:
         inputs["dt" if "dt" in inputs else "g"][::3] = 0
         inputs["dt" if "dt" in inputs else "g"][1::3] *= 1000
-    if "rate" in inputs:
+    if "A" in inputs:
         inputs["g"] = inputs["g"].abs()
     if "dt" in inputs:
         inputs["dt"] = inputs["dt"].abs()

@@ -50,7 +50,7 @@ def test_gated_delta_rule(form: str) -> None:
         use_qk_l2norm_in_kernel=True,
     )
     tables = {"cu_seqlens": cu_seqlens([127]), "pool": pool, "slots": ZERO}
-    out = gated_delta_rule.prefill(**inputs, **tables, normalise=True)
+    out = gated_delta_rule.prefill(**inputs, **tables, use_qk_l2norm=True)
     assert_near("out", out, expected[0], 1e-5)
     assert_near("state", pool[0], state[0].mT, 1e-5)
 
@@ -67,7 +67,7 @@ def test_kimi_delta_attention(form: str) -> None:
         use_qk_l2norm_in_kernel=True,
     )
     tables = {"cu_seqlens": cu_seqlens([127]), "pool": pool, "slots": ZERO}
-    out = kda.prefill(**inputs, **tables, normalise=True)
+    out = kda.prefill(**inputs, **tables, use_qk_l2norm=True)
     assert_near("out", out, expected[0], 1e-5)
     assert_near("state", pool[0], state[0].mT, 1e-5)
 
@@ -80,12 +80,12 @@ def test_mamba2_chunk_scan() -> None:
     expected, state = function(
         inputs["x"][None],
         inputs["dt"][None],
-        inputs["a"],
-        inputs["b"][None],
-        inputs["c"][None],
+        inputs["A"],
+        inputs["B"][None],
+        inputs["C"][None],
         chunk_size=32,
         D=inputs["skip"],
-        dt_bias=inputs["bias"],
+        dt_bias=inputs["dt_bias"],
         initial_states=pool.clone(),
         dt_softplus=True,
         return_final_states=True,
@@ -100,16 +100,16 @@ def test_mamba2_state_update() -> None:
     inputs = layers.mamba2(2, 4, 64, 32).make(3)
     pool = torch.randn(3, 4, 32, 64)
     theirs = pool.clone()
-    wide = {name: inputs[name][:, None].expand(4, 32) for name in ("skip", "bias")}
+    wide = {name: inputs[name][:, None].expand(4, 32) for name in ("skip", "dt_bias")}
     expected = function(
         theirs,
         inputs["x"],
         inputs["dt"][..., None].expand(3, 4, 32),
-        inputs["a"][:, None, None].expand(4, 32, 64),
-        inputs["b"],
-        inputs["c"],
+        inputs["A"][:, None, None].expand(4, 32, 64),
+        inputs["B"],
+        inputs["C"],
         D=wide["skip"],
-        dt_bias=wide["bias"],
+        dt_bias=wide["dt_bias"],
         dt_softplus=True,
         z=inputs["gate"],
     )
@@ -124,9 +124,9 @@ def test_mamba_selective_scan() -> None:
     inputs = layer.make(40)
     turned = {n: x.T[None] if n in layer.rows() else x for n, x in inputs.items()}
     expected, state = function(
-        *(turned[name] for name in ("x", "dt", "a", "b", "c", "skip")),
+        *(turned[name] for name in ("x", "dt", "A", "B", "C", "skip")),
         z=turned["gate"],
-        delta_bias=inputs["bias"],
+        delta_bias=inputs["dt_bias"],
         delta_softplus=True,
         return_last_state=True,
     )

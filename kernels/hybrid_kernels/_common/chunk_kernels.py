@@ -8,7 +8,6 @@ Notation and derivation: `hybrid_kernels._common.linear.chunk`. No block size
 depends on the batch, and sequences share no program, so a sequence's bits do not
 depend on its neighbours.
 """
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -55,8 +54,8 @@ def locate(number, cu_seqlens, sequences, search_steps, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS)
 def gate_kernel(
     g,
-    rate,
-    bias,
+    A,
+    dt_bias,
     cu_seqlens,
     total,
     time,
@@ -68,8 +67,8 @@ def gate_kernel(
     g_head,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_RATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
 ):
     """Running sums of log decays within a chunk, and softplus of time steps."""
     first, length = locate(tl.program_id(0), cu_seqlens, sequences, search_steps, SIZE)
@@ -79,18 +78,18 @@ def gate_kernel(
         live = head < heads
         token = first + position
         mask = live[:, None] & (position < length)[None, :]
-        place = head[:, None] * g_head + token[None, :] * g_token
-        value = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
-        place = head[:, None].to(tl.int64) * total_head + token[None, :]
-        if HAS_RATE:
-            if HAS_BIAS:
-                shift = tl.load(bias + head, mask=live, other=0.0).to(tl.float32)
-                value += shift[:, None]
-            value = softplus(value)
-            tl.store(time + place, value, mask=mask)
-            value *= tl.load(rate + head, mask=live, other=0.0).to(tl.float32)[:, None]
-        value = tl.where(mask, value, 0.0)
-        tl.store(total + place, tl.cumsum(value, 1), mask=mask)
+        o_g = head[:, None] * g_head + token[None, :] * g_token
+        b_g = tl.load(g + o_g, mask=mask, other=0.0).to(tl.float32)
+        o_total = head[:, None].to(tl.int64) * total_head + token[None, :]
+        if HAS_A:
+            if HAS_DT_BIAS:
+                b_dt_bias = tl.load(dt_bias + head, mask=live, other=0.0).to(tl.float32)
+                b_g += b_dt_bias[:, None]
+            b_g = softplus(b_g)
+            tl.store(time + o_total, b_g, mask=mask)
+            b_g *= tl.load(A + head, mask=live, other=0.0).to(tl.float32)[:, None]
+        b_g = tl.where(mask, b_g, 0.0)
+        tl.store(total + o_total, tl.cumsum(b_g, 1), mask=mask)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -154,7 +153,7 @@ def state_kernel(
     if HAS_INITIAL:
         stateful *= tl.load(has_initial + sequence)
     rows = tl.where(stateful != 0, K, 0)
-    state = tl.load(
+    b_state = tl.load(
         pool + slot * pool_slot + within,
         mask=(channel < rows)[:, None] & in_v[None, :],
         other=0.0,
@@ -180,52 +179,52 @@ def state_kernel(
         inside = position < length
         tl.store(
             states + chunk * heads * K * V + channel[:, None] * V + column[None, :],
-            state.to(states.dtype.element_ty),
+            b_state.to(states.dtype.element_ty),
             mask=in_k[:, None] & in_v[None, :],
         )
         mask = inside[:, None] & in_v[None, :]
-        place = v + token[:, None] * v_token + column[None, :]
-        value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        p_v = v + token[:, None] * v_token + column[None, :]
+        b_v = tl.load(p_v, mask=mask, other=0.0).to(tl.float32)
         if DELTA:
-            erase = tl.load(
+            b_w = tl.load(
                 w + token[:, None] * (heads * K) + channel[None, :],
                 mask=inside[:, None] & in_k[None, :],
                 other=0.0,
             )
-            value -= tl.dot(erase, state.to(erase.dtype), input_precision=PRECISION)
-            tl.store(place, value.to(v.dtype.element_ty), mask=mask)
+            b_v -= tl.dot(b_w, b_state.to(b_w.dtype), input_precision=PRECISION)
+            tl.store(p_v, b_v.to(v.dtype.element_ty), mask=mask)
         if HAS_TIME:
-            value *= tl.load(time + token, mask=inside, other=0.0)[:, None]
-        key = tl.load(
+            b_v *= tl.load(time + token, mask=inside, other=0.0)[:, None]
+        b_k = tl.load(
             k + token[None, :] * k_token + channel[:, None],
             mask=in_k[:, None] & inside[None, :],
             other=0.0,
         )
         if WIDE_G:
             last = tl.load(ends + chunk * heads * K + channel, mask=in_k, other=0.0)
-            state = state * tl.exp(last)[:, None]
+            b_state = b_state * tl.exp(last)[:, None]
         else:
-            sums = tl.load(total + token, mask=inside, other=0.0)
+            b_total = tl.load(total + token, mask=inside, other=0.0)
             last = tl.load(total + first + length - 1)
-            value *= tl.exp(last - sums)[:, None]
-            state = state * tl.exp(last)
-        state += tl.dot(key, value.to(key.dtype), input_precision=PRECISION)
+            b_v *= tl.exp(last - b_total)[:, None]
+            b_state = b_state * tl.exp(last)
+        b_state += tl.dot(b_k, b_v.to(b_k.dtype), input_precision=PRECISION)
         if ROUND:  # noqa: SIM102 - one is a constant
             if length == SIZE:
-                state = state.to(pool.dtype.element_ty).to(tl.float32)
+                b_state = b_state.to(pool.dtype.element_ty).to(tl.float32)
         if (chunk < boundaries) & (length == SIZE):
             target = tl.load(boundary_slots + sequence * boundary_row + chunk)
             target = target.to(tl.int64)
             rows = tl.where(target >= 0, K, 0)
             tl.store(
                 pool + target * pool_slot + within,
-                state.to(pool.dtype.element_ty),
+                b_state.to(pool.dtype.element_ty),
                 mask=(channel < rows)[:, None] & in_v[None, :],
             )
     rows = tl.where(slot >= 0, K, 0)
     tl.store(
         pool + slot * pool_slot + within,
-        state.to(pool.dtype.element_ty),
+        b_state.to(pool.dtype.element_ty),
         mask=(channel < rows)[:, None] & in_v[None, :],
     )
 
@@ -267,7 +266,7 @@ def output_kernel(
     HAS_TIME: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Outputs of one chunk, from its start state and its own tokens."""
@@ -281,61 +280,63 @@ def output_kernel(
         column = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = column < V
         token = first + position
-        queries = q + token[:, None] * q_token + (head // group) * q_head
-        keys = k + token[None, :] * k_token + (head // group) * k_head
-        starts = states + (number.to(tl.int64) * heads + head) * K * V + column[None, :]
-        result = tl.zeros((SIZE, BLOCK_V), tl.float32)
+        p_q = q + token[:, None] * q_token + (head // group) * q_head
+        p_k = k + token[None, :] * k_token + (head // group) * k_head
+        p_state = (
+            states + (number.to(tl.int64) * heads + head) * K * V + column[None, :]
+        )
+        b_o = tl.zeros((SIZE, BLOCK_V), tl.float32)
         weight = tl.zeros((SIZE, SIZE), tl.float32)
         norm = tl.zeros((SIZE,), tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             channel = start + tl.arange(0, BLOCK_K)
             in_k = channel < K
             mask = inside[:, None] & in_k[None, :]
-            query = tl.load(queries + channel[None, :], mask=mask, other=0.0)
+            b_q = tl.load(p_q + channel[None, :], mask=mask, other=0.0)
             mask = in_k[:, None] & inside[None, :]
-            key = tl.load(keys + channel[:, None], mask=mask, other=0.0)
+            b_k = tl.load(p_k + channel[:, None], mask=mask, other=0.0)
             mask = in_k[:, None] & in_v[None, :]
-            state = tl.load(starts + channel[:, None] * V, mask=mask, other=0.0)
-            result += tl.dot(query, state.to(query.dtype), input_precision=PRECISION)
-            weight += tl.dot(query, key, input_precision=PRECISION)
-            if NORMALISE:
-                wide = query.to(tl.float32)
+            b_state = tl.load(p_state + channel[:, None] * V, mask=mask, other=0.0)
+            b_o += tl.dot(b_q, b_state.to(b_q.dtype), input_precision=PRECISION)
+            weight += tl.dot(b_q, b_k, input_precision=PRECISION)
+            if USE_QK_L2NORM:
+                wide = b_q.to(tl.float32)
                 norm += tl.sum(wide * wide, axis=1)
-        if NORMALISE:
+        if USE_QK_L2NORM:
             # Outputs are linear in the query, so its norm can wait until here.
             norm = tl.rsqrt(norm + epsilon)
-            result *= norm[:, None]
+            b_o *= norm[:, None]
             weight *= norm[:, None]
 
         mask = inside[:, None] & in_v[None, :]
-        value = tl.load(
+        b_v = tl.load(
             v + token[:, None] * v_token + head * v_head + column[None, :],
             mask=mask,
             other=0.0,
         )
-        plain = value
-        place = head * total_head + token
+        plain = b_v
+        o_total = head * total_head + token
         if HAS_TIME:
-            moment = tl.load(time + place, mask=inside, other=0.0)
-            value = (value.to(tl.float32) * moment[:, None]).to(k.dtype.element_ty)
-        sums = tl.load(total + place, mask=inside, other=0.0)
-        result *= tl.exp(sums)[:, None]
+            b_time = tl.load(time + o_total, mask=inside, other=0.0)
+            b_v = (b_v.to(tl.float32) * b_time[:, None]).to(k.dtype.element_ty)
+        b_total = tl.load(total + o_total, mask=inside, other=0.0)
+        b_o *= tl.exp(b_total)[:, None]
         upto = inside[:, None] & (position[:, None] >= position[None, :])
-        decay = tl.exp(tl.where(upto, sums[:, None] - sums[None, :], 0.0))
+        decay = tl.exp(tl.where(upto, b_total[:, None] - b_total[None, :], 0.0))
         weight = tl.where(upto, weight * decay, 0.0)
-        result += tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        result *= scale
+        b_o += tl.dot(weight.to(b_v.dtype), b_v, input_precision=PRECISION)
+        b_o *= scale
         if HAS_SKIP:
-            result += plain.to(tl.float32) * tl.load(skip + head).to(tl.float32)
+            b_o += plain.to(tl.float32) * tl.load(skip + head).to(tl.float32)
         if HAS_GATE:
-            z = tl.load(
+            b_gate = tl.load(
                 gate + token[:, None] * gate_token + head * gate_head + column[None, :],
                 mask=mask,
                 other=0.0,
             ).to(tl.float32)
-            result *= z * sigmoid(z)
+            b_o *= b_gate * sigmoid(b_gate)
         tl.store(
             out + token[:, None] * out_token + head * out_head + column[None, :],
-            result.to(out.dtype.element_ty),
+            b_o.to(out.dtype.element_ty),
             mask=mask,
         )

@@ -46,10 +46,10 @@ class Operands(operation.Operands):
     """``[..., HV]`` or ``[..., HV, K]``: log decay, or what it is made of."""
     beta: torch.Tensor | None = None
     """``[..., HV]``; None for plain linear attention."""
-    rate: torch.Tensor | None = None
-    """``[HV]``: the log decay is ``rate * softplus(g + bias)`` instead of ``g``."""
-    bias: torch.Tensor | None = None
-    """``[HV]``, or ``[HV, K]`` as `g` has; used with `rate` only."""
+    A: torch.Tensor | None = None
+    """``[HV]``: the log decay is ``A * softplus(g + dt_bias)`` instead of ``g``."""
+    dt_bias: torch.Tensor | None = None
+    """``[HV]``, or ``[HV, K]`` as `g` has; used with `A` only."""
     scale_v: bool = False
     """Multiply values by the softplus (Mamba-2's ``dt x``)."""
     skip: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class Operands(operation.Operands):
     gate: torch.Tensor | None = None
     """``[..., HV, V]``: the output is multiplied by ``silu(gate)``."""
     scale: float = 1.0
-    normalise: bool = False
+    use_qk_l2norm: bool = False
     """Divide queries and keys by their 2-norm first."""
     names: tuple[str, str, str] = ("q", "k", "v")
     """What a message calls the first three."""
@@ -75,7 +75,7 @@ class Operands(operation.Operands):
     @property
     def sigmoid_beta(self) -> bool:
         """Whether `beta` comes before the logistic function."""
-        return self.beta is not None and self.rate is not None
+        return self.beta is not None and self.A is not None
 
     def check(self, pool: torch.Tensor) -> None:
         """Require the operands to fit each other and the pool.
@@ -94,13 +94,13 @@ class Operands(operation.Operands):
         if self.gate is not None:
             check_shape("gate", self.gate, tuple(self.v.shape))
             check_last_contiguous("gate", self.gate)
-        for name, vector in (("rate", self.rate), ("skip", self.skip)):
+        for name, vector in (("A", self.A), ("skip", self.skip)):
             if vector is not None:
                 check_shape(name, vector, (heads,))
-        if self.bias is not None:
-            require(self.rate is not None, "bias is used with rate only")
-            check_shape("bias", self.bias, (heads, *depth))
-            check_last_contiguous("bias", self.bias)
+        if self.dt_bias is not None:
+            require(self.A is not None, "dt_bias is used with A only")
+            check_shape("dt_bias", self.dt_bias, (heads, *depth))
+            check_last_contiguous("dt_bias", self.dt_bias)
 
     def _check_heads(self, pool: torch.Tensor) -> None:
         tensors = (self.q, self.k, self.v)
@@ -144,17 +144,17 @@ def tokens(operands: Operands) -> Tokens:
     heads = operands.v.shape[-2]
     q, k, v = operands.q.float(), operands.k.float(), operands.v.float()
     q, k = _per_value_head(q, heads), _per_value_head(k, heads)
-    if operands.normalise:
+    if operands.use_qk_l2norm:
         q, k = _unit(q), _unit(k)
     g = operands.g.float()
     if not operands.wide_g:
         g = g[..., None]
     beta = None if operands.beta is None else operands.beta.float()[..., None]
-    if operands.rate is not None:
-        if operands.bias is not None:
-            g = g + operands.bias.float().view(heads, -1)
+    if operands.A is not None:
+        if operands.dt_bias is not None:
+            g = g + operands.dt_bias.float().view(heads, -1)
         time = functional.softplus(g)
-        g = time * operands.rate.float()[:, None]
+        g = time * operands.A.float()[:, None]
         beta = None if beta is None else beta.sigmoid()
         v = v * time if operands.scale_v else v
     return Tokens(q * operands.scale, k, v, g, beta)

@@ -161,15 +161,15 @@ def rounds(sequences: Sequences) -> bool:
 def gates(operands: Operands, sequences: Sequences) -> Prepared:
     """First launch of plain linear attention: running sums of log decays."""
     tokens, heads, _ = operands.v.shape
-    g, rate = operands.g, operands.rate
+    g, A = operands.g, operands.A
     shape = (heads, tokens)
     total = torch.empty(shape, dtype=torch.float32, device=g.device)
-    time = torch.empty_like(total) if rate is not None else total
+    time = torch.empty_like(total) if A is not None else total
     block = min(16, triton.next_power_of_2(heads))
     kernels.gate_kernel[(most_chunks(tokens, sequences), triton.cdiv(heads, block))](
         g,
-        rate,
-        operands.bias,
+        A,
+        operands.dt_bias,
         sequences.cu_seqlens,
         total,
         time,
@@ -179,8 +179,8 @@ def gates(operands: Operands, sequences: Sequences) -> Prepared:
         *g.stride(),
         SIZE=CHUNK,
         BLOCK=block,
-        HAS_RATE=rate is not None,
-        HAS_BIAS=operands.bias is not None,
+        HAS_A=A is not None,
+        HAS_DT_BIAS=operands.dt_bias is not None,
     )
     scaled = time if operands.scale_v else None
     return Prepared(operands.k, operands.v, total=total, time=scaled)
@@ -287,7 +287,7 @@ def outputs(
         HAS_TIME=prepared.time is not None,
         HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        NORMALISE=operands.normalise,
+        USE_QK_L2NORM=operands.use_qk_l2norm,
         PRECISION=blocks.precision,
         num_warps=tuning.warps,
         num_stages=tuning.stages,

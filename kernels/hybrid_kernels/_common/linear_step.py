@@ -4,7 +4,6 @@
 See `hybrid_kernels._common.linear` for the recurrence. One program owns `BLOCK_V`
 rows of one head's state, so a state is read once and written once per token.
 """
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -45,8 +44,8 @@ def _step_kernel(
     v,
     g,
     beta,
-    rate,
-    bias,
+    A,
+    dt_bias,
     skip,
     gate,
     pool,
@@ -77,7 +76,7 @@ def _step_kernel(
     gate_row,
     gate_draft,
     gate_head,
-    bias_head,
+    dt_bias_head,
     pool_slot,
     pool_head,
     pool_v,
@@ -95,14 +94,14 @@ def _step_kernel(
     BLOCK_V: tl.constexpr,
     HAS_BETA: tl.constexpr,
     SIGMOID_BETA: tl.constexpr,
-    HAS_RATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
     SCALE_V: tl.constexpr,
     WIDE_G: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_PARENTS: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
 ):
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // blocks
@@ -122,21 +121,23 @@ def _step_kernel(
         beta += row * beta_row + head * beta_head
     if HAS_GATE:
         gate += row * gate_row + head * gate_head
-    if HAS_RATE:
-        speed = tl.load(rate + head).to(tl.float32)
-    offset = 0.0
-    if HAS_BIAS:
+    if HAS_A:
+        b_A = tl.load(A + head).to(tl.float32)
+    b_dt_bias = 0.0
+    if HAS_DT_BIAS:
         if WIDE_G:
-            offset = tl.load(bias + head * bias_head + channel, mask=in_k, other=0.0)
+            b_dt_bias = tl.load(
+                dt_bias + head * dt_bias_head + channel, mask=in_k, other=0.0
+            )
         else:
-            offset = tl.load(bias + head * bias_head)
-        offset = offset.to(tl.float32)
+            b_dt_bias = tl.load(dt_bias + head * dt_bias_head)
+        b_dt_bias = b_dt_bias.to(tl.float32)
 
     main = tl.load(slots + row).to(tl.int64)
     rows = tl.where(main >= 0, V, 0)
     mask = (value < rows)[:, None] & in_k[None, :]
-    state = tl.load(pool + main * pool_slot + within, mask=mask, other=0.0)
-    state = state.to(tl.float32)
+    b_state = tl.load(pool + main * pool_slot + within, mask=mask, other=0.0)
+    b_state = b_state.to(tl.float32)
     for draft in range(drafts):
         if HAS_PARENTS:
             parent = tl.load(parents + row * parents_row + draft * parents_draft)
@@ -148,54 +149,54 @@ def _step_kernel(
                 origin = tl.where(parent < 0, main, origin.to(tl.int64))
                 rows = tl.where(origin >= 0, V, 0)
                 mask = (value < rows)[:, None] & in_k[None, :]
-                state = tl.load(
+                b_state = tl.load(
                     pool + origin * pool_slot + within, mask=mask, other=0.0
                 ).to(tl.float32)
 
-        query = tl.load(q + draft * q_draft + channel, mask=in_k, other=0.0)
-        query = query.to(tl.float32)
-        key = tl.load(k + draft * k_draft + channel, mask=in_k, other=0.0)
-        key = key.to(tl.float32)
-        if NORMALISE:
-            query *= tl.rsqrt(tl.sum(query * query) + epsilon)
-            key *= tl.rsqrt(tl.sum(key * key) + epsilon)
-        new = tl.load(v + draft * v_draft + value, mask=in_v, other=0.0)
-        new = new.to(tl.float32)
-        plain = new
+        b_q = tl.load(q + draft * q_draft + channel, mask=in_k, other=0.0)
+        b_q = b_q.to(tl.float32)
+        b_k = tl.load(k + draft * k_draft + channel, mask=in_k, other=0.0)
+        b_k = b_k.to(tl.float32)
+        if USE_QK_L2NORM:
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + epsilon)
+            b_k *= tl.rsqrt(tl.sum(b_k * b_k) + epsilon)
+        b_v = tl.load(v + draft * v_draft + value, mask=in_v, other=0.0)
+        b_v = b_v.to(tl.float32)
+        plain = b_v
         if WIDE_G:
-            decay = tl.load(g + draft * g_draft + channel, mask=in_k, other=0.0)
-            decay = decay.to(tl.float32)
-            if HAS_RATE:
-                decay = softplus(decay + offset) * speed
-            state *= tl.exp(decay)[None, :]
+            b_g = tl.load(g + draft * g_draft + channel, mask=in_k, other=0.0)
+            b_g = b_g.to(tl.float32)
+            if HAS_A:
+                b_g = softplus(b_g + b_dt_bias) * b_A
+            b_state *= tl.exp(b_g)[None, :]
         else:
-            decay = tl.load(g + draft * g_draft).to(tl.float32)
-            if HAS_RATE:
-                time = softplus(decay + offset)
-                decay = time * speed
+            b_g = tl.load(g + draft * g_draft).to(tl.float32)
+            if HAS_A:
+                time = softplus(b_g + b_dt_bias)
+                b_g = time * b_A
                 if SCALE_V:
-                    new *= time
-            state *= tl.exp(decay)
+                    b_v *= time
+            b_state *= tl.exp(b_g)
         if HAS_BETA:
-            weight = tl.load(beta + draft * beta_draft).to(tl.float32)
+            b_beta = tl.load(beta + draft * beta_draft).to(tl.float32)
             if SIGMOID_BETA:
-                weight = sigmoid(weight)
-            new = weight * (new - tl.sum(state * key[None, :], axis=1))
+                b_beta = sigmoid(b_beta)
+            b_v = b_beta * (b_v - tl.sum(b_state * b_k[None, :], axis=1))
         # Written as one instruction, so that no variant of this kernel rounds twice
         # where another rounds once: verify must give the bits of update.
-        left = tl.broadcast_to(new[:, None], (BLOCK_V, BLOCK_K))
-        right = tl.broadcast_to(key[None, :], (BLOCK_V, BLOCK_K))
-        state = tl.fma(left, right, state)
-        result = tl.sum(state * query[None, :], axis=1) * scale
+        left = tl.broadcast_to(b_v[:, None], (BLOCK_V, BLOCK_K))
+        right = tl.broadcast_to(b_k[None, :], (BLOCK_V, BLOCK_K))
+        b_state = tl.fma(left, right, b_state)
+        b_o = tl.sum(b_state * b_q[None, :], axis=1) * scale
         if HAS_SKIP:
-            result += plain * tl.load(skip + head).to(tl.float32)
+            b_o += plain * tl.load(skip + head).to(tl.float32)
         if HAS_GATE:
-            z = tl.load(gate + draft * gate_draft + value, mask=in_v, other=0.0)
-            z = z.to(tl.float32)
-            result *= z * sigmoid(z)
+            b_gate = tl.load(gate + draft * gate_draft + value, mask=in_v, other=0.0)
+            b_gate = b_gate.to(tl.float32)
+            b_o *= b_gate * sigmoid(b_gate)
         tl.store(
             out + draft * out_draft + value,
-            result.to(out.dtype.element_ty),
+            b_o.to(out.dtype.element_ty),
             mask=in_v,
         )
 
@@ -203,19 +204,19 @@ def _step_kernel(
         target = tl.load(entry).to(tl.int64)
         rows = tl.where(target >= 0, V, 0)
         mask = (value < rows)[:, None] & in_k[None, :]
-        rounded = state.to(pool.dtype.element_ty)
+        rounded = b_state.to(pool.dtype.element_ty)
         tl.store(pool + target * pool_slot + within, rounded, mask=mask)
         # What a replay would read back, so that both give the same bits.
-        state = rounded.to(tl.float32)
+        b_state = rounded.to(tl.float32)
 
 
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
     """Run ``[N, L]`` tokens, each from its parent's state; one launch."""
     q, k, v, g = operands.q, operands.k, operands.v, operands.g
-    beta, gate, bias, parents = (
+    beta, gate, dt_bias, parents = (
         operands.beta,
         operands.gate,
-        operands.bias,
+        operands.dt_bias,
         drafts.parents,
     )
     rows, count, heads, width = v.shape
@@ -229,8 +230,8 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         v,
         g,
         beta,
-        operands.rate,
-        bias,
+        operands.A,
+        dt_bias,
         operands.skip,
         gate,
         drafts.pool,
@@ -249,7 +250,7 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         *g.stride()[:3],
         *((0, 0, 0) if beta is None else beta.stride()),
         *((0, 0, 0) if gate is None else gate.stride()[:3]),
-        0 if bias is None else bias.stride(0),
+        0 if dt_bias is None else dt_bias.stride(0),
         *drafts.pool.stride(),
         *drafts.draft_slots.stride(),
         *((0, 0) if parents is None else parents.stride()),
@@ -260,13 +261,13 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         BLOCK_V=block_v,
         HAS_BETA=beta is not None,
         SIGMOID_BETA=operands.sigmoid_beta,
-        HAS_RATE=operands.rate is not None,
-        HAS_BIAS=bias is not None,
+        HAS_A=operands.A is not None,
+        HAS_DT_BIAS=dt_bias is not None,
         SCALE_V=operands.scale_v,
         WIDE_G=operands.wide_g,
         HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
         HAS_PARENTS=parents is not None,
-        NORMALISE=operands.normalise,
+        USE_QK_L2NORM=operands.use_qk_l2norm,
         num_warps=_WARPS,
     )

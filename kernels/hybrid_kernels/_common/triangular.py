@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inverse of the unit lower triangular system of one chunk, in registers."""
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 

@@ -46,14 +46,17 @@ def _write_state(
     mask = live[:, None] & (column < tl.where(target >= 0, WIDTH - 1, 0))[None, :]
     source = end - (WIDTH - 1) + column
     kept = source < tl.where(stateful, 0, -WIDTH)
-    place = channel[:, None].to(tl.int64) * pool_channel
+    o_pool = channel[:, None].to(tl.int64) * pool_channel
     value = tl.load(
         x + (start + source)[None, :] * x_token + channel[:, None] * x_channel,
         mask=mask & (source >= 0)[None, :],
         other=0.0,
     ).to(pool.dtype.element_ty)
     old = tl.load(
-        pool + initial * pool_slot + place + (source + WIDTH - 1)[None, :] * pool_input,
+        pool
+        + initial * pool_slot
+        + o_pool
+        + (source + WIDTH - 1)[None, :] * pool_input,
         mask=mask & kept[None, :],
         other=0.0,
     )
@@ -61,8 +64,8 @@ def _write_state(
     # reads before any writes.
     tl.debug_barrier()
     value = tl.where((source < 0)[None, :], old, value)
-    place += target * pool_slot
-    tl.store(pool + place + column[None, :] * pool_input, value, mask=mask)
+    o_pool += target * pool_slot
+    tl.store(pool + o_pool + column[None, :] * pool_input, value, mask=mask)
 
 
 @triton.jit
@@ -70,12 +73,12 @@ def _column(
     pool, slot, offset, stride, mask, NUMBER: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Input `NUMBER` of a state; zeros where the state is shorter or masked."""
-    place = pool + slot + offset
+    p_pool = pool + slot + offset
     if NUMBER < WIDTH - 1:
-        place += NUMBER * stride
+        p_pool += NUMBER * stride
     else:
         mask = mask & (offset < 0)
-    return tl.load(place, mask=mask, other=0.0)
+    return tl.load(p_pool, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -107,12 +110,12 @@ def _before(
     back: tl.constexpr = WIDTH - 1 - NUMBER
     wanted = tl.where(back > 0, channels, 0)
     given = channel < tl.where(first >= back, wanted, 0)
-    place = x - back * x_token + channel * x_channel
-    value = tl.load(place, mask=given, other=0.0).to(tl.float32)
+    p_x = x - back * x_token + channel * x_channel
+    value = tl.load(p_x, mask=given, other=0.0).to(tl.float32)
     kept = channel < tl.where((first < back) & stateful, wanted, 0)
-    place = state + channel.to(tl.int64) * pool_channel
-    place += (first + NUMBER) * pool_input
-    return value + tl.load(place, mask=kept, other=0.0).to(tl.float32)
+    p_state = state + channel.to(tl.int64) * pool_channel
+    p_state += (first + NUMBER) * pool_input
+    return value + tl.load(p_state, mask=kept, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -161,15 +164,15 @@ def _shift(past0, past1, past2, past3, fresh, WIDTH: tl.constexpr):
 @triton.jit
 def _next_inputs(x, channel, channels, left, x_token, x_channel):
     """Four tokens' inputs; zeros for those beyond the `left` that there are."""
-    place = x + channel * x_channel
+    p_x = x + channel * x_channel
     mask = channel < tl.where(left > 0, channels, 0)
-    value0 = tl.load(place, mask=mask, other=0.0)
+    value0 = tl.load(p_x, mask=mask, other=0.0)
     mask = channel < tl.where(left > 1, channels, 0)
-    value1 = tl.load(place + x_token, mask=mask, other=0.0)
+    value1 = tl.load(p_x + x_token, mask=mask, other=0.0)
     mask = channel < tl.where(left > 2, channels, 0)
-    value2 = tl.load(place + 2 * x_token, mask=mask, other=0.0)
+    value2 = tl.load(p_x + 2 * x_token, mask=mask, other=0.0)
     mask = channel < tl.where(left > 3, channels, 0)
-    value3 = tl.load(place + 3 * x_token, mask=mask, other=0.0)
+    value3 = tl.load(p_x + 3 * x_token, mask=mask, other=0.0)
     return value0, value1, value2, value3
 
 
@@ -250,8 +253,8 @@ def _prefill_kernel(
         tap3 = _tap(taps, 3)
         newest = _tap(taps, WIDTH - 1)
         if WIDTH == 5:
-            place = weight + channel * WEIGHT_CHANNEL + 4 * weight_tap
-            newest = tl.load(place, mask=given, other=0.0).to(tl.float32)
+            p_weight = weight + channel * WEIGHT_CHANNEL + 4 * weight_tap
+            newest = tl.load(p_weight, mask=given, other=0.0).to(tl.float32)
         base = tl.zeros((CHANNELS,), tl.float32)
         if HAS_BIAS:
             base += tl.load(bias + channel, mask=given, other=0.0).to(tl.float32)
@@ -359,8 +362,8 @@ def _prefill_kernel(
                     past0, past1, past2, past3, value, WIDTH
                 )
                 mask = channel < tl.where(step + turn < left, channels, 0)
-                place = target + (step + turn) * out_token
-                tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+                p_out = target + (step + turn) * out_token
+                tl.store(p_out, total.to(out.dtype.element_ty), mask=mask)
 
     if sequence != sequences:
         for part in range(first // every, stop // every):
@@ -508,15 +511,15 @@ def _step_kernel(
         past0, past1, past2, past3 = _shift(past0, past1, past2, past3, fresh, WIDTH)
         entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
         target = tl.load(entry).to(tl.int64)
-        place = pool + target * pool_slot + offset
+        p_pool = pool + target * pool_slot + offset
         keep = channel < tl.where(target >= 0, channels, 0)
-        tl.store(place, past0, mask=keep)
+        tl.store(p_pool, past0, mask=keep)
         if WIDTH > 2:
-            tl.store(place + pool_input, past1, mask=keep)
+            tl.store(p_pool + pool_input, past1, mask=keep)
         if WIDTH > 3:
-            tl.store(place + 2 * pool_input, past2, mask=keep)
+            tl.store(p_pool + 2 * pool_input, past2, mask=keep)
         if WIDTH > 4:
-            tl.store(place + 3 * pool_input, past3, mask=keep)
+            tl.store(p_pool + 3 * pool_input, past3, mask=keep)
 
 
 def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:

@@ -44,13 +44,13 @@ def prefill(
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
-    rate: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    A: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
     round_boundaries: bool = False,
     scale: float | None = None,
-    normalise: bool = False,
+    use_qk_l2norm: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run packed sequences and leave each one's state in its slot.
@@ -59,16 +59,16 @@ def prefill(
         q: ``[T, H, K]``.
         k: ``[T, H, K]``.
         v: ``[T, HV, V]``.
-        g: ``[T, HV]``, log decay, at most 0; with `rate`, the projection it is
+        g: ``[T, HV]``, log decay, at most 0; with `A`, the projection it is
             made of.
-        beta: ``[T, HV]``, between 0 and 1; with `rate`, before the logistic
+        beta: ``[T, HV]``, between 0 and 1; with `A`, before the logistic
             function.
-        rate: ``[HV]``; fuses the layer's gates: the log decay is
-            ``rate * softplus(g + bias)``, that is ``rate = -exp(A_log)``, and beta
+        A: ``[HV]``; fuses the layer's gates: the log decay is
+            ``A * softplus(g + dt_bias)``, that is ``A = -exp(A_log)``, and beta
             is passed through the logistic function.
-        bias: ``[HV]`` or None, used with `rate` only.
+        dt_bias: ``[HV]`` or None, used with `A` only.
         scale: ``K ** -0.5`` if None.
-        normalise: divide queries and keys by their 2-norm first.
+        use_qk_l2norm: divide queries and keys by their 2-norm first.
         cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
             as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, HV, V]``, written if given.
@@ -81,7 +81,7 @@ def prefill(
     """
     return operation.prefill(
         __name__,
-        operands(q, k, v, g, beta, rate, bias, scale, normalise),
+        operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm),
         Sequences(
             cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
         ),
@@ -98,10 +98,10 @@ def update(
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
-    rate: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    A: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     scale: float | None = None,
-    normalise: bool = False,
+    use_qk_l2norm: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run one new token per sequence and advance its state in place.
@@ -114,7 +114,7 @@ def update(
         beta: ``[N, HV]``, as for `prefill`.
         pool: ``[S, HV, V, K]``.
         slots: ``[N]``, no repeats among the non-negative.
-        rate, bias, scale, normalise: as for `prefill`.
+        A, dt_bias, scale, use_qk_l2norm: as for `prefill`.
         out: ``[N, HV, V]``, written if given.
 
     Returns:
@@ -123,7 +123,7 @@ def update(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    tokens = operands(q, k, v, g, beta, rate, bias, scale, normalise)
+    tokens = operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm)
     return operation.update(__name__, tokens, pool, slots, out)
 
 
@@ -138,10 +138,10 @@ def verify(
     draft_slots: torch.Tensor,
     *,
     parents: torch.Tensor | None = None,
-    rate: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    A: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     scale: float | None = None,
-    normalise: bool = False,
+    use_qk_l2norm: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `L` draft tokens per sequence; the state after each gets its own slot.
@@ -154,7 +154,7 @@ def verify(
         beta: ``[N, L, HV]``, as for `prefill`.
         pool: ``[S, HV, V, K]``.
         slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
-        rate, bias, scale, normalise: as for `prefill`.
+        A, dt_bias, scale, use_qk_l2norm: as for `prefill`.
         out: ``[N, L, HV, V]``, written if given.
 
     Returns:
@@ -163,6 +163,6 @@ def verify(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    tokens = operands(q, k, v, g, beta, rate, bias, scale, normalise)
+    tokens = operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm)
     drafts = Drafts(pool, slots, draft_slots, parents)
     return operation.verify(__name__, tokens, drafts, out)

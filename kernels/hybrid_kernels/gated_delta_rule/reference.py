@@ -20,10 +20,10 @@ def operands(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    rate: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    A: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     scale: float | None,
-    normalise: bool,
+    use_qk_l2norm: bool,
 ) -> Operands:
     """The layer as an instance of the shared recurrence."""
     return Operands(
@@ -32,16 +32,16 @@ def operands(
         v,
         g,
         beta,
-        rate=rate,
-        bias=bias,
+        A=A,
+        dt_bias=dt_bias,
         scale=k.shape[-1] ** -0.5 if scale is None else scale,
-        normalise=normalise,
+        use_qk_l2norm=use_qk_l2norm,
     )
 
 
 def gates(
-    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor | None
+    a: torch.Tensor, b: torch.Tensor, A: torch.Tensor, dt_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log decay and beta from a layer's projections."""
-    shifted = a.float() if bias is None else a.float() + bias.float()
-    return rate.float() * functional.softplus(shifted), b.float().sigmoid()
+    shifted = a.float() if dt_bias is None else a.float() + dt_bias.float()
+    return A.float() * functional.softplus(shifted), b.float().sigmoid()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton gated delta rule, on the kernels of the shared recurrence."""
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -34,8 +33,8 @@ def _correct_kernel(
     v,
     g,
     beta,
-    rate,
-    bias,
+    A,
+    dt_bias,
     cu_seqlens,
     unit_k,
     w,
@@ -60,9 +59,9 @@ def _correct_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SIZE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    HAS_RATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -87,45 +86,45 @@ def _correct_kernel(
         for start in tl.static_range(0, K, BLOCK_K):
             channel = start + tl.arange(0, BLOCK_K)
             mask = inside[:, None] & (channel < K)[None, :]
-            place = k + token[:, None] * k_token + channel[None, :]
-            key = tl.load(place, mask=mask, other=0.0)
-            lower += tl.dot(key, tl.trans(key), input_precision=PRECISION)
-            if NORMALISE:
-                wide = key.to(tl.float32)
+            p_k = k + token[:, None] * k_token + channel[None, :]
+            b_k = tl.load(p_k, mask=mask, other=0.0)
+            lower += tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+            if USE_QK_L2NORM:
+                wide = b_k.to(tl.float32)
                 norm += tl.sum(wide * wide, axis=1)
-        if NORMALISE:
+        if USE_QK_L2NORM:
             norm = tl.rsqrt(norm + epsilon)
             lower *= norm[:, None] * norm[None, :]
-        decay = tl.load(g + token * g_token + head * g_head, mask=inside, other=0.0)
-        decay = decay.to(tl.float32)
-        weight = tl.load(
+        b_g = tl.load(g + token * g_token + head * g_head, mask=inside, other=0.0)
+        b_g = b_g.to(tl.float32)
+        b_beta = tl.load(
             beta + token * beta_token + head * beta_head, mask=inside, other=0.0
         ).to(tl.float32)
-        if HAS_RATE:
-            if HAS_BIAS:
-                decay += tl.load(bias + head).to(tl.float32)
-            decay = softplus(decay) * tl.load(rate + head).to(tl.float32)
-            decay = tl.where(inside, decay, 0.0)
-            weight = tl.where(inside, sigmoid(weight), 0.0)
-        sums = tl.cumsum(decay, 0)
-        tl.store(total + head.to(tl.int64) * total_head + token, sums, mask=inside)
+        if HAS_A:
+            if HAS_DT_BIAS:
+                b_g += tl.load(dt_bias + head).to(tl.float32)
+            b_g = softplus(b_g) * tl.load(A + head).to(tl.float32)
+            b_g = tl.where(inside, b_g, 0.0)
+            b_beta = tl.where(inside, sigmoid(b_beta), 0.0)
+        b_total = tl.cumsum(b_g, 0)
+        tl.store(total + head.to(tl.int64) * total_head + token, b_total, mask=inside)
         before = position[:, None] > position[None, :]
-        decay = tl.exp(tl.where(before, sums[:, None] - sums[None, :], 0.0))
-        lower = tl.where(before, lower * decay * weight[:, None], 0.0)
+        b_g = tl.exp(tl.where(before, b_total[:, None] - b_total[None, :], 0.0))
+        lower = tl.where(before, lower * b_g * b_beta[:, None], 0.0)
         solved = invert(lower, SIZE, 6, INVERSE).to(k.dtype.element_ty)
 
-        grow = weight * tl.exp(sums)
+        grow = b_beta * tl.exp(b_total)
         for start in tl.static_range(0, K, BLOCK_K):
             channel = start + tl.arange(0, BLOCK_K)
             mask = inside[:, None] & (channel < K)[None, :]
-            place = k + token[:, None] * k_token + channel[None, :]
-            wide = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            if NORMALISE:
+            p_k = k + token[:, None] * k_token + channel[None, :]
+            wide = tl.load(p_k, mask=mask, other=0.0).to(tl.float32)
+            if USE_QK_L2NORM:
                 wide *= norm[:, None]
                 if head % group == 0:
-                    line = (token[:, None] * (heads // group) + head // group) * K
+                    o_unit_k = (token[:, None] * (heads // group) + head // group) * K
                     unit = wide.to(k.dtype.element_ty)
-                    tl.store(unit_k + line + channel[None, :], unit, mask=mask)
+                    tl.store(unit_k + o_unit_k + channel[None, :], unit, mask=mask)
             wide = (wide * grow[:, None]).to(k.dtype.element_ty)
             result = tl.dot(solved, wide, input_precision=PRECISION)
             row = (token[:, None] * heads + head) * K + channel[None, :]
@@ -133,10 +132,10 @@ def _correct_kernel(
         for start in tl.static_range(0, V, BLOCK_V):
             column = start + tl.arange(0, BLOCK_V)
             mask = inside[:, None] & (column < V)[None, :]
-            place = token[:, None] * v_token + head * v_head + column[None, :]
-            value = tl.load(v + place, mask=mask, other=0.0).to(tl.float32)
-            value = (value * weight[:, None]).to(k.dtype.element_ty)
-            result = tl.dot(solved, value, input_precision=PRECISION)
+            o_v = token[:, None] * v_token + head * v_head + column[None, :]
+            b_v = tl.load(v + o_v, mask=mask, other=0.0).to(tl.float32)
+            b_v = (b_v * b_beta[:, None]).to(k.dtype.element_ty)
+            result = tl.dot(solved, b_v, input_precision=PRECISION)
             row = (token[:, None] * heads + head) * V + column[None, :]
             tl.store(u + row, result.to(u.dtype.element_ty), mask=mask)
 
@@ -155,7 +154,7 @@ def _correct(operands: Operands, sequences: Sequences) -> chunk.Prepared:
     assert beta is not None
     tokens, heads, width = v.shape
     depth = k.shape[-1]
-    unit_k = k.new_empty(k.shape) if operands.normalise else k
+    unit_k = k.new_empty(k.shape) if operands.use_qk_l2norm else k
     w = k.new_empty(tokens, heads, depth)
     u = k.new_empty(tokens, heads, width)
     total = torch.empty(heads, tokens, dtype=torch.float32, device=k.device)
@@ -166,8 +165,8 @@ def _correct(operands: Operands, sequences: Sequences) -> chunk.Prepared:
         v,
         g,
         beta,
-        operands.rate,
-        operands.bias,
+        operands.A,
+        operands.dt_bias,
         sequences.cu_seqlens,
         unit_k,
         w,
@@ -187,9 +186,9 @@ def _correct(operands: Operands, sequences: Sequences) -> chunk.Prepared:
         BLOCK_K=blocks.part,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
-        NORMALISE=operands.normalise,
-        HAS_RATE=operands.rate is not None,
-        HAS_BIAS=operands.bias is not None,
+        USE_QK_L2NORM=operands.use_qk_l2norm,
+        HAS_A=operands.A is not None,
+        HAS_DT_BIAS=operands.dt_bias is not None,
         PRECISION=blocks.precision,
         INVERSE=blocks.inverse,
         num_warps=tuning.warps,

@@ -9,7 +9,6 @@ chunk is cut into blocks of `BLOCK` rows. Pairs of two blocks part at the first 
 the later one. Pairs within a block are sorted by the size of the halves that part
 them: 8, 4, 2, 1.
 """
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -28,8 +27,8 @@ def decay_kernel(
     q,
     k,
     g,
-    rate,
-    bias,
+    A,
+    dt_bias,
     cu_seqlens,
     total,
     grown_q,
@@ -50,13 +49,13 @@ def decay_kernel(
     k_head,
     g_token,
     g_head,
-    bias_head,
+    dt_bias_head,
     K: tl.constexpr,
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    HAS_RATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
 ):
     """Running sums of log decays in one chunk, and queries and keys scaled by them.
 
@@ -72,55 +71,55 @@ def decay_kernel(
         position = tl.arange(0, SIZE)
         inside = position < length
         token = first + position
-        queries = q + token[:, None] * q_token + (head // group) * q_head
-        keys = k + token[:, None] * k_token + (head // group) * k_head
+        p_q = q + token[:, None] * q_token + (head // group) * q_head
+        p_k = k + token[:, None] * k_token + (head // group) * k_head
         size_q = tl.full((SIZE,), 1.0, tl.float32) * scale
         size_k = tl.full((SIZE,), 1.0, tl.float32)
-        if NORMALISE:
+        if USE_QK_L2NORM:
             norm_q = tl.zeros((SIZE,), tl.float32)
             norm_k = tl.zeros((SIZE,), tl.float32)
             for start in tl.static_range(0, K, CHANNELS):
                 channel = start + tl.arange(0, CHANNELS)
                 mask = inside[:, None] & (channel < K)[None, :]
-                query = tl.load(queries + channel[None, :], mask=mask, other=0.0)
-                query = query.to(tl.float32)
-                norm_q += tl.sum(query * query, axis=1)
-                key = tl.load(keys + channel[None, :], mask=mask, other=0.0)
-                key = key.to(tl.float32)
-                norm_k += tl.sum(key * key, axis=1)
+                b_q = tl.load(p_q + channel[None, :], mask=mask, other=0.0)
+                b_q = b_q.to(tl.float32)
+                norm_q += tl.sum(b_q * b_q, axis=1)
+                b_k = tl.load(p_k + channel[None, :], mask=mask, other=0.0)
+                b_k = b_k.to(tl.float32)
+                norm_k += tl.sum(b_k * b_k, axis=1)
             size_q *= tl.rsqrt(norm_q + epsilon)
             size_k *= tl.rsqrt(norm_k + epsilon)
-            place = sizes + head.to(tl.int64) * total_head + token
-            tl.store(place, size_q, mask=inside)
-            tl.store(place + heads * total_head, size_k, mask=inside)
+            p_sizes = sizes + head.to(tl.int64) * total_head + token
+            tl.store(p_sizes, size_q, mask=inside)
+            tl.store(p_sizes + heads * total_head, size_k, mask=inside)
         for start in tl.static_range(0, K, CHANNELS):
             channel = start + tl.arange(0, CHANNELS)
             in_k = channel < K
             mask = inside[:, None] & in_k[None, :]
-            place = token[:, None] * g_token + head * g_head + channel[None, :]
-            decay = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
-            if HAS_RATE:
-                if HAS_BIAS:
-                    place = bias + head * bias_head + channel
-                    shift = tl.load(place, mask=in_k, other=0.0)
-                    decay += shift.to(tl.float32)[None, :]
-                decay = softplus(decay) * tl.load(rate + head).to(tl.float32)
-                decay = tl.where(mask, decay, 0.0)
-            last = tl.sum(decay, axis=0)
-            sums = tl.cumsum(decay, 0)
+            o_g = token[:, None] * g_token + head * g_head + channel[None, :]
+            b_g = tl.load(g + o_g, mask=mask, other=0.0).to(tl.float32)
+            if HAS_A:
+                if HAS_DT_BIAS:
+                    p_dt_bias = dt_bias + head * dt_bias_head + channel
+                    b_dt_bias = tl.load(p_dt_bias, mask=in_k, other=0.0)
+                    b_g += b_dt_bias.to(tl.float32)[None, :]
+                b_g = softplus(b_g) * tl.load(A + head).to(tl.float32)
+                b_g = tl.where(mask, b_g, 0.0)
+            last = tl.sum(b_g, axis=0)
+            b_total = tl.cumsum(b_g, 0)
             row = (token[:, None] * heads + head) * K + channel[None, :]
-            tl.store(total + row, sums, mask=mask)
-            place = ends + (number.to(tl.int64) * heads + head) * K + channel
-            tl.store(place, last, mask=in_k)
-            grow = tl.exp(sums)
-            query = tl.load(queries + channel[None, :], mask=mask, other=0.0)
-            query = query.to(tl.float32) * size_q[:, None] * grow
-            tl.store(grown_q + row, query.to(element), mask=mask)
-            key = tl.load(keys + channel[None, :], mask=mask, other=0.0)
-            key = key.to(tl.float32) * size_k[:, None]
-            tl.store(grown_k + row, (key * grow).to(element), mask=mask)
-            key *= tl.exp(last[None, :] - sums)
-            tl.store(end_k + row, key.to(element), mask=mask)
+            tl.store(total + row, b_total, mask=mask)
+            p_ends = ends + (number.to(tl.int64) * heads + head) * K + channel
+            tl.store(p_ends, last, mask=in_k)
+            grow = tl.exp(b_total)
+            b_q = tl.load(p_q + channel[None, :], mask=mask, other=0.0)
+            b_q = b_q.to(tl.float32) * size_q[:, None] * grow
+            tl.store(grown_q + row, b_q.to(element), mask=mask)
+            b_k = tl.load(p_k + channel[None, :], mask=mask, other=0.0)
+            b_k = b_k.to(tl.float32) * size_k[:, None]
+            tl.store(grown_k + row, (b_k * grow).to(element), mask=mask)
+            b_k *= tl.exp(last[None, :] - b_total)
+            tl.store(end_k + row, b_k.to(element), mask=mask)
 
 
 @triton.jit
@@ -152,18 +151,18 @@ def _left_block(
         channel = start + tl.arange(0, CHANNELS)[None, :]
         in_k = channel < K
         parted = tl.load(sums + base * sums_token + channel, mask=in_k, other=0.0)
-        place = sums + row[:, None] * sums_token + channel
-        factor = tl.exp(tl.load(place, mask=in_k, other=0.0) - parted)
-        place = sums + column[:, None] * sums_token + channel
-        reach = tl.exp(parted - tl.load(place, mask=in_k, other=0.0))
-        place = keys + column[:, None] * k_token + channel
-        earlier = _grown(tl.load(place, mask=in_k, other=0.0), reach)
+        p_sums = sums + row[:, None] * sums_token + channel
+        factor = tl.exp(tl.load(p_sums, mask=in_k, other=0.0) - parted)
+        p_sums = sums + column[:, None] * sums_token + channel
+        reach = tl.exp(parted - tl.load(p_sums, mask=in_k, other=0.0))
+        p_k = keys + column[:, None] * k_token + channel
+        earlier = _grown(tl.load(p_k, mask=in_k, other=0.0), reach)
         earlier = tl.trans(earlier)
-        place = keys + row[:, None] * k_token + channel
-        later = _grown(tl.load(place, mask=in_k, other=0.0), factor)
+        p_k = keys + row[:, None] * k_token + channel
+        later = _grown(tl.load(p_k, mask=in_k, other=0.0), factor)
         lower = tl.dot(later, earlier, lower, input_precision=PRECISION)
-        place = queries + row[:, None] * q_token + channel
-        later = _grown(tl.load(place, mask=in_k, other=0.0), factor)
+        p_q = queries + row[:, None] * q_token + channel
+        later = _grown(tl.load(p_q, mask=in_k, other=0.0), factor)
         weight = tl.dot(later, earlier, weight, input_precision=PRECISION)
     return lower, weight
 
@@ -197,27 +196,27 @@ def _own_block(
     for start in range(0, K, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)[None, :]
         in_k = channel < K
-        place = queries + row[:, None] * q_token + channel
-        query = tl.load(place, mask=in_k, other=0.0)
-        place = keys + row[:, None] * k_token + channel
-        key = tl.load(place, mask=in_k, other=0.0)
-        place = sums + row[:, None] * sums_token + channel
-        now = tl.load(place, mask=in_k, other=0.0)
-        own = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)
+        p_q = queries + row[:, None] * q_token + channel
+        b_q = tl.load(p_q, mask=in_k, other=0.0)
+        p_k = keys + row[:, None] * k_token + channel
+        b_k = tl.load(p_k, mask=in_k, other=0.0)
+        p_sums = sums + row[:, None] * sums_token + channel
+        now = tl.load(p_sums, mask=in_k, other=0.0)
+        own = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
         weight += tl.where(index[:, None] == index[None, :], own[:, None], 0.0)
         for shift in range(LEVELS):
             pivot = ((index >> (shift + 1)) << (shift + 1)) + (1 << shift) - 1
             pivot = first + tl.minimum(begin + pivot, length - 1)
-            place = sums + pivot[:, None] * sums_token + channel
-            base = tl.load(place, mask=in_k, other=0.0)
+            p_sums = sums + pivot[:, None] * sums_token + channel
+            base = tl.load(p_sums, mask=in_k, other=0.0)
             is_later = ((index >> shift) & 1) == 1
             factor = tl.exp(tl.where(is_later[:, None], now - base, base - now))
             parted = below(BLOCK, shift)
-            keys_now = _grown(key, factor)
+            keys_now = _grown(b_k, factor)
             across = tl.trans(keys_now)
             more = tl.dot(keys_now, across, input_precision=PRECISION)
             lower += tl.where(parted, more, 0.0)
-            more = tl.dot(_grown(query, factor), across, input_precision=PRECISION)
+            more = tl.dot(_grown(b_q, factor), across, input_precision=PRECISION)
             weight += tl.where(parted, more, 0.0)
     return lower, weight
 
@@ -249,7 +248,7 @@ def pair_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     SIZE: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -271,16 +270,16 @@ def pair_kernel(
         inside = begin + index < length
         # Rows beyond the end repeat the last one: finite, and never stored.
         token = first + tl.minimum(begin + index, length - 1)
-        queries = q + (head // group) * q_head
-        keys = k + (head // group) * k_head
-        sums = total + head * K
-        rate = tl.load(beta + token * beta_token + head * beta_head).to(tl.float32)
+        p_q = q + (head // group) * q_head
+        p_k = k + (head // group) * k_head
+        p_sums = total + head * K
+        b_beta = tl.load(beta + token * beta_token + head * beta_head).to(tl.float32)
         if SIGMOID:
-            rate = sigmoid(rate)
+            b_beta = sigmoid(b_beta)
         size_q = tl.full((BLOCK,), 1.0, tl.float32) * scale
         size_k = tl.full((BLOCK,), 1.0, tl.float32)
         sizes += head.to(tl.int64) * total_head
-        if NORMALISE:
+        if USE_QK_L2NORM:
             size_q = tl.load(sizes + token)
             size_k = tl.load(sizes + heads * total_head + token)
         rows = ((first + begin + index) * heads + head)[:, None] * SIZE + index[None, :]
@@ -289,9 +288,9 @@ def pair_kernel(
         for start in range(0, begin, BLOCK):
             column = first + start + index
             tile, weight = _left_block(
-                queries,
-                keys,
-                sums,
+                p_q,
+                p_k,
+                p_sums,
                 token,
                 first + begin,
                 column,
@@ -304,17 +303,17 @@ def pair_kernel(
                 PRECISION,
             )
             size = tl.full((BLOCK,), 1.0, tl.float32)
-            if NORMALISE:
+            if USE_QK_L2NORM:
                 size = tl.load(sizes + heads * total_head + column)
-            tile *= (size_k * rate)[:, None] * size[None, :]
+            tile *= (size_k * b_beta)[:, None] * size[None, :]
             tl.store(lower + rows + start, tile, mask=inside[:, None])
             weight *= size_q[:, None] * size[None, :]
             tl.store(weights + rows + start, weight.to(element), mask=inside[:, None])
 
         tile, weight = _own_block(
-            queries,
-            keys,
-            sums,
+            p_q,
+            p_k,
+            p_sums,
             first,
             begin,
             length,
@@ -329,7 +328,7 @@ def pair_kernel(
         )
         weight *= size_q[:, None] * size_k[None, :]
         tl.store(weights + rows + begin, weight.to(element), mask=inside[:, None])
-        tile *= (size_k * rate)[:, None] * size_k[None, :]
+        tile *= (size_k * b_beta)[:, None] * size_k[None, :]
         tile = invert(tile, BLOCK, LEVELS, INVERSE)
         tl.store(lower + rows + begin, tile, mask=inside[:, None])
 
@@ -350,11 +349,11 @@ def _apply(
     for start in tl.static_range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (column < WIDTH)[None, :]
-        place = source + token_in[:, None] + column[None, :]
-        value = tl.load(place, mask=mask, other=0.0).to(solved.dtype)
-        value = tl.dot(solved, value, input_precision=PRECISION)
-        place = target + token_out[:, None] * WIDTH + column[None, :]
-        tl.store(place, value.to(target.dtype.element_ty), mask=mask)
+        p_source = source + token_in[:, None] + column[None, :]
+        b_v = tl.load(p_source, mask=mask, other=0.0).to(solved.dtype)
+        b_v = tl.dot(solved, b_v, input_precision=PRECISION)
+        p_target = target + token_out[:, None] * WIDTH + column[None, :]
+        tl.store(p_target, b_v.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=chunk_kernels.COUNTS)
@@ -395,23 +394,23 @@ def correct_kernel(
         position = tl.arange(0, SIZE)
         inside = position < length
         token = first + position
-        line = token * heads + head
+        o_row = token * heads + head
         row = (position >> LEVELS)[:, None]
         column = (position >> LEVELS)[None, :]
         tile = tl.load(
-            lower + line[:, None] * SIZE + position[None, :],
+            lower + o_row[:, None] * SIZE + position[None, :],
             mask=inside[:, None] & (row >= column),
             other=0.0,
         )
         solved = tl.where(row == column, tile, 0.0)
         for shift in tl.static_range(LEVELS, 6):
             solved = join(tile, solved, SIZE, shift, INVERSE)
-        rate = tl.load(
+        b_beta = tl.load(
             beta + token * beta_token + head * beta_head, mask=inside, other=0.0
         ).to(tl.float32)
         if SIGMOID:
-            rate = tl.where(inside, sigmoid(rate), 0.0)
-        solved = (solved * rate[None, :]).to(grown_k.dtype.element_ty)
+            b_beta = tl.where(inside, sigmoid(b_beta), 0.0)
+        solved = (solved * b_beta[None, :]).to(grown_k.dtype.element_ty)
         v += head * v_head
-        _apply(solved, grown_k, w, inside, line * K, line, K, BLOCK_K, PRECISION)
-        _apply(solved, v, u, inside, token * v_token, line, V, BLOCK_V, PRECISION)
+        _apply(solved, grown_k, w, inside, o_row * K, o_row, K, BLOCK_K, PRECISION)
+        _apply(solved, v, u, inside, token * v_token, o_row, V, BLOCK_V, PRECISION)

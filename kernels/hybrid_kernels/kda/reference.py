@@ -22,11 +22,11 @@ def operands(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    rate: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    A: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     scale: float | None,
-    normalise: bool,
+    use_qk_l2norm: bool,
 ) -> Operands:
     """The layer as an instance of the shared recurrence."""
     require(g.ndim == v.ndim, f"the decay has {g.ndim} dimensions, expected {v.ndim}")
-    return scalar.operands(q, k, v, g, beta, rate, bias, scale, normalise)
+    return scalar.operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm)

@@ -5,7 +5,6 @@ Decode runs on the kernel of the shared recurrence, as does the passing of state
 Prefill differs from the gated delta rule in how pairs of tokens interact:
 `hybrid_kernels.kda.intra_kernels` explains.
 """
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -70,31 +69,33 @@ def _output_kernel(
         position = tl.arange(0, SIZE)
         inside = position < length
         token = first + position
-        line = token[:, None] * heads + head
+        o_row = token[:, None] * heads + head
         column = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = column < V
-        starts = states + (number.to(tl.int64) * heads + head) * K * V + column[None, :]
-        result = tl.zeros((SIZE, BLOCK_V), tl.float32)
+        p_state = (
+            states + (number.to(tl.int64) * heads + head) * K * V + column[None, :]
+        )
+        b_o = tl.zeros((SIZE, BLOCK_V), tl.float32)
         for start in tl.static_range(0, K, BLOCK_K):
             channel = start + tl.arange(0, BLOCK_K)
             in_k = channel < K
             mask = inside[:, None] & in_k[None, :]
-            query = tl.load(grown_q + line * K + channel[None, :], mask=mask, other=0.0)
+            b_q = tl.load(grown_q + o_row * K + channel[None, :], mask=mask, other=0.0)
             mask = in_k[:, None] & in_v[None, :]
-            state = tl.load(starts + channel[:, None] * V, mask=mask, other=0.0)
-            result += tl.dot(query, state, input_precision=PRECISION)
+            b_state = tl.load(p_state + channel[:, None] * V, mask=mask, other=0.0)
+            b_o += tl.dot(b_q, b_state, input_precision=PRECISION)
         upto = position[:, None] >= position[None, :]
         tile = tl.load(
-            weights + line * SIZE + position[None, :],
+            weights + o_row * SIZE + position[None, :],
             mask=inside[:, None] & upto,
             other=0.0,
         )
         mask = inside[:, None] & in_v[None, :]
-        value = tl.load(u + line * V + column[None, :], mask=mask, other=0.0)
-        result += tl.dot(tile, value, input_precision=PRECISION)
+        b_v = tl.load(u + o_row * V + column[None, :], mask=mask, other=0.0)
+        b_o += tl.dot(tile, b_v, input_precision=PRECISION)
         tl.store(
             out + token[:, None] * out_token + head * out_head + column[None, :],
-            result.to(out.dtype.element_ty),
+            b_o.to(out.dtype.element_ty),
             mask=mask,
         )
 
@@ -138,21 +139,21 @@ def _solve(
 
 def _decay(operands: Operands, sequences: Sequences) -> _Decayed:
     q, k, g = operands.q, operands.k, operands.g
-    rate, bias = operands.rate, operands.bias
+    A, dt_bias = operands.A, operands.dt_bias
     tokens, heads, _ = operands.v.shape
     depth, chunks = k.shape[-1], chunk.most_chunks(tokens, sequences)
     grown_q, grown_k, end_k = (k.new_empty(tokens, heads, depth) for _ in range(3))
     total = torch.empty_like(end_k, dtype=torch.float32)
     ends = total.new_empty(chunks, heads, depth)
-    sizes = total.new_empty((2, heads, tokens) if operands.normalise else 1)
+    sizes = total.new_empty((2, heads, tokens) if operands.use_qk_l2norm else 1)
     decayed = _Decayed(total, grown_q, grown_k, end_k, ends, sizes)
     # Heads first: they lie side by side in memory.
     kernels.decay_kernel[(heads, chunks)](
         q,
         k,
         g,
-        rate,
-        bias,
+        A,
+        dt_bias,
         sequences.cu_seqlens,
         total,
         grown_q,
@@ -169,13 +170,13 @@ def _decay(operands: Operands, sequences: Sequences) -> _Decayed:
         *q.stride()[:2],
         *k.stride()[:2],
         *g.stride()[:2],
-        0 if bias is None else bias.stride(0),
+        0 if dt_bias is None else dt_bias.stride(0),
         K=depth,
         CHANNELS=chunk.Blocks.of(k, depth, DECAY).part,
         SIZE=CHUNK,
-        NORMALISE=operands.normalise,
-        HAS_RATE=rate is not None,
-        HAS_BIAS=bias is not None,
+        USE_QK_L2NORM=operands.use_qk_l2norm,
+        HAS_A=A is not None,
+        HAS_DT_BIAS=dt_bias is not None,
         num_warps=DECAY.warps,
         num_stages=DECAY.stages,
     )
@@ -215,7 +216,7 @@ def _pairs(
         BLOCK=1 << _LEVELS,
         LEVELS=_LEVELS,
         SIZE=CHUNK,
-        NORMALISE=operands.normalise,
+        USE_QK_L2NORM=operands.use_qk_l2norm,
         SIGMOID=operands.sigmoid_beta,
         PRECISION=blocks.precision,
         INVERSE=blocks.inverse,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real-gated linear recurrent unit (Griffin, RecurrentGemma).
 
-Per channel, with ``a = exp(rate * sigmoid(recurrence_gate))``:
+Per channel, with ``a = exp(A * sigmoid(recurrence_gate))``:
 
     h = a * h + sqrt(1 - a^2) * sigmoid(input_gate) * x,        out = h
 
 The first token of a sequence that starts from no state enters with factor 1 in
 place of ``sqrt(1 - a^2)``, as in the published models.
 
-Source: De et al. 2024, "Griffin", arXiv:2402.19427, section 2.4, where ``rate`` is
+Source: De et al. 2024, "Griffin", arXiv:2402.19427, section 2.4, where ``A`` is
 ``-8 softplus(Lambda)``.
 
 Shapes: `D` channels, `N` sequences, `T` packed tokens, `S` slots. The pool is
@@ -34,7 +34,7 @@ def prefill(
     x: torch.Tensor,
     input_gate: torch.Tensor,
     recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
+    A: torch.Tensor,
     cu_seqlens: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
@@ -50,7 +50,7 @@ def prefill(
         x: ``[T, D]``.
         input_gate: ``[T, D]``, before the logistic function.
         recurrence_gate: ``[T, D]``, before the logistic function.
-        rate: ``[D]``, negative.
+        A: ``[D]``, negative.
         cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
             as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, D]``, written if given.
@@ -63,7 +63,7 @@ def prefill(
     """
     return operation.prefill(
         __name__,
-        Operands(x, input_gate, recurrence_gate, rate),
+        Operands(x, input_gate, recurrence_gate, A),
         Sequences(
             cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
         ),
@@ -75,7 +75,7 @@ def update(
     x: torch.Tensor,
     input_gate: torch.Tensor,
     recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
+    A: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
@@ -87,7 +87,7 @@ def update(
         x: ``[N, D]``.
         input_gate: ``[N, D]``, before the logistic function.
         recurrence_gate: ``[N, D]``, before the logistic function.
-        rate: ``[D]``, negative.
+        A: ``[D]``, negative.
         pool: ``[S, D]``.
         slots: ``[N]``, no repeats among the non-negative.
         out: ``[N, D]``, written if given.
@@ -98,7 +98,7 @@ def update(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    tokens = Operands(x, input_gate, recurrence_gate, rate)
+    tokens = Operands(x, input_gate, recurrence_gate, A)
     return operation.update(__name__, tokens, pool, slots, out)
 
 
@@ -106,7 +106,7 @@ def verify(
     x: torch.Tensor,
     input_gate: torch.Tensor,
     recurrence_gate: torch.Tensor,
-    rate: torch.Tensor,
+    A: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
     draft_slots: torch.Tensor,
@@ -120,7 +120,7 @@ def verify(
         x: ``[N, L, D]``.
         input_gate: ``[N, L, D]``, before the logistic function.
         recurrence_gate: ``[N, L, D]``, before the logistic function.
-        rate: ``[D]``, negative.
+        A: ``[D]``, negative.
         pool: ``[S, D]``.
         slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
         out: ``[N, L, D]``, written if given.
@@ -131,6 +131,6 @@ def verify(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    tokens = Operands(x, input_gate, recurrence_gate, rate)
+    tokens = Operands(x, input_gate, recurrence_gate, A)
     drafts = Drafts(pool, slots, draft_slots, parents)
     return operation.verify(__name__, tokens, drafts, out)

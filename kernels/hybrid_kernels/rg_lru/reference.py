@@ -27,7 +27,7 @@ class Operands(operation.Operands):
     """``[..., D]``, before the logistic function."""
     recurrence_gate: torch.Tensor
     """``[..., D]``, before the logistic function."""
-    rate: torch.Tensor
+    A: torch.Tensor
     """``[D]``, negative."""
 
     @property
@@ -42,7 +42,7 @@ class Operands(operation.Operands):
             ValueError: if they do not.
         """
         channels = self.x.shape[-1]
-        check_shape("rate", self.rate, (channels,))
+        check_shape("A", self.A, (channels,))
         check_shape("pool", pool, (pool.shape[0], channels))
         for name in self.PER_TOKEN:
             tensor = getattr(self, name)
@@ -51,7 +51,7 @@ class Operands(operation.Operands):
 
     def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The decay ``a``, and the gated input before its factor; float32."""
-        decay = (self.rate.float() * self.recurrence_gate.float().sigmoid()).exp()
+        decay = (self.A.float() * self.recurrence_gate.float().sigmoid()).exp()
         return decay, self.x.float() * self.input_gate.float().sigmoid()
 
 

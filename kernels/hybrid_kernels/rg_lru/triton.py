@@ -5,7 +5,6 @@ Prefill scans 64 tokens at a time, chunks aligned to the sequence's start, with 
 associative form of ``h -> a h + b``; one program walks a sequence for a block of
 channels.
 """
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -25,14 +24,14 @@ _STEP_CHANNELS = 256
 
 
 @triton.jit
-def _gates(x, input_gate, recurrence_gate, rate, mask):
+def _gates(x, input_gate, recurrence_gate, b_A, mask):
     """The decay ``a``, the gated input and its factor ``sqrt(1 - a^2)``."""
-    value = tl.load(x, mask=mask, other=0.0).to(tl.float32)
-    enter = tl.load(input_gate, mask=mask, other=0.0).to(tl.float32)
-    keep = tl.load(recurrence_gate, mask=mask, other=0.0).to(tl.float32)
-    decay = tl.exp(rate * sigmoid(keep))
-    factor = tl.sqrt(tl.maximum(1.0 - decay * decay, 0.0))
-    return decay, value * sigmoid(enter), factor
+    b_x = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    b_input_gate = tl.load(input_gate, mask=mask, other=0.0).to(tl.float32)
+    b_recurrence_gate = tl.load(recurrence_gate, mask=mask, other=0.0).to(tl.float32)
+    b_a = tl.exp(b_A * sigmoid(b_recurrence_gate))
+    factor = tl.sqrt(tl.maximum(1.0 - b_a * b_a, 0.0))
+    return b_a, b_x * sigmoid(b_input_gate), factor
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def _prefill_kernel(
     x,
     input_gate,
     recurrence_gate,
-    rate,
+    A,
     cu_seqlens,
     pool,
     slots,
@@ -75,11 +74,11 @@ def _prefill_kernel(
     stateful = (slot >= 0).to(tl.int32)
     if HAS_INITIAL:
         stateful *= tl.load(has_initial + sequence)
-    speed = tl.load(rate + channel, mask=live, other=0.0).to(tl.float32)
+    b_A = tl.load(A + channel, mask=live, other=0.0).to(tl.float32)
     within = channel.to(tl.int64) * pool_channel
     known = channel < tl.where(stateful != 0, channels, 0)
-    state = tl.load(pool + slot * pool_slot + within, mask=known, other=0.0)
-    state = state.to(tl.float32)
+    b_state = tl.load(pool + slot * pool_slot + within, mask=known, other=0.0)
+    b_state = b_state.to(tl.float32)
     position = tl.arange(0, SIZE)
     # The one token that enters with factor 1; none if there is a state.
     first_token = tl.where(stateful != 0, -1, 0)
@@ -88,35 +87,35 @@ def _prefill_kernel(
         length = tl.minimum(tokens - first, SIZE)
         token = first + position
         mask = (position < length)[:, None] & live[None, :]
-        place = (start + token)[:, None]
-        decay, value, factor = _gates(
-            x + place * x_token + channel[None, :],
-            input_gate + place * input_gate_token + channel[None, :],
-            recurrence_gate + place * recurrence_gate_token + channel[None, :],
-            speed[None, :],
+        o_token = (start + token)[:, None]
+        b_a, b_x, factor = _gates(
+            x + o_token * x_token + channel[None, :],
+            input_gate + o_token * input_gate_token + channel[None, :],
+            recurrence_gate + o_token * recurrence_gate_token + channel[None, :],
+            b_A[None, :],
             mask,
         )
         factor = tl.where((token == first_token)[:, None], 1.0, factor)
         # Beyond the end the state stays as it is.
-        decay = tl.where(mask, decay, 1.0)
-        value = tl.where(mask, value * factor, 0.0)
-        decay, value = tl.associative_scan((decay, value), 0, _join)
-        result = decay * state[None, :] + value
-        place = (start + token)[:, None] * out_token + channel[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        b_a = tl.where(mask, b_a, 1.0)
+        b_x = tl.where(mask, b_x * factor, 0.0)
+        b_a, b_x = tl.associative_scan((b_a, b_x), 0, _join)
+        b_o = b_a * b_state[None, :] + b_x
+        o_out = (start + token)[:, None] * out_token + channel[None, :]
+        tl.store(out + o_out, b_o.to(out.dtype.element_ty), mask=mask)
         final = (position == SIZE - 1)[:, None]
-        state = tl.sum(tl.where(final, result, 0.0), axis=0)
+        b_state = tl.sum(tl.where(final, b_o, 0.0), axis=0)
         if ROUND:  # noqa: SIM102 - one is a constant
             if length == SIZE:
-                state = state.to(pool.dtype.element_ty).to(tl.float32)
+                b_state = b_state.to(pool.dtype.element_ty).to(tl.float32)
         if (chunk < boundaries) & (length == SIZE):
             entry = boundary_slots + sequence * boundary_row + chunk
             target = tl.load(entry).to(tl.int64)
             keep = channel < tl.where(target >= 0, channels, 0)
-            rounded = state.to(pool.dtype.element_ty)
+            rounded = b_state.to(pool.dtype.element_ty)
             tl.store(pool + target * pool_slot + within, rounded, mask=keep)
     keep = channel < tl.where(slot >= 0, channels, 0)
-    rounded = state.to(pool.dtype.element_ty)
+    rounded = b_state.to(pool.dtype.element_ty)
     tl.store(pool + slot * pool_slot + within, rounded, mask=keep)
 
 
@@ -125,7 +124,7 @@ def _step_kernel(
     x,
     input_gate,
     recurrence_gate,
-    rate,
+    A,
     pool,
     slots,
     draft_slots,
@@ -154,11 +153,11 @@ def _step_kernel(
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     live = channel < channels
     within = channel.to(tl.int64) * pool_channel
-    speed = tl.load(rate + channel, mask=live, other=0.0).to(tl.float32)
+    b_A = tl.load(A + channel, mask=live, other=0.0).to(tl.float32)
     main = tl.load(slots + row).to(tl.int64)
     known = channel < tl.where(main >= 0, channels, 0)
-    state = tl.load(pool + main * pool_slot + within, mask=known, other=0.0)
-    state = state.to(tl.float32)
+    b_state = tl.load(pool + main * pool_slot + within, mask=known, other=0.0)
+    b_state = b_state.to(tl.float32)
     for draft in range(drafts):
         if HAS_PARENTS:
             parent = tl.load(parents + row * parents_row + draft * parents_draft)
@@ -170,26 +169,26 @@ def _step_kernel(
                 origin = tl.where(parent < 0, main, origin.to(tl.int64))
                 known = channel < tl.where(origin >= 0, channels, 0)
                 source = pool + origin * pool_slot + within
-                state = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        decay, value, factor = _gates(
+                b_state = tl.load(source, mask=known, other=0.0).to(tl.float32)
+        b_a, b_x, factor = _gates(
             x + row * x_row + draft * x_draft + channel,
             input_gate + row * input_gate_row + draft * input_gate_draft + channel,
             recurrence_gate
             + row * recurrence_gate_row
             + draft * recurrence_gate_draft
             + channel,
-            speed,
+            b_A,
             live,
         )
-        state = decay * state + value * factor
-        place = row * out_row + draft * out_draft + channel
-        tl.store(out + place, state.to(out.dtype.element_ty), mask=live)
+        b_state = b_a * b_state + b_x * factor
+        o_out = row * out_row + draft * out_draft + channel
+        tl.store(out + o_out, b_state.to(out.dtype.element_ty), mask=live)
         entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
         target = tl.load(entry).to(tl.int64)
         keep = channel < tl.where(target >= 0, channels, 0)
-        rounded = state.to(pool.dtype.element_ty)
+        rounded = b_state.to(pool.dtype.element_ty)
         tl.store(pool + target * pool_slot + within, rounded, mask=keep)
-        state = rounded.to(tl.float32)
+        b_state = rounded.to(tl.float32)
 
 
 def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
@@ -203,7 +202,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         x,
         operands.input_gate,
         operands.recurrence_gate,
-        operands.rate,
+        operands.A,
         sequences.cu_seqlens,
         pool,
         sequences.slots,
@@ -235,7 +234,7 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         x,
         operands.input_gate,
         operands.recurrence_gate,
-        operands.rate,
+        operands.A,
         drafts.pool,
         drafts.slots,
         drafts.draft_slots,

@@ -17,27 +17,27 @@ from hybrid_kernels._common.varlen import DraftStates, spans, write_state
 
 @dataclass(frozen=True)
 class Operands(operation.Operands):
-    """Tokens of `C` channels with `D` state dimensions each."""
+    """Tokens of `I` channels with `D` state dimensions each."""
 
-    PER_TOKEN: ClassVar[tuple[str, ...]] = ("x", "dt", "b", "c", "gate")
+    PER_TOKEN: ClassVar[tuple[str, ...]] = ("x", "dt", "B", "C", "gate")
     DIMENSIONS: ClassVar[int] = 1
 
     x: torch.Tensor
-    """``[..., C]``."""
+    """``[..., I]``."""
     dt: torch.Tensor
-    """``[..., C]``, before softplus."""
-    a: torch.Tensor
-    """``[C, D]``, negative."""
-    b: torch.Tensor
+    """``[..., I]``, before softplus."""
+    A: torch.Tensor
+    """``[I, D]``, negative."""
+    B: torch.Tensor
     """``[..., D]``."""
-    c: torch.Tensor
+    C: torch.Tensor
     """``[..., D]``."""
     skip: torch.Tensor | None
-    """``[C]``."""
+    """``[I]``."""
     gate: torch.Tensor | None
-    """``[..., C]``."""
-    bias: torch.Tensor | None
-    """``[C]``, added to `dt`."""
+    """``[..., I]``."""
+    dt_bias: torch.Tensor | None
+    """``[I]``, added to `dt`."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -50,16 +50,16 @@ class Operands(operation.Operands):
         Raises:
             ValueError: if they do not.
         """
-        lead, channels, depth = self.x.shape[:-1], self.x.shape[-1], self.b.shape[-1]
+        lead, channels, depth = self.x.shape[:-1], self.x.shape[-1], self.B.shape[-1]
         shapes: dict[str, tuple[int, ...]] = {
             "x": (*lead, channels),
             "dt": (*lead, channels),
             "gate": (*lead, channels),
-            "b": (*lead, depth),
-            "c": (*lead, depth),
-            "a": (channels, depth),
+            "B": (*lead, depth),
+            "C": (*lead, depth),
+            "A": (channels, depth),
             "skip": (channels,),
-            "bias": (channels,),
+            "dt_bias": (channels,),
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)
@@ -71,8 +71,8 @@ class Operands(operation.Operands):
     def times(self) -> torch.Tensor:
         """Softplus of the time steps, float32."""
         shifted = self.dt.float()
-        if self.bias is not None:
-            shifted = shifted + self.bias.float()
+        if self.dt_bias is not None:
+            shifted = shifted + self.dt_bias.float()
         return functional.softplus(shifted)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
@@ -115,9 +115,9 @@ def _advance(
     index: int | tuple[slice, int],
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs ``[..., C]`` and states ``[..., C, D]`` after one token."""
+    """Outputs ``[..., I]`` and states ``[..., I, D]`` after one token."""
     step = time[index][..., None]
     inflow = step * operands.x[index].float()[..., None]
-    inflow = inflow * operands.b[index].float()[..., None, :]
-    state = state * (step * operands.a.float()).exp() + inflow
-    return (state @ operands.c[index].float()[..., None])[..., 0], state
+    inflow = inflow * operands.B[index].float()[..., None, :]
+    state = state * (step * operands.A.float()).exp() + inflow
+    return (state @ operands.C[index].float()[..., None])[..., 0], state

@@ -4,7 +4,6 @@
 Decay differs per channel and state dimension, so no matrix product applies and the
 walk over a sequence is serial; parallelism comes from channels and sequences.
 """
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
 
@@ -24,24 +23,36 @@ _CHANNELS = 32
 
 @triton.jit
 def _token(
-    state, x, dt, b, c, gate, out, rates, bias, skip, live, mask, HAS_GATE: tl.constexpr
+    b_state,
+    p_x,
+    p_dt,
+    p_B,
+    p_C,
+    p_gate,
+    p_out,
+    b_A,
+    b_dt_bias,
+    b_skip,
+    live,
+    mask,
+    HAS_GATE: tl.constexpr,
 ):
     """One token: new state; the output is stored. Operands point at the token."""
-    value = tl.load(x, mask=live, other=0.0).to(tl.float32)
-    time = softplus(tl.load(dt, mask=live, other=0.0).to(tl.float32) + bias)
-    entry = tl.load(b, mask=mask, other=0.0).to(tl.float32)
-    query = tl.load(c, mask=mask, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x, mask=live, other=0.0).to(tl.float32)
+    b_dt = softplus(tl.load(p_dt, mask=live, other=0.0).to(tl.float32) + b_dt_bias)
+    b_B = tl.load(p_B, mask=mask, other=0.0).to(tl.float32)
+    b_C = tl.load(p_C, mask=mask, other=0.0).to(tl.float32)
     # Written as single instructions, so that no variant of a kernel rounds twice
     # where another rounds once: verify must give the bits of update.
-    state = tl.fma(
-        state, tl.exp(time[:, None] * rates), (time * value)[:, None] * entry[None, :]
+    b_state = tl.fma(
+        b_state, tl.exp(b_dt[:, None] * b_A), (b_dt * b_x)[:, None] * b_B[None, :]
     )
-    result = tl.fma(value, skip, tl.sum(state * query[None, :], axis=1))
+    b_o = tl.fma(b_x, b_skip, tl.sum(b_state * b_C[None, :], axis=1))
     if HAS_GATE:
-        z = tl.load(gate, mask=live, other=0.0).to(tl.float32)
-        result *= z * sigmoid(z)
-    tl.store(out, result.to(out.dtype.element_ty), mask=live)
-    return state
+        b_gate = tl.load(p_gate, mask=live, other=0.0).to(tl.float32)
+        b_o *= b_gate * sigmoid(b_gate)
+    tl.store(p_out, b_o.to(p_out.dtype.element_ty), mask=live)
+    return b_state
 
 
 @triton.jit
@@ -57,12 +68,12 @@ def _vector(pointer, channel, live, GIVEN: tl.constexpr, CHANNELS: tl.constexpr)
 def _prefill_kernel(
     x,
     dt,
-    a,
-    b,
-    c,
+    A,
+    B,
+    C,
     skip,
     gate,
-    bias,
+    dt_bias,
     cu_seqlens,
     pool,
     slots,
@@ -74,9 +85,9 @@ def _prefill_kernel(
     boundaries,
     x_token,
     dt_token,
-    a_channel,
-    b_token,
-    c_token,
+    A_channel,
+    B_token,
+    C_token,
     gate_token,
     pool_slot,
     pool_channel,
@@ -88,7 +99,7 @@ def _prefill_kernel(
     DEPTH: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     ROUND: tl.constexpr,
 ):
@@ -104,36 +115,36 @@ def _prefill_kernel(
     stateful = (slot >= 0).to(tl.int32)
     if HAS_INITIAL:
         stateful *= tl.load(has_initial + sequence)
-    rates = tl.load(
-        a + channel[:, None] * a_channel + column[None, :], mask=tile, other=0.0
+    b_A = tl.load(
+        A + channel[:, None] * A_channel + column[None, :], mask=tile, other=0.0
     ).to(tl.float32)
-    shift = _vector(bias, channel, live, HAS_BIAS, CHANNELS)
-    direct = _vector(skip, channel, live, HAS_SKIP, CHANNELS)
+    b_dt_bias = _vector(dt_bias, channel, live, HAS_DT_BIAS, CHANNELS)
+    b_skip = _vector(skip, channel, live, HAS_SKIP, CHANNELS)
     within = channel[:, None].to(tl.int64) * pool_channel
     within += column[None, :] * pool_depth
     known = (channel < tl.where(stateful != 0, channels, 0))[:, None] & mask[None, :]
-    state = tl.load(pool + slot * pool_slot + within, mask=known, other=0.0)
-    state = state.to(tl.float32)
+    b_state = tl.load(pool + slot * pool_slot + within, mask=known, other=0.0)
+    b_state = b_state.to(tl.float32)
     for index in range(tokens):
         token = start + index
-        state = _token(
-            state,
+        b_state = _token(
+            b_state,
             x + token * x_token + channel,
             dt + token * dt_token + channel,
-            b + token * b_token + column,
-            c + token * c_token + column,
+            B + token * B_token + column,
+            C + token * C_token + column,
             gate + token * gate_token + channel if HAS_GATE else x + channel,
             out + token * out_token + channel,
-            rates,
-            shift,
-            direct,
+            b_A,
+            b_dt_bias,
+            b_skip,
             live,
             mask,
             HAS_GATE,
         )
         if (index + 1) % SIZE == 0:
             if ROUND:
-                state = state.to(pool.dtype.element_ty).to(tl.float32)
+                b_state = b_state.to(pool.dtype.element_ty).to(tl.float32)
             chunk = index // SIZE
             if chunk < boundaries:
                 entry = boundary_slots + sequence * boundary_row + chunk
@@ -141,13 +152,13 @@ def _prefill_kernel(
                 keep = channel < tl.where(target >= 0, channels, 0)
                 tl.store(
                     pool + target * pool_slot + within,
-                    state.to(pool.dtype.element_ty),
+                    b_state.to(pool.dtype.element_ty),
                     mask=keep[:, None] & mask[None, :],
                 )
     keep = channel < tl.where(slot >= 0, channels, 0)
     tl.store(
         pool + slot * pool_slot + within,
-        state.to(pool.dtype.element_ty),
+        b_state.to(pool.dtype.element_ty),
         mask=keep[:, None] & mask[None, :],
     )
 
@@ -156,12 +167,12 @@ def _prefill_kernel(
 def _step_kernel(
     x,
     dt,
-    a,
-    b,
-    c,
+    A,
+    B,
+    C,
     skip,
     gate,
-    bias,
+    dt_bias,
     pool,
     slots,
     draft_slots,
@@ -174,11 +185,11 @@ def _step_kernel(
     x_draft,
     dt_row,
     dt_draft,
-    a_channel,
-    b_row,
-    b_draft,
-    c_row,
-    c_draft,
+    A_channel,
+    B_row,
+    B_draft,
+    C_row,
+    C_draft,
     gate_row,
     gate_draft,
     pool_slot,
@@ -194,7 +205,7 @@ def _step_kernel(
     DEPTH: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
     HAS_PARENTS: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
@@ -203,17 +214,17 @@ def _step_kernel(
     live = channel < channels
     mask = column < depth
     tile = live[:, None] & mask[None, :]
-    rates = tl.load(
-        a + channel[:, None] * a_channel + column[None, :], mask=tile, other=0.0
+    b_A = tl.load(
+        A + channel[:, None] * A_channel + column[None, :], mask=tile, other=0.0
     ).to(tl.float32)
-    shift = _vector(bias, channel, live, HAS_BIAS, CHANNELS)
-    direct = _vector(skip, channel, live, HAS_SKIP, CHANNELS)
+    b_dt_bias = _vector(dt_bias, channel, live, HAS_DT_BIAS, CHANNELS)
+    b_skip = _vector(skip, channel, live, HAS_SKIP, CHANNELS)
     within = channel[:, None].to(tl.int64) * pool_channel
     within += column[None, :] * pool_depth
     main = tl.load(slots + row).to(tl.int64)
     known = (channel < tl.where(main >= 0, channels, 0))[:, None] & mask[None, :]
-    state = tl.load(pool + main * pool_slot + within, mask=known, other=0.0)
-    state = state.to(tl.float32)
+    b_state = tl.load(pool + main * pool_slot + within, mask=known, other=0.0)
+    b_state = b_state.to(tl.float32)
     for draft in range(drafts):
         if HAS_PARENTS:
             parent = tl.load(parents + row * parents_row + draft * parents_draft)
@@ -226,19 +237,19 @@ def _step_kernel(
                 rows = tl.where(origin >= 0, channels, 0)
                 known = (channel < rows)[:, None] & mask[None, :]
                 source = pool + origin * pool_slot + within
-                state = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        place = gate + row * gate_row + draft * gate_draft if HAS_GATE else x
-        state = _token(
-            state,
+                b_state = tl.load(source, mask=known, other=0.0).to(tl.float32)
+        p_gate = gate + row * gate_row + draft * gate_draft if HAS_GATE else x
+        b_state = _token(
+            b_state,
             x + row * x_row + draft * x_draft + channel,
             dt + row * dt_row + draft * dt_draft + channel,
-            b + row * b_row + draft * b_draft + column,
-            c + row * c_row + draft * c_draft + column,
-            place + channel,
+            B + row * B_row + draft * B_draft + column,
+            C + row * C_row + draft * C_draft + column,
+            p_gate + channel,
             out + row * out_row + draft * out_draft + channel,
-            rates,
-            shift,
-            direct,
+            b_A,
+            b_dt_bias,
+            b_skip,
             live,
             mask,
             HAS_GATE,
@@ -246,13 +257,13 @@ def _step_kernel(
         entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
         target = tl.load(entry).to(tl.int64)
         keep = channel < tl.where(target >= 0, channels, 0)
-        rounded = state.to(pool.dtype.element_ty)
+        rounded = b_state.to(pool.dtype.element_ty)
         tl.store(
             pool + target * pool_slot + within,
             rounded,
             mask=keep[:, None] & mask[None, :],
         )
-        state = rounded.to(tl.float32)
+        b_state = rounded.to(tl.float32)
 
 
 def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
@@ -275,9 +286,9 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         boundaries,
         x.stride(0),
         operands.dt.stride(0),
-        operands.a.stride(0),
-        operands.b.stride(0),
-        operands.c.stride(0),
+        operands.A.stride(0),
+        operands.B.stride(0),
+        operands.C.stride(0),
         0 if gate is None else gate.stride(0),
         *pool.stride(),
         boundary_row,
@@ -287,7 +298,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         DEPTH=triton.next_power_of_2(pool.shape[2]),
         HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        HAS_BIAS=operands.bias is not None,
+        HAS_DT_BIAS=operands.dt_bias is not None,
         HAS_INITIAL=sequences.has_initial is not None,
         ROUND=rounds(sequences),
         num_warps=1,
@@ -312,9 +323,9 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         count,
         *x.stride()[:2],
         *operands.dt.stride()[:2],
-        operands.a.stride(0),
-        *operands.b.stride()[:2],
-        *operands.c.stride()[:2],
+        operands.A.stride(0),
+        *operands.B.stride()[:2],
+        *operands.C.stride()[:2],
         *((0, 0) if gate is None else gate.stride()[:2]),
         *pool.stride(),
         *drafts.draft_slots.stride(),
@@ -324,7 +335,7 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         DEPTH=triton.next_power_of_2(pool.shape[2]),
         HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        HAS_BIAS=operands.bias is not None,
+        HAS_DT_BIAS=operands.dt_bias is not None,
         HAS_PARENTS=parents is not None,
         num_warps=1,
     )
@@ -334,10 +345,10 @@ def _tensors(operands: Operands) -> tuple[torch.Tensor | None, ...]:
     return (
         operands.x,
         operands.dt,
-        operands.a,
-        operands.b,
-        operands.c,
+        operands.A,
+        operands.B,
+        operands.C,
         operands.skip,
         operands.gate,
-        operands.bias,
+        operands.dt_bias,
     )

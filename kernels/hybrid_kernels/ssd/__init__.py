@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State space duality layer of Mamba-2 (Nemotron-H, Granite 4, Falcon-H1, Bamba).
 
-Per head, with state ``S`` of shape ``[P, N]`` and ``dt' = softplus(dt + bias)``:
+Per head, with state ``S`` of shape ``[P, N]`` and ``dt' = softplus(dt + dt_bias)``:
 
-    S = S * exp(dt' a) + dt' x B^T
+    S = S * exp(dt' A) + dt' x B^T
     y = S C + skip x,  times silu(gate)
 
 Source: Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060, sections 6, 7.
@@ -11,10 +11,10 @@ Source: Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060, sections 6, 
 Shapes: `H` heads, `G` groups of B and C (`H` a multiple of `G`; group `g` serves
 heads ``g * H / G`` and following), head dimension `P`, state dimension `D` up to
 256, `N` sequences, `T` packed tokens, `S` slots. The pool is ``[S, H, P, D]`` with
-any strides. `x`, `b`, `c` and `gate` are contiguous along their last dimension,
+any strides. `x`, `B`, `C` and `gate` are contiguous along their last dimension,
 free elsewhere. See `hybrid_kernels` for slots, padding rows and rounding.
 
-Matrix products of `prefill` take their operands in `b`'s type, with float32 sums.
+Matrix products of `prefill` take their operands in `B`'s type, with float32 sums.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = ["prefill", "update", "verify"]
 def prefill(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     cu_seqlens: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
     skip: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
     round_boundaries: bool = False,
@@ -54,12 +54,12 @@ def prefill(
     Args:
         x: ``[T, H, P]``.
         dt: ``[T, H]``, before softplus.
-        a: ``[H]``, negative.
-        b: ``[T, G, D]``.
-        c: ``[T, G, D]``.
+        A: ``[H]``, negative.
+        B: ``[T, G, D]``.
+        C: ``[T, G, D]``.
         skip: ``[H]`` or None.
         gate: ``[T, H, P]`` or None.
-        bias: ``[H]`` or None, added to `dt` before softplus.
+        dt_bias: ``[H]`` or None, added to `dt` before softplus.
         cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
             as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, H, P]``, written if given.
@@ -72,7 +72,7 @@ def prefill(
     """
     return operation.prefill(
         __name__,
-        operands(x, dt, a, b, c, skip, gate, bias),
+        operands(x, dt, A, B, C, skip, gate, dt_bias),
         Sequences(
             cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
         ),
@@ -83,15 +83,15 @@ def prefill(
 def update(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
     *,
     skip: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run one new token per sequence and advance its state in place.
@@ -99,12 +99,12 @@ def update(
     Args:
         x: ``[N, H, P]``.
         dt: ``[N, H]``, before softplus.
-        a: ``[H]``, negative.
-        b: ``[N, G, D]``.
-        c: ``[N, G, D]``.
+        A: ``[H]``, negative.
+        B: ``[N, G, D]``.
+        C: ``[N, G, D]``.
         pool: ``[S, H, P, D]``.
         slots: ``[N]``, no repeats among the non-negative.
-        skip, bias: as for `prefill`.
+        skip, dt_bias: as for `prefill`.
         gate: ``[N, H, P]`` or None.
         out: ``[N, H, P]``, written if given.
 
@@ -114,16 +114,16 @@ def update(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    tokens = operands(x, dt, a, b, c, skip, gate, bias)
+    tokens = operands(x, dt, A, B, C, skip, gate, dt_bias)
     return operation.update(__name__, tokens, pool, slots, out)
 
 
 def verify(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
     draft_slots: torch.Tensor,
@@ -131,7 +131,7 @@ def verify(
     parents: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `L` draft tokens per sequence; the state after each gets its own slot.
@@ -139,12 +139,12 @@ def verify(
     Args:
         x: ``[N, L, H, P]``.
         dt: ``[N, L, H]``, before softplus.
-        a: ``[H]``, negative.
-        b: ``[N, L, G, D]``.
-        c: ``[N, L, G, D]``.
+        A: ``[H]``, negative.
+        B: ``[N, L, G, D]``.
+        C: ``[N, L, G, D]``.
         pool: ``[S, H, P, D]``.
         slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
-        skip, bias: as for `prefill`.
+        skip, dt_bias: as for `prefill`.
         gate: ``[N, L, H, P]`` or None.
         out: ``[N, L, H, P]``, written if given.
 
@@ -154,6 +154,6 @@ def verify(
     Raises:
         ValueError: if shapes or strides do not fit.
     """
-    tokens = operands(x, dt, a, b, c, skip, gate, bias)
+    tokens = operands(x, dt, A, B, C, skip, gate, dt_bias)
     drafts = Drafts(pool, slots, draft_slots, parents)
     return operation.verify(__name__, tokens, drafts, out)

@@ -2,7 +2,7 @@
 """Plain PyTorch Mamba-2; the CPU path.
 
 The recurrence is `hybrid_kernels._common.linear`'s, with ``q = C, k = B, v = dt x``
-and ``g = dt a``.
+and ``g = dt A``.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ __all__ = ["operands", "prefill", "steps"]
 def operands(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     skip: torch.Tensor | None,
     gate: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
 ) -> Operands:
     """The layer as an instance of the shared recurrence."""
     return Operands(
-        c,
-        b,
+        C,
+        B,
         x,
         dt,
-        rate=a,
-        bias=bias,
+        A=A,
+        dt_bias=dt_bias,
         scale_v=True,
         skip=skip,
         gate=gate,
-        names=("c", "b", "x"),
+        names=("C", "B", "x"),
     )
