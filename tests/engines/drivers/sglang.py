@@ -95,9 +95,6 @@ VARIANTS = {
 }
 
 REFUSALS = {
-    "unknown option": Refusal(
-        "Unknown hybrid_plugin option 'pagesize'", {"pagesize": 16}
-    ),
     "pool larger than the memory": Refusal(
         "kv_pages 4096 needs room for 65520 tokens",
         {"kv_pages": 4096, "state_slots": 12},

@@ -72,9 +72,6 @@ if ON_GPU:  # the CPU platform forces synchronous scheduling
     VARIANTS["page of 64"] = Variant({"page_size": 64}, 0.4)
 
 REFUSALS = {
-    "unknown option": Refusal(
-        "Unknown hybrid_plugin option 'pagesize'", {"pagesize": 16}
-    ),
     "page size the backend refuses": Refusal(
         "Page size 16 does not suit the attention backend (CPU_ATTN), which takes "
         "32, 64, 96, 128, ...",
