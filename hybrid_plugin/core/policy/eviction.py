@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order cached KV and snapshots go when room is needed.
+"""Eviction policies: the order in which cached KV and snapshots are evicted.
 
-A policy gives what is cached a priority, and the least goes first.  The tree
-asks for it when a node or a snapshot is used, and once more before it evicts:
-a priority that has grown meanwhile counts, one that has shrunk does not.
+A policy assigns priorities, and the lowest priority is evicted first.  The tree asks
+for the priority when a node or snapshot is used, and again before it evicts.  The
+second value counts only if it is higher than the first.
 """
 
 from __future__ import annotations
@@ -15,70 +15,69 @@ from hybrid_plugin.core.tree.node import ADMISSION, Node, Snapshot
 
 
 class LeastRecentlyUsed:
-    """Plain recency, and what every other policy builds on."""
+    """Plain recency; the base class of all policies."""
 
     segments = 1
-    """Groups of snapshots, each in an order of its own."""
+    """Number of snapshot groups, each with its own order."""
 
     def leaf(self, node: Node) -> float:
         """Priority of the KV of an unlocked leaf."""
         return node.used_at
 
     def snapshot(self, node: Node, snapshot: Snapshot) -> float:
-        """Priority of a snapshot among those of its segment."""
+        """Priority of a snapshot within its segment."""
         return -math.inf if snapshot.is_superseded else snapshot.used_at
 
     def segment(self, snapshot: Snapshot) -> int:
-        """Which segment a snapshot belongs to."""
+        """Index of the segment that a snapshot belongs to."""
         return 0
 
     def next_segment(self, sizes: tuple[int, ...]) -> int:
-        """The segment that the next snapshot to go is taken from.
+        """The segment from which the next snapshot is evicted.
 
         Args:
-            sizes: unlocked snapshots per segment; where the one that is chosen
-                is empty, the tree takes another.
+            sizes: unlocked snapshots per segment.  If the chosen segment is empty,
+                the tree takes another.
         """
         return 0
 
     def evicted(self, node: Node, now: int) -> None:
-        """Hear that a snapshot was evicted for want of room, at the tree's clock."""
+        """Called when a snapshot was evicted to make room, at time `now`."""
 
 
 class UsedFirst(LeastRecentlyUsed):
-    """Snapshots that were resumed from before outlive those that were not.
+    """Evicts snapshots that were never resumed from before reused ones.
 
-    Most snapshots are never resumed from, and those that were will be again:
-    the ends of many short sequences must not drive out a prompt they share.
-    New ones keep a quarter of the room, to have their chance.
+    Most snapshots are never reused, while a reused one is likely to be reused again.
+    The ends of many short sequences must not evict the prompt that they share.
+    Snapshots that were not reused yet keep a quarter of the slots.
     """
 
     segments = 2
 
     def segment(self, snapshot: Snapshot) -> int:
-        """0 for those that nobody resumed from yet, 1 for the others."""
+        """0 for snapshots that were never resumed from, 1 for the others."""
         return 1 if snapshot.hits else 0
 
     def next_segment(self, sizes: tuple[int, ...]) -> int:
-        """The used ones only where they hold more than three quarters."""
+        """The reused ones only if they hold more than three quarters."""
         unused, used = sizes
         return 1 if used > 3 * unused else 0
 
 
 class FlopAware(LeastRecentlyUsed):
-    """Recency, weighed with the computation that a snapshot saves per byte.
+    """Recency plus the weighted computation that a snapshot saves per byte.
 
-    After Marconi (Pan et al., MLSys 2025), which adds to the recency of an entry
-    alpha times the operations that it saves per byte.  A snapshot saves what it
-    takes to get there from the nearest one before it.  It costs its slot and the
-    KV behind that one which no other path shares: without the snapshot that KV
-    resumes nothing.  (The last segment alone would be too little: a short one at
-    the end of a long path would look like a bargain for ever.)
+    After Marconi (Pan et al., MLSys 2025), which adds alpha times the saved operations
+    per byte to the recency of an entry.  A snapshot saves the computation from the
+    nearest earlier snapshot to its own position.  It costs its slot and the KV after
+    that snapshot which no other path shares, because this KV is useless without it.
+    (The last segment alone would be too small a cost: a short segment at the end of a
+    long path would always look cheap.)
 
-    The logarithm counts: if the chance of being used again falls by half in equal
-    times, what is to be kept is what has the greatest saving x chance, and that is
-    an order by recency + constant x log(saving).  KV that no snapshot lies behind
-    goes before any other.
+    The logarithm of the saving is used: if the probability of reuse halves in equal
+    times, the entries with the largest saving x probability are those with the largest
+    recency + constant x log(saving).  KV without a snapshot after it is evicted first.
     """
 
     def __init__(
@@ -92,12 +91,13 @@ class FlopAware(LeastRecentlyUsed):
         """Create the policy.
 
         Args:
-            cost: operations (or seconds, or tokens) that it takes to compute the
-                first so many tokens of a sequence; it must grow.
+            cost: operations (or seconds, or tokens) to compute the first n tokens of
+                a sequence, as an increasing function of n.
             token_bytes: KV of a token.
             slot_bytes: states of a sequence.
-            alpha: lifetimes of a snapshot that e times the saving per byte are
-                worth; 0 is plain recency.  See `AlphaTuner`.
+            alpha: the weight: e times the saving per byte counts as much as being
+                used `alpha` snapshot lifetimes later; 0 is plain recency.  See
+                `AlphaTuner`.
         """
         self.cost = cost
         self.token_bytes = token_bytes
@@ -107,7 +107,7 @@ class FlopAware(LeastRecentlyUsed):
         self._usual = math.log(cost(_USUAL) / self._bytes(_USUAL))
 
     def with_alpha(self, alpha: float) -> FlopAware:
-        """A policy for the same model with another weight, and nothing learnt."""
+        """A policy for the same model with another weight and initial estimates."""
         return FlopAware(
             self.cost,
             token_bytes=self.token_bytes,
@@ -116,7 +116,7 @@ class FlopAware(LeastRecentlyUsed):
         )
 
     def leaf(self, node: Node) -> float:
-        """As `snapshot`, behind all leaves without one."""
+        """As `snapshot`; leaves without a snapshot are evicted first."""
         if node.snapshot is None:
             return node.used_at - _FAR
         return node.used_at + self._worth(node)
@@ -128,17 +128,17 @@ class FlopAware(LeastRecentlyUsed):
         return snapshot.used_at + self._worth(node)
 
     def evicted(self, node: Node, now: int) -> None:
-        """Follow how long snapshots last."""
+        """Update the average lifetime of snapshots."""
         if node.snapshot is not None:
             age = now - node.snapshot.used_at
             self._lifetime += (age - self._lifetime) / _LIFETIMES_REMEMBERED
 
     def _worth(self, node: Node) -> float:
-        """What the saving per byte is worth, in units of the tree's clock."""
+        """The weighted saving per byte, in units of the tree's clock."""
         if not self.alpha:
             return 0.0
         saving = self.cost(node.end) - self.cost(node.resume_before())
-        # Of a usual sequence it is 0, so that it keeps when lifetimes change.
+        # Zero for a typical sequence, so that it does not depend on the lifetime.
         per_byte = math.log(saving / self._bytes(node.alone())) - self._usual
         return self.alpha * self._lifetime * per_byte
 
@@ -147,9 +147,9 @@ class FlopAware(LeastRecentlyUsed):
 
 
 _FIRST_LIFETIME = 50
-"""Admissions that a snapshot is taken to last before any was evicted."""
+"""Assumed lifetime of a snapshot, in admissions, before the first eviction."""
 _LIFETIMES_REMEMBERED = 50
 _USUAL = 4096.0
-"""Tokens of a sequence whose saving per byte is nothing special."""
+"""Tokens of a sequence with a typical saving per byte."""
 _FAR = 1 << 60
-"""More than any clock shows."""
+"""Larger than any value of the clock."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences wait for one that computes what they begin with.
+"""In-batch prefix sharing: sequences wait for another one to compute their prefix.
 
-Sequences that arrive together and begin alike would each compute that beginning: none
-of them has left a snapshot yet.  So one of them *leads*, and pauses for a snapshot
-where they part; those that *follow* wait that long, and resume there.  What they wait
-for they would have had to compute themselves, so they lose little even where nothing
-else competes for the device.
+Sequences that arrive together with the same prefix would each compute it, because no
+snapshot exists yet.  Therefore one of them, the *leader*, pauses where they diverge and
+takes a snapshot.  The *followers* wait for it and resume there.  They would have had to
+compute the prefix themselves, so waiting costs little even on an idle device.
 
-A sequence follows a live one, or one that waits before it.  It never waits for one that
-has passed the position already, so each wait ends: the leader gets there, or ends.
+A sequence follows a live sequence, or one before it in the queue.  It never waits for a
+leader that has passed the position already.  So every wait ends: the leader reaches the
+position, or ends.
 """
 
 from __future__ import annotations
@@ -24,48 +24,48 @@ from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens, common_units
 
 LOOK_AHEAD = 64
-"""Sequences that wait and are looked at in a step, at most."""
+"""Maximum number of waiting sequences that are considered in a step."""
 ENOUGH = 0.75
-"""Share of what could be saved with which a pause that is planned already will do."""
+"""An already planned pause is used if it saves at least this share of the maximum."""
 _SHORTEST = 2
-"""Tokens of the first chunk of a prompt at least: kernels take one for a decode."""
+"""Minimum length of a prompt's first chunk: kernels treat one token as a decode."""
 _CANDIDATES = 8
-"""Leaders that a sequence is compared with, at most."""
+"""Maximum number of leaders that a sequence is compared with."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A sequence that computes its prompt, or is about to."""
+    """A sequence in prefill, or one that waits for admission."""
 
     seq_id: str
     tokens: Tokens
     """Of its prompt."""
     namespace: Hashable
     reach: Callable[[], int]
-    """Finds the tokens that it need not compute any more: computed, on the way, or,
-    while it waits, cached."""
+    """Returns the number of tokens that it need not compute: computed or scheduled, or
+    cached while it waits."""
     pauses: set[int] = field(default_factory=set)
-    """Positions at which it will leave a snapshot."""
+    """Positions at which it will take a snapshot."""
     _reached: int | None = None
 
     @property
     def reached(self) -> int:
-        """What `reach` found."""
+        """The result of `reach`, computed once."""
         if self._reached is None:
             self._reached = self.reach()
         return self._reached
 
     def beginning(self, page_size: int) -> Hashable:
-        """What all have in common that may share anything."""
+        """Key that is equal for all sequences that can share a prefix."""
         return self.namespace, self.tokens[:page_size].tobytes()
 
     def position_for(self, follower: Prefill, page_size: int, fewest: int) -> int:
-        """Where it would pause for a sequence; 0 if that has nothing to wait for.
+        """Where it would pause for a follower; 0 if waiting does not pay.
 
         Args:
-            follower: the sequence.
+            follower: the sequence that would wait.
             page_size: tokens in a page; snapshots lie at page ends.
-            fewest: tokens that waiting must save.
+            fewest: minimum number of tokens that waiting must save.
         """
         shared = common_units(self.tokens, follower.tokens, page_size)
         last = (min(len(self.tokens), len(follower.tokens)) - 1) // page_size
@@ -108,13 +108,13 @@ class SharingCache(Protocol):
 
 
 class InBatchPrefixSharing:
-    """Keeps who waits for whom."""
+    """Decides which sequences wait for a leader."""
 
     def __init__(self, cache: SharingCache) -> None:
-        """Nobody waits yet.
+        """Start without waiting sequences.
 
         Args:
-            cache: whose sequences they are; its policy says for how much they wait.
+            cache: of the sequences; its policy has the minimum saving.
         """
         self._cache = cache
         self._fewest = cache.policy.in_batch_prefix_min_tokens
@@ -123,19 +123,19 @@ class InBatchPrefixSharing:
         self._seen: Hashable = None
 
     def holds(self, seq_id: str) -> bool:
-        """Whether a sequence should not be admitted in this step."""
+        """Whether a sequence waits for a leader in this step."""
         return seq_id in self._held
 
     def pauses_of(self, seq_id: str) -> tuple[int, ...]:
-        """Where a sequence that is not live yet should pause for others."""
+        """Where a sequence that is not live yet should pause for followers."""
         return tuple(sorted(self._pauses.get(seq_id, ())))
 
     def plan(self, waiting: Sequence[tuple[str, Callable[[], Prefill]]]) -> None:
-        """Decide who waits in the step that is scheduled next.
+        """Decide which sequences wait in the next step.
 
         Args:
-            waiting: sequences that may be admitted in it, in their order; adapters give
-                `LOOK_AHEAD` of them.
+            waiting: sequences that may be admitted in it, in queue order; adapters
+                pass at most `LOOK_AHEAD`.
         """
         if not self._fewest:
             return
@@ -178,7 +178,7 @@ class InBatchPrefixSharing:
 def waiting_prefill(
     cache: SharingCache, seq_id: str, tokens: Sequence[int], namespace: Hashable
 ) -> Prefill:
-    """A sequence that is not admitted yet."""
+    """The `Prefill` of a sequence that is not admitted yet."""
     ids = as_tokens(tokens)
     return Prefill(
         seq_id, ids, namespace, lambda: cache.look_up(ids, namespace).match.length

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where messages end, by the tokens that a chat template puts between them.
+"""Ends of messages, found by the delimiter tokens of a chat template.
 
-The end of the system message is shared by all chats that begin with it, and
-known before a second one comes: a snapshot there serves that one already.
+All chats with the same system message share its end.  A snapshot there can be taken for
+the first chat, so that the second one already hits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from hybrid_plugin.core.tree.tokens import Tokens
 
 _SYSTEM, _USER, _OTHER = "alpha", "bravo", "tempo"
-"""Contents that no template changes, and that begin and end differently."""
+"""Contents that templates leave unchanged, with different first and last letters."""
 
 
 class ChatTemplate(Protocol):
-    """What is needed of a tokenizer; those of `transformers` fit."""
+    """The required part of a tokenizer; those of `transformers` have it."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         """Render `conversation` to token ids."""
@@ -32,9 +32,9 @@ class Delimiters:
     """Token ids around messages."""
 
     system_start: tuple[int, ...]
-    """What a sequence with a system message begins with."""
+    """First tokens of a sequence with a system message."""
     message_end: tuple[int, ...]
-    """What ends the system message, and the others too in most templates."""
+    """End of the system message, and in most templates of every message."""
 
     def __post_init__(self) -> None:
         if not self.message_end:
@@ -42,18 +42,18 @@ class Delimiters:
 
     @classmethod
     def of_template(cls, template: ChatTemplate) -> Delimiters | None:
-        """Read them off a chat template.
+        """Derive the delimiters from a chat template.
 
         Returns:
-            None for a template without a system message, or one that puts no
-            token of its own between that and the next message.
+            None for a template without a system message, or without a delimiter token
+            after it.
         """
         try:
             first = _render(template, _SYSTEM, _USER)
             second = _render(template, _OTHER, _USER)
             third = _render(template, _SYSTEM, _OTHER)
         except Exception:
-            # Templates are programs: some refuse a system message by raising.
+            # Templates are programs: some raise on a system message.
             return None
         start = _alike(first, second)
         common_end = _alike(first[::-1], second[::-1])
@@ -64,7 +64,7 @@ class Delimiters:
         return cls(tuple(first[:start]), tuple(end[:1]))
 
     def ends(self, tokens: Tokens) -> list[int]:
-        """Positions right behind each end of a message, ascending."""
+        """Positions directly after each message, ascending."""
         ids = np.frombuffer(tokens, np.int64)
         found: list[int] = np.flatnonzero(ids == self.message_end[0]).tolist()
         size = len(self.message_end)
@@ -74,11 +74,11 @@ class Delimiters:
         return [at + size for at in found]
 
     def system_end(self, tokens: Tokens, ends: Sequence[int]) -> int:
-        """Position right behind the system message; 0 if there is none.
+        """Position directly after the system message; 0 if there is none.
 
         Args:
             tokens: of the sequence.
-            ends: of its messages, from `ends`.
+            ends: the result of `ends`.
         """
         start = len(self.system_start)
         if not ends or tuple(tokens[:start]) != self.system_start:
@@ -98,7 +98,7 @@ def _render(template: ChatTemplate, system: str, user: str) -> list[int]:
 
 
 def _alike(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens both begin with alike."""
+    """Length of the common prefix."""
     both = zip(left, right, strict=False)
     return next(
         (i for i, (a, b) in enumerate(both) if a != b), min(len(left), len(right))

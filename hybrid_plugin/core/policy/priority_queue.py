@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A set whose members have priorities, and whose least member is at hand."""
+"""A priority queue whose members can be moved and removed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ T = TypeVar("T", bound=Hashable)
 
 
 class PriorityOrder(Generic[T]):
-    """Members by priority, least first; of equals the one that was put first.
+    """Members by priority, lowest first; ties in the order of `put`.
 
-    A binary heap with lazy deletion: a member that is put again or taken out
-    leaves its old entry behind, which is dropped when it surfaces, or when
-    such entries become the majority.  `put` and `first` take O(log n),
-    `discard` O(1), all amortised.
+    A binary heap with lazy deletion: an entry that was moved or removed stays in the
+    heap until it reaches the top, or until such entries are the majority.  `put` and
+    `first` take O(log n), `discard` O(1), all amortised.
     """
 
     def __init__(self) -> None:
@@ -31,15 +30,15 @@ class PriorityOrder(Generic[T]):
         return member in self._entries
 
     def __iter__(self) -> Iterator[T]:
-        """Least first; sorts, so not for hot paths."""
+        """Lowest priority first; sorts, so it is not for hot paths."""
         return iter([member for _, _, member in sorted(self._entries.values())])
 
     def members(self) -> Iterable[T]:
-        """All of them, in the order in which they came."""
+        """All members, in insertion order."""
         return self._entries.keys()
 
     def put(self, member: T, priority: float) -> None:
-        """Add `member`, or move it."""
+        """Add `member`, or change its priority."""
         self._count += 1
         entry = (priority, self._count, member)
         self._entries[member] = entry
@@ -49,15 +48,15 @@ class PriorityOrder(Generic[T]):
             heapq.heapify(self._heap)
 
     def discard(self, member: T) -> None:
-        """Take `member` out if it is present."""
+        """Remove `member` if it is present."""
         self._entries.pop(member, None)
 
     def priority(self, member: T) -> float:
-        """What `member`, which must be present, was put with."""
+        """The priority of `member`, which must be present."""
         return self._entries[member][0]
 
     def first(self) -> T | None:
-        """The least member, or None if there is none."""
+        """The member with the lowest priority; None if empty."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a slot is worth more to a shared snapshot than to one more sequence."""
+"""Whether a slot is worth more for a shared snapshot than for one more sequence."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import TypeVar
 T = TypeVar("T", bound=Hashable)
 
 STEP_TOKENS = 512
-"""Tokens whose prefill takes a device about as long as one step of a decoding batch,
-whatever its size: the device waits for the weights then.  An estimate, by what devices
-compute and read in a second; not measured."""
+"""Number of tokens whose prefill takes about as long as one decode step of any batch
+size, which is bound by reading the weights.  Estimated from the compute and memory
+throughput of devices; not measured."""
 RUNNING_PER_SNAPSHOT = 3
-"""Sequences that run for each snapshot for which another one waits."""
+"""Running sequences per snapshot that other sequences wait for."""
 _REMEMBERED = 32
-"""Ends of sequences over which answers are averaged."""
+"""Number of finished sequences over which the answer length is averaged."""
 
 
 @dataclass(slots=True)
 class SlotTradeoff:
-    """Weighs computation that is saved against sequences that run at once.
+    """Compares the computation that a snapshot saves with the gain of a larger batch.
 
-    With n sequences running, one more makes each take 1/n² of its steps less of the
-    device's time.  A snapshot that one of m others resumes from, each as often, saves
-    each of them 1/m of what it saves.
+    With n running sequences, one more reduces the device time per sequence by 1/n² of
+    its decode steps.  If sequences resume equally often from m snapshots, one of them
+    saves each sequence 1/m of its saving on average.
     """
 
     answer: float = 0.0
-    """Steps in which a sequence decodes, as far as seen."""
+    """Average number of decode steps of a sequence."""
 
     def ended(self, answer: int) -> None:
-        """Hear of the end of a sequence that decoded for so many steps."""
+        """Record the end of a sequence that decoded for `answer` steps."""
         self.answer += (answer - self.answer) / _REMEMBERED
 
     def pays(self, saving: int, *, among: int, running: int) -> bool:
         """Whether to keep a snapshot rather than run one more sequence.
 
         Args:
-            saving: tokens that need not be computed after it.
-            among: snapshots that sequences resume from, about as often as from it.
-            running: sequences that run.
+            saving: number of tokens that a sequence need not compute with it.
+            among: number of snapshots that sequences resume from about equally often.
+            running: number of running sequences.
         """
         return saving * running**2 > among * self.answer * STEP_TOKENS
 
     def max_kept(self, running: int) -> int:
-        """Snapshots for which sequences wait at most, while `running` sequences run."""
+        """Maximum number of snapshots that sequences wait for with `running` ones."""
         return running // RUNNING_PER_SNAPSHOT
 
     def worth_keeping(
@@ -55,12 +55,13 @@ class SlotTradeoff:
         """Which snapshots are worth more than one more running sequence.
 
         Args:
-            hot: tokens that each hot snapshot saves, the latest used first.
+            hot: tokens that each hot snapshot saves, the most recently used first.
             branch: tokens that a planned snapshot at a branch point saves; 0 for none.
-            running: sequences that run.
+            running: number of running sequences.
 
         Returns:
-            Slots to leave to planned snapshots (0 or 1), and the hot ones to keep.
+            Number of slots to leave for planned snapshots (0 or 1), and the hot
+            snapshots to keep.
         """
         among = len(hot) + (branch > 0)
         planned = int(branch > 0 and self.pays(branch, among=among, running=running))

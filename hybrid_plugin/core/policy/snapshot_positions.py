@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a sequence a state snapshot is worth a slot.
+"""Positions in a sequence at which state snapshots are taken.
 
-A state can be resumed only at the exact position where it was taken, so the
-positions decide what is ever hit.  Four kinds pay (Marconi, MLSys 2025,
-names the first and the third):
+A state can be resumed only at the exact position where it was taken, so these positions
+determine the possible hits.  There are four kinds (Marconi, MLSys 2025, uses the first
+and the third):
 
-* the *branch point*, where a new sequence leaves one seen before: the next
-  one that shares the prefix, a system prompt say, resumes there;
-* the *prompt end*, for the same prompt sent again, and in a long prompt its
-  *body* too: prompts that share a long beginning rarely share the end, so the
-  second one can resume only at a position some way before it;
-* the *turn end*, where the next turn of a chat goes on.  It costs nothing: the
-  sequence donates its slot when it finishes;
-* the *chunk end*, where the engine pauses a long prefill anyway.  It costs a
-  copy, and serves the next sequence that shares a long beginning.  The last one
-  of a prompt serves most of those; the others are the first to go.
+* the *branch point*, where a new sequence diverges from an earlier one.  The next
+  sequence with the same prefix, such as a system prompt, resumes there;
+* the *prompt end*, for the same prompt sent again, and for a long prompt also its
+  *body*: prompts with a long common prefix rarely share their end, so the second one
+  needs a snapshot some distance before it;
+* the *turn end*, where the next turn of a chat continues.  It is free: the finished
+  sequence donates its slot;
+* the *chunk end*, where the engine splits a long prefill anyway.  It costs a copy, and
+  serves later sequences that share a long prefix.  The last chunk end of a prompt
+  serves most of them; the earlier ones are evicted first.
 
-Two more come from outside: positions that the *application* asks to keep, and the
-end of the *system message*, by the delimiters of the chat template, so that the
-second chat that begins with it already hits.
+Two kinds come from outside: positions requested by the *application*, and the end of
+the *system message*, found by the delimiters of the chat template, so that the second
+chat with it already hits.
 
-All but the turn end are floored to a whole page.  Two prompts may agree by accident
-on some tokens behind what they really share; flooring forgives that, and
-pages up to a page end are shared without a copy.
+All positions but the turn end are rounded down to a page end.  Two prompts may agree by
+chance on a few tokens after their common prefix; rounding ignores these, and whole
+pages are shared without a copy.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from hybrid_plugin.core.tree.tokens import Tokens
 class SnapshotPolicy:
     """Plans the positions at which a prefill pauses for a snapshot.
 
-    Every pause costs one more forward pass for the tokens behind it, so a
-    snapshot must be able to save a minimum of work.
+    Every pause costs an additional forward pass, so a snapshot must save a minimum
+    number of tokens.
     """
 
     page_size: int
     branch_min_tokens: int
-    """A branch point must lie this far behind the last usable snapshot, or by a
-    quarter of what that one saves already: the first page shared is worth much,
-    one page more is not."""
+    """Minimum distance of a branch point from the last usable snapshot; a quarter of
+    that snapshot's own position is enough as well: the first shared page matters, one
+    more hardly does."""
     prompt_end_min_tokens: int
-    """The same for a prompt end, which only an identical prompt can use."""
+    """The same minimum for a prompt end, which only an identical prompt can use."""
     chunk_end_min_tokens: int
-    """The same for a chunk end, counted from any snapshot before it."""
+    """The same minimum for a chunk end, counted from any earlier snapshot."""
     body_share: float = 0.0
-    """Share of a prompt that is its body; 0 for no snapshot there."""
+    """Position of the body snapshot as a share of the prompt; 0 for none."""
     delimiters: Delimiters | None = None
-    """What ends a message in the model's chat template, if it is known."""
+    """Message delimiters of the model's chat template, if known."""
     system_min_tokens: int = 64
-    """The end of a system message must lie this far behind the hit."""
+    """Minimum distance from the hit to the end of the system message."""
     in_batch_prefix_min_tokens: int = 0
-    """Tokens that a sequence must save by waiting for one that computes what it begins
-    with; 0 for never to wait.  See `following`."""
+    """Minimum number of tokens that a sequence saves by waiting for another one to
+    compute their common prefix; 0 disables waiting.  See `in_batch_sharing`."""
     max_per_path: int | None = None
-    """Snapshots on the path to a new one, itself included; beyond that the one worth
-    least of them goes.  None for any number."""
+    """Maximum number of snapshots on the path to a new one, itself included; beyond it
+    the one with the lowest priority is evicted.  None for no limit."""
 
     def prefill_positions(
         self,
@@ -73,16 +73,16 @@ class SnapshotPolicy:
         wanted: Sequence[int] = (),
         prompt_end: int | None = None,
     ) -> tuple[int, ...]:
-        """Return where the prefill of one sequence should stop, ascending.
+        """Return the positions where the prefill of a sequence pauses, ascending.
 
         Args:
             length: tokens of the sequence.
             hit: tokens that are restored, not computed.
             kv_length: tokens whose KV the tree has (`Match.kv_length`).
-            wanted: positions that are worth keeping for reasons of their own.
-            prompt_end: where what the sequence says ends; by default at its end.
+            wanted: requested positions, from outside the policy.
+            prompt_end: end of the last message; by default the end of the sequence.
         """
-        # Not behind the last token but one: resuming needs a token to compute.
+        # At least one token must be left to compute when a sequence resumes.
         last = self._floor(length - 1)
         branch = min(self._floor(kv_length), last)
         positions = [hit]
@@ -109,7 +109,7 @@ class SnapshotPolicy:
         kv_length: int,
         snapshot_at: Sequence[int] = (),
     ) -> tuple[int, ...]:
-        """Return the positions of one sequence, what its messages tell included.
+        """Return the positions of a sequence, including those from its messages.
 
         Args:
             tokens: of the sequence.
@@ -136,14 +136,13 @@ class SnapshotPolicy:
     def align_chunk_end(self, start: int, end: int) -> int:
         """Return where a chunk that the engine ends at `end` should end.
 
-        A state inside a page could not be kept; the rest of the page goes to
-        the next chunk.
+        A snapshot must lie at a page end; the rest of the page goes to the next chunk.
         """
         floored = self._floor(end)
         return floored if floored >= start + 2 else end
 
     def keeps_chunk_end(self, position: int, last: int) -> bool:
-        """Whether the end of a chunk gets a snapshot, `last` being the one before."""
+        """Whether a chunk end gets a snapshot; `last` is the previous snapshot."""
         on_page = position % self.page_size == 0
         return on_page and self._worthwhile(position, last, self.chunk_end_min_tokens)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """AlphaTuner: finds the weight of a FLOP-aware policy by replay.
 
-Which weight is best depends on the workload and on the memory: where snapshots
-are few, a large one keeps long prompts that nobody sends again.  So every
-sequence that ends is replayed, while a trial lasts, through small copies of the
-cache's bookkeeping, one for each weight; the one with most hit tokens wins.
-(Marconi, MLSys 2025, replays what it recorded in the same way.)
+The best weight depends on the workload and on the memory.  With few snapshots, for
+example, a large weight keeps long prompts that are never sent again.  During a trial,
+every finished sequence is therefore replayed through copies of the cache's bookkeeping,
+one for each weight.  The weight with the most hit tokens wins.  (Marconi, MLSys 2025,
+replays its recorded requests in the same way.)
 
-A trial costs host time, as much as serving once more for every weight, so it
-ends when it has seen enough, and the next one begins much later.
+For every weight, a trial costs as much host time as the cache itself.  So it ends after
+a fixed number of sequences, and the next one begins much later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
 
 ALPHAS = (0.0, 0.25, 0.5, 1.0)
 TRIAL = 400
-"""Sequences that a trial counts, after every copy evicted a snapshot."""
+"""Number of sequences in a trial, counted once every copy has evicted a snapshot."""
 PAUSE = 10 * TRIAL
 """Sequences between two trials."""
 
@@ -61,7 +61,7 @@ class ReplayedCache(Protocol):
 
 
 class AlphaTuner:
-    """Sets the weight of one cache's policy."""
+    """Sets the weight of one cache's eviction policy."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class AlphaTuner:
         """Prepare a first trial.
 
         Args:
-            policy: of the cache in charge.
-            build: makes an empty cache like that one, with the policy given.
+            policy: of the cache that serves.
+            build: returns an empty cache of the same size, with the given policy.
             alphas: weights to try.
             trial: sequences that a trial counts.
             pause: sequences between two trials.
-            chunk: tokens of a prefill step at most.
+            chunk: maximum number of tokens in a prefill step.
         """
         self._policy = policy
         self._build = build
@@ -102,13 +102,13 @@ class AlphaTuner:
         prompt_length: int,
         namespace: Hashable,
     ) -> bool:
-        """Replay a sequence that ended; returns whether the weight changed.
+        """Replay a finished sequence; return whether the weight changed.
 
         Args:
-            tokens: all of it that is known.
-            computed: tokens of it that were computed, at least one.
-            prompt_length: tokens of its prompt.
-            namespace: what besides tokens must be equal.
+            tokens: all its known tokens.
+            computed: number of computed tokens, at least one.
+            prompt_length: number of tokens of its prompt.
+            namespace: must be equal, besides the tokens, for a hit.
         """
         if not self._copies:
             self._idle += 1
@@ -137,7 +137,7 @@ class AlphaTuner:
         }
 
     def _give_up_in_time(self) -> None:
-        """Where there is room for all, no weight is better, and copies are a cost."""
+        """Without evictions all weights are equal, and the copies only cost time."""
         self._idle += 1
         if self._idle >= self._pause:
             self._copies, self._idle = {}, 0
@@ -147,7 +147,7 @@ class AlphaTuner:
 
     def _decide(self) -> bool:
         hits = self._hits()
-        # The smallest of equally good ones: it is nearest to plain recency.
+        # Of equally good weights the smallest: it is closest to plain recency.
         best = max(self._alphas, key=lambda a: (hits[a] - self._before[a], -a))
         changed = best != self._policy.alpha
         self._policy.alpha = best
@@ -158,7 +158,7 @@ class AlphaTuner:
 def _replay(
     cache: ReplayedCache, tokens: Tokens, prompt: int, namespace: Hashable, chunk: int
 ) -> None:
-    """Serve one sequence, alone; one that does not fit is passed over."""
+    """Serve one sequence alone; skip it if it does not fit."""
     found = cache.look_up(tokens[:prompt], namespace)
     if cache.admit("replayed", found, num_tokens=len(tokens)) is None:
         return

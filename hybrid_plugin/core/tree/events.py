@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages of KV come and go, for routers that send requests where they hit.
+"""Events for cache-aware routers: which KV pages were stored and removed.
 
-The engines publish three kinds of event with equal contents: a run of pages
-was stored behind a parent, pages were removed, everything was cleared.  They
-differ in how a page is named, so the adapter brings the hash function of its
-engine, and translates the records (fields of vLLM 0.32's
-`vllm.distributed.kv_events` and SGLang 0.5.23's `disaggregation.kv_events`).
+Both engines publish three kinds of event with equal contents: pages were stored after a
+parent, pages were removed, everything was cleared.  The engines differ in how they name
+a page, so the adapter supplies its engine's hash function and converts the records
+(fields of vLLM 0.32's `vllm.distributed.kv_events` and SGLang 0.5.23's
+`disaggregation.kv_events`).
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.tokens import Tokens
 
 Key: TypeAlias = "int | bytes"
-"""Name of a page: the hash of all tokens up to its end, and of the namespace."""
+"""Name of a page: a hash of the namespace and of all tokens up to its end."""
 
 Hasher: TypeAlias = "Callable[[Key | None, Tokens, Hashable], Key]"
-"""Makes the key of a page from (key of the page before, its tokens, namespace)."""
+"""Computes the key of a page from the previous key, its tokens and the namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """A run of pages entered the cache."""
+    """Consecutive pages were stored."""
 
     namespace: Hashable
     parent: Key | None
-    """The page before the first of them; None at the start of a sequence."""
+    """Key of the page before the first; None at the start of a sequence."""
     keys: tuple[Key, ...]
     tokens: Tokens
-    """Of all pages, one after another."""
+    """Tokens of all pages, concatenated."""
     page_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class PagesRemoved:
-    """Pages left the cache."""
+    """Pages were removed."""
 
     keys: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Everything left the cache."""
+    """The cache was cleared."""
 
 
 Event = PagesStored | PagesRemoved | Cleared
 
 
 def sha256_chain(parent: Key | None, tokens: Tokens, namespace: Hashable) -> Key:
-    """A key of 64 bits, equal in every process.
+    """A 64-bit key that is equal in every process.
 
     Args:
         parent: a key made by this function; None for the first page.
         tokens: of the page, as 64-bit integers of the machine's byte order.
-        namespace: counts by its `repr`, for the first page only.
+        namespace: enters by its `repr`, for the first page only.
     """
     digest = sha256(repr(namespace).encode() if parent is None else _bytes(parent))
     digest.update(tokens.tobytes())
@@ -72,11 +72,11 @@ def _bytes(key: Key) -> bytes:
 
 @dataclass(slots=True)
 class EventLog:
-    """Collects events until the adapter takes them."""
+    """Collects events for the adapter."""
 
     hasher: Hasher = sha256_chain
     _keys: dict[Node, tuple[Key, ...]] = field(default_factory=dict)
-    """Of the pages of every segment in the tree."""
+    """Keys of the pages of every segment in the tree."""
     _pending: list[Event] = field(default_factory=list)
 
     def take(self) -> list[Event]:
@@ -85,7 +85,7 @@ class EventLog:
         return pending
 
     def stored(self, leaf: Node, namespace: Hashable, page_size: int) -> None:
-        """Note a new leaf of whole pages."""
+        """Record a new leaf of whole pages."""
         parent = self._last_key(leaf.parent)
         key, keys = parent, []
         for start in range(0, len(leaf.tokens), page_size):
@@ -98,7 +98,7 @@ class EventLog:
         )
 
     def removed(self, leaf: Node, kept: int) -> None:
-        """Note that a leaf lost its pages from the `kept`-th on."""
+        """Record that a leaf lost all but its first `kept` pages."""
         keys = self._keys.pop(leaf)
         if kept:
             self._keys[leaf] = keys[:kept]
@@ -110,7 +110,7 @@ class EventLog:
         self._keys[upper], self._keys[lower] = keys[:pages], keys[pages:]
 
     def cleared(self) -> None:
-        """Note that the tree was emptied."""
+        """Record that the tree was cleared."""
         self._keys.clear()
         self._pending.append(Cleared())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the radix tree is made of."""
+"""Nodes and snapshots of the radix tree."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import cast
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
 
 ADMISSION = 1 << 20
-"""What one admission adds to a tree's clock: more than it can have uses."""
+"""Clock ticks per admission; more than the uses within one admission."""
 
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """What the tree holds besides KV of all tokens, to resume at one position."""
+    """Everything besides full-attention KV that is needed to resume at one position."""
 
     slot: int
-    """The state; the reserved slot for a model without state layers."""
+    """Slot with the state; the reserved slot for a model without state layers."""
     windows: tuple[Pages, ...] = ()
-    """Per window group, the pages that it needs to go on, in order."""
+    """Per window group, the pages that are needed to resume, in order."""
     used_at: int = 0
-    """The tree's clock when it was taken, taken again or resumed from."""
+    """Clock value when it was taken, taken again or resumed from."""
     hits: int = 0
-    """Sequences that resumed from it."""
+    """Number of sequences that resumed from it."""
     is_turn_end: bool = False
-    """Whether a sequence that ended here donated it."""
+    """Whether it was donated by a sequence that ended here."""
     is_superseded: bool = False
-    """Whether nobody is expected to want it any more."""
+    """Whether it is not expected to be reused."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether others than the next turn of one chat resumed from it."""
+        """Whether sequences other than the next turn of one chat resumed from it."""
         return self.hits > self.is_turn_end
 
 
@@ -40,7 +40,7 @@ _NONE = cast("dict[bytes, Node]", MappingProxyType({}))
 
 
 def _none() -> dict[bytes, Node]:
-    """Most nodes are leaves: they share one empty mapping."""
+    """One empty mapping that all leaves share, to save memory."""
     return _NONE
 
 
@@ -48,38 +48,37 @@ def _none() -> dict[bytes, Node]:
 class Node:
     """One edge of the tree together with the node at its end.
 
-    A *segment* covers one or more whole pages of tokens and has a page for
-    each.  A *tail* covers fewer tokens than a page, hangs at the end of a
-    segment (or of the root), holds one page of which only the first tokens
-    count, and exists for its snapshot alone.
+    A *segment* covers one or more whole pages of tokens and has an id for each.  A
+    *tail* is a child of a segment or of the root, covers fewer tokens than a page, and
+    exists only for its snapshot.  Only the first tokens of its page are valid.
     """
 
     parent: Node | None
     tokens: Tokens
     pages: Pages
     end: int
-    """Tokens from the root to the end of this node."""
+    """Number of tokens from the root to the end of this node."""
     is_tail: bool = False
     children: dict[bytes, Node] = field(default_factory=_none)
-    """Segments below, by the bytes of the tokens of their first page."""
+    """Child segments, by the bytes of the tokens of their first page."""
     tails: dict[bytes, Node] = field(default_factory=_none)
-    """Tails below, by the bytes of all their tokens."""
+    """Child tails, by the bytes of all their tokens."""
     snapshot: Snapshot | None = None
-    """Without one, the node is a tombstone: its KV alone resumes nothing."""
+    """None for a tombstone: its KV alone cannot be resumed from."""
     kv_lock: int = 0
-    """Sequences whose shared prefix ends here.  What lies before is safe too:
-    leaves are evicted before their parents."""
+    """Number of sequences whose shared prefix ends here.  This protects the path as
+    well, because leaves are evicted before their parents."""
     state_lock: int = 0
-    """Admissions in progress that read the snapshot."""
+    """Number of admissions in progress that read the snapshot."""
     used_at: int = 0
-    """The tree's clock when a sequence last came or ended here."""
+    """Clock value when a sequence last reached this node or ended here."""
 
     @property
     def is_leaf(self) -> bool:
         return not self.children and not self.tails
 
     def link(self, key: bytes, child: Node) -> None:
-        """Put `child` below this node."""
+        """Add `child` below this node."""
         child.parent = self
         if child.is_tail:
             if self.tails is _NONE:
@@ -91,7 +90,7 @@ class Node:
             self.children[key] = child
 
     def unlink(self, key: bytes, child: Node) -> None:
-        """Take `child` out from below this node."""
+        """Remove `child` from this node."""
         child.parent = None
         if child.is_tail:
             del self.tails[key]
@@ -99,9 +98,9 @@ class Node:
             del self.children[key]
 
     def resume_before(self) -> int:
-        """Tokens at the nearest snapshot on the path before this node; 0 for none.
+        """Position of the nearest snapshot before this node on its path; 0 for none.
 
-        Superseded ones do not count: they are the first to go.
+        Superseded ones do not count, because they are evicted first.
         """
         node = self.parent
         while node is not None:
@@ -111,9 +110,9 @@ class Node:
         return 0
 
     def alone(self) -> int:
-        """Tokens up to this node's end that nothing else needs.
+        """Number of tokens up to this node's end that nothing else needs.
 
-        They begin where another path branches off, or at the nearest snapshot.
+        They start where another path branches off, or at the nearest snapshot.
         """
         node = self
         while (parent := node.parent) is not None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """MambaRadixCache: a radix tree over tokens with KV pages and state snapshots.
 
-The tree knows which prefix is where and how recently it was used.  It hands
-out and takes back page and slot ids but owns no pool: `HybridCache` does the
-reference counting, so every method here says which ids changed hands.
+The tree stores where each prefix is and how recently it was used.  It accepts and
+returns page and slot ids but owns no pool.  `HybridCache` counts references, so every
+method here returns the ids that were added or removed.
 
-Matching and inserting are linear in the tokens they compare, never in the size
-of the tree; locking and touching take constant time.
+Matching and inserting take time linear in the tokens compared, independent of the size
+of the tree.  Locking and touching take constant time.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ _NO_PAGES: Pages = array("i")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the tree holds of a token sequence."""
+    """The cached part of a token sequence."""
 
     length: int
-    """Tokens that can be restored: KV and a state are there for all of them."""
+    """Tokens that can be restored: with KV for all of them and a state after them."""
     node: Node | None
-    """The node whose snapshot was taken after exactly `length` tokens.  Where no
-    snapshots are needed, the one that `length` lies in or ends."""
+    """The node whose snapshot was taken after exactly `length` tokens.  Without need
+    for snapshots, the node that contains position `length`."""
     pages: Pages
-    """Pages of the whole pages below `length`, to be shared."""
+    """Ids of the whole pages up to `length`, to be shared."""
     tail_page: int | None
-    """The page with the rest of `length`, to be copied; None if there is none."""
+    """Id of the page with the remaining tokens, to be copied; None if there is none."""
     kv_length: int
-    """Tokens of whole pages whose KV is in the tree, with or without a state.
-    Where it exceeds `length`, this sequence and an earlier one part ways
-    behind the last snapshot: a branch point."""
+    """Tokens in whole pages whose KV is in the tree, with or without a state.  If it
+    exceeds `length`, an earlier sequence diverged there, after the last snapshot: a
+    branch point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Ids that left the tree."""
+    """Ids that were removed from the tree."""
 
     pages: Pages
     snapshot: Snapshot | None = None
 
 
 class MambaRadixCache:
-    """Match, insert, split and the orders of eviction; decides nothing about memory."""
+    """Matching, insertion, splits and eviction order; makes no decisions about
+    memory."""
 
     def __init__(
         self,
@@ -66,10 +67,10 @@ class MambaRadixCache:
 
         Args:
             page_size: tokens in a page.
-            needs_snapshots: whether a prefix can be resumed only where there is
-                a snapshot.  With full attention alone it can at any page end.
-            eviction: what goes first; by default `UsedFirst`.
-            events: where to note which pages come and go.
+            needs_snapshots: whether a prefix can be resumed only at a snapshot.  With
+                full attention alone it can be resumed at any page end.
+            eviction: the eviction policy; by default `UsedFirst`.
+            events: log of pages that are stored and removed.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -81,11 +82,11 @@ class MambaRadixCache:
         self._namespaces: dict[Node, Hashable] = {}
         self._reset_orders()
         self.clock = 0
-        """Grows with every use of a node; the upper bits count admissions."""
+        """Increases with every use of a node; the upper bits count admissions."""
         self._live = 0
-        """Sequences that were live at the last admission, besides the one admitted."""
+        """Live sequences at the last admission, without the admitted one."""
         self.version = 0
-        """Grows whenever a match could change."""
+        """Increases whenever the result of a match could change."""
 
     # ------------------------------------------------------------------ lookup
 
@@ -93,12 +94,12 @@ class MambaRadixCache:
         """Find the longest prefix of `tokens` that can be restored.
 
         Args:
-            namespace: what besides tokens must be equal (adapter, salt).
+            namespace: must be equal for a match, besides the tokens (adapter, salt).
             tokens: the sequence.
             limit: restore at most this many tokens; an engine must compute at
                 least one token to get logits.
 
-        Touches nothing; call `touch` for a match that is used.
+        Changes nothing; call `touch` for a match that is used.
         """
         root = self._roots.get(namespace)
         if root is None:
@@ -165,17 +166,17 @@ class MambaRadixCache:
         pages: Pages,
         after: Node | None = None,
     ) -> tuple[Node, Pages]:
-        """Make the tree hold `tokens`, one id of `pages` for each page of them.
+        """Insert `tokens`, with one id of `pages` for each page of them.
 
         Args:
             namespace: as in `match`.
-            tokens: those that follow the end of `after`.
+            tokens: the tokens after the end of `after`.
             pages: of these tokens.
             after: a node in the tree; the root by default.
 
         Returns:
-            The node that ends exactly after `tokens` (`after` for none), and
-            the ids the tree took: those of pages it did not have yet.
+            The node that ends exactly after `tokens` (`after` if empty), and the ids
+            that were added: those of pages that were not in the tree yet.
 
         Raises:
             ValueError: if `tokens` is not a whole number of pages.
@@ -203,11 +204,11 @@ class MambaRadixCache:
         return node, _NO_PAGES
 
     def insert_tail(self, node: Node, tokens: Tokens, page: int) -> tuple[Node, bool]:
-        """Hang `tokens`, fewer than a page, below `node`.
+        """Insert `tokens`, fewer than a page, below `node`.
 
         Returns:
-            The tail, and whether the tree took `page`; an equal tail that is
-            there already keeps its own.  A new tail needs a snapshot at once.
+            The tail, and whether `page` was added; an existing equal tail keeps its own
+            page.  The caller must attach a snapshot to a new tail.
         """
         if not 0 < len(tokens) < self.page_size:
             raise ValueError(f"a tail of {len(tokens)} tokens is no part of a page")
@@ -222,14 +223,14 @@ class MambaRadixCache:
         return tail, True
 
     def cut(self, node: Node, length: int) -> Node:
-        """The node that ends at `length`: `node`, or the upper part of it."""
+        """The node that ends at `length`: `node`, or its upper part after a split."""
         if node.end == length:
             return node
         start = node.end - len(node.tokens)
         return self._split(node, (length - start) // self.page_size)
 
     def attach_snapshot(self, node: Node, snapshot: Snapshot) -> None:
-        """Give `node`, which has none, a snapshot."""
+        """Attach a snapshot to `node`, which has none."""
         if node.snapshot is not None or node.parent is None:
             raise ValueError("a snapshot needs a node other than the root without one")
         node.snapshot = snapshot
@@ -239,7 +240,7 @@ class MambaRadixCache:
         self.version += 1
 
     def detach_snapshot(self, node: Node) -> Evicted:
-        """Take the snapshot of `node` away; a tail goes with it."""
+        """Remove the snapshot of `node`; a tail is removed as well."""
         snapshot = node.snapshot
         if snapshot is None:
             raise ValueError("the node has no snapshot")
@@ -254,8 +255,8 @@ class MambaRadixCache:
     def touch(self, node: Node) -> None:
         """Mark the path to `node` as just used.
 
-        Only `node` takes note: a parent inherits the latest use below it when
-        it becomes a leaf, and before that it cannot be evicted.
+        Only `node` is updated.  A parent inherits the latest use below it when it
+        becomes a leaf; before that it cannot be evicted.
         """
         if node.parent is not None:
             node.used_at = self._tick()
@@ -270,7 +271,7 @@ class MambaRadixCache:
             self._rank_snapshot(node)
 
     def use_snapshot(self, node: Node) -> None:
-        """Note that a sequence resumed from the snapshot of `node`."""
+        """Record that a sequence resumed from the snapshot of `node`."""
         snapshot = node.snapshot
         if snapshot is None:
             raise ValueError("the node has no snapshot")
@@ -278,7 +279,7 @@ class MambaRadixCache:
         self.touch_snapshot(node)
 
     def supersede_snapshot(self, node: Node) -> None:
-        """Make the snapshot of `node` the first to go: nobody will want it."""
+        """Mark the snapshot of `node` to be evicted first: it will not be reused."""
         snapshot = node.snapshot
         if snapshot is None:
             return
@@ -290,7 +291,7 @@ class MambaRadixCache:
     # ------------------------------------------------------------------- locks
 
     def lock(self, node: Node) -> None:
-        """Keep the KV of the whole path to `node` from being evicted."""
+        """Protect the KV of the whole path to `node` from eviction."""
         node.kv_lock += 1
         self._leaves.discard(node)
 
@@ -303,7 +304,7 @@ class MambaRadixCache:
             self.touch(node)
 
     def lock_state(self, node: Node) -> None:
-        """Keep the snapshot of `node`, whose KV is locked, from being evicted."""
+        """Protect the snapshot of `node`, whose KV is locked, from eviction."""
         if node.state_lock >= node.kv_lock:
             raise ValueError("lock the KV of a node before its state")
         node.state_lock += 1
@@ -319,15 +320,15 @@ class MambaRadixCache:
     # ---------------------------------------------------------------- eviction
 
     def evict_kv(self, wanted: int = 1) -> Evicted | None:
-        """Remove what is worth least of the unlocked leaves.
+        """Evict from the unlocked leaf with the lowest priority.
 
         Args:
-            wanted: pages that are needed.  A leaf without a snapshot loses no
-                more than that, from its end; one with a snapshot goes as a
-                whole, for without the last page the snapshot is worthless.
+            wanted: number of pages needed.  A leaf without a snapshot loses at most
+                that many, from its end.  A leaf with a snapshot is removed as a whole,
+                because the snapshot is useless without the last page.
 
         Returns:
-            What left the tree; None if nothing can.
+            The removed ids; None if nothing can be evicted.
         """
         leaf = self._victim_leaf()
         if leaf is None:
@@ -343,7 +344,8 @@ class MambaRadixCache:
         return Evicted(self._remove(leaf), snapshot)
 
     def evict_snapshot(self) -> Evicted | None:
-        """Remove the unlocked snapshot that is worth least; None if there is none."""
+        """Evict the unlocked snapshot with the lowest priority; None if there is
+        none."""
         node = self.next_snapshot()
         if node is None:
             return None
@@ -351,7 +353,7 @@ class MambaRadixCache:
         return self.detach_snapshot(node)
 
     def next_snapshot(self) -> Node | None:
-        """The node whose snapshot would be evicted next; a hot one at the last."""
+        """The node whose snapshot would be evicted next; hot ones come last."""
         orders = self._snapshots
         choice = self.eviction.next_segment(self.snapshot_counts())
         hot = None
@@ -363,7 +365,7 @@ class MambaRadixCache:
         return hot
 
     def _least(self, order: PriorityOrder[Node]) -> Node | None:
-        """The node of a segment whose snapshot is worth least."""
+        """The node of a segment whose snapshot has the lowest priority."""
         while (node := order.first()) is not None:
             assert node.snapshot is not None, "ranked nodes have one"
             priority = self.eviction.snapshot(node, node.snapshot)
@@ -373,10 +375,10 @@ class MambaRadixCache:
         return None
 
     def is_hot(self, node: Node) -> bool:
-        """Whether many sequences resume from a node's snapshot, one after the other.
+        """Whether many sequences currently resume from a node's snapshot.
 
-        That is: one that is shared, and was used by one of the last admissions: as
-        many of them as sequences were live at the last.
+        A snapshot is hot if it is shared and was used within the last n admissions,
+        where n is the number of live sequences at the last one.
         """
         snapshot = node.snapshot
         if snapshot is None or not snapshot.is_shared:
@@ -384,12 +386,12 @@ class MambaRadixCache:
         return self.age(snapshot.used_at) < self._live
 
     def next_is_hot(self) -> bool:
-        """Whether hot snapshots are all that could be evicted."""
+        """Whether only hot snapshots could be evicted."""
         node = self.next_snapshot()
         return node is not None and self.is_hot(node)
 
     def hot_snapshots(self) -> list[Node]:
-        """Nodes with a hot snapshot that is not locked, the latest used first."""
+        """Nodes with an unlocked hot snapshot, the most recently used first."""
         found = [
             (node.snapshot.used_at, node)
             for order in self._snapshots
@@ -399,9 +401,9 @@ class MambaRadixCache:
         return [node for _, node in sorted(found, key=lambda one: -one[0])]
 
     def beyond_cap(self, node: Node, most: int) -> list[Node]:
-        """Nodes on the path before `node` that hold snapshots beyond `most`.
+        """Nodes before `node` on its path whose snapshots exceed the limit `most`.
 
-        Those worth least come first; locked ones stay, whatever their number.
+        The lowest priority comes first; locked snapshots are never returned.
         """
         held: list[tuple[float, int, Node]] = []
         count, above = 0, node.parent
@@ -415,16 +417,16 @@ class MambaRadixCache:
         return [worst for _, _, worst in sorted(held)[: max(count - most, 0)]]
 
     def snapshots(self) -> Iterator[Node]:
-        """Nodes with an unlocked snapshot: by segment, the first to go first."""
+        """Nodes with an unlocked snapshot, by segment and in eviction order."""
         for order in self._snapshots:
             yield from order
 
     def snapshot_counts(self) -> tuple[int, ...]:
-        """Unlocked snapshots per segment of the eviction policy."""
+        """Number of unlocked snapshots per segment of the eviction policy."""
         return tuple([len(order) for order in self._snapshots])
 
     def clear(self) -> list[Evicted]:
-        """Forget everything, locked or not; returns all ids the tree held."""
+        """Remove everything, locked or not; return all removed ids."""
         evicted = [
             Evicted(node.pages, node.snapshot)
             for node in self.nodes()
@@ -445,12 +447,12 @@ class MambaRadixCache:
         slots: Mapping[int, int] | None = None,
         windows: Mapping[int, Mapping[int, int]] | None = None,
     ) -> None:
-        """Replace ids of pages and of slots by others; linear in the tree.
+        """Replace ids of pages and slots; takes time linear in the size of the tree.
 
         Args:
             pages: new id by old id.
             slots: new id by old id.
-            windows: new id by old id, for window groups by their place.
+            windows: new id by old id, by index of the window group.
         """
         pages, slots, windows = pages or {}, slots or {}, windows or {}
         for node in self.nodes():
@@ -474,11 +476,11 @@ class MambaRadixCache:
             stack.extend(node.tails.values())
 
     def leaves(self) -> Iterator[Node]:
-        """Leaves that may be evicted, the first to go first."""
+        """Leaves that may be evicted, in eviction order."""
         return iter(self._leaves)
 
     def rank_again(self) -> None:
-        """Ask the policy for all priorities anew; it changed its mind."""
+        """Recompute all priorities, after the policy has changed."""
         for node in list(self._leaves):
             self._rank_leaf(node)
         for node in list(self.snapshots()):
@@ -488,16 +490,16 @@ class MambaRadixCache:
     # -------------------------------------------------------------------- ages
 
     def begin_admission(self, live: int = 0) -> None:
-        """Count one admission, the unit of every age.
+        """Count one admission, the unit of ages.
 
         Args:
-            live: sequences that are live besides.
+            live: number of other live sequences.
         """
         self._live = live
         self.clock = (self.clock // ADMISSION + 1) * ADMISSION
 
     def age(self, used_at: int) -> int:
-        """Admissions since the clock stood at `used_at`."""
+        """Admissions since clock value `used_at`."""
         return self.clock // ADMISSION - used_at // ADMISSION
 
     def kv_age(self) -> int | None:
@@ -508,7 +510,7 @@ class MambaRadixCache:
     def snapshot_age(self) -> int | None:
         """Age of the snapshot that would be evicted next; None if there is none.
 
-        A superseded one is older than anything else.
+        A superseded snapshot is older than all others.
         """
         node = self.next_snapshot()
         if node is None or node.snapshot is None:
@@ -550,10 +552,10 @@ class MambaRadixCache:
         self.touch(leaf)
 
     def _split(self, lower: Node, pages: int) -> Node:
-        """Cut `lower` after `pages` pages; returns the new upper node.
+        """Split `lower` after `pages` pages; return the new upper node.
 
-        `lower` stays the object that ends where it ended: locks and snapshots
-        refer to ends.
+        `lower` remains the object with the same end, because locks and snapshots belong
+        to the end.
         """
         parent = lower.parent
         assert parent is not None, "the root covers no tokens and is never split"
@@ -591,7 +593,7 @@ class MambaRadixCache:
             order.discard(node)
 
     def _trim(self, leaf: Node, count: int) -> Pages:
-        """Cut the last `count` pages off a leaf that has more."""
+        """Remove the last `count` pages of a leaf with more pages."""
         kept = len(leaf.pages) - count
         trimmed = leaf.pages[kept:]
         leaf.pages = leaf.pages[:kept]
@@ -602,7 +604,7 @@ class MambaRadixCache:
         return trimmed
 
     def _remove(self, node: Node) -> Pages:
-        """Cut the leaf `node` off; returns its pages."""
+        """Remove the leaf `node`; return its pages."""
         assert node.is_leaf, "KV is evicted from the leaves towards the root"
         parent = node.parent
         assert parent is not None, "the root is never removed"
@@ -619,7 +621,7 @@ class MambaRadixCache:
         return node.pages
 
     def _drop_empty_root(self, root: Node) -> None:
-        """Forget a namespace that holds nothing: salts may be many."""
+        """Remove an empty namespace, because there may be many salts."""
         if root.is_leaf and root in self._namespaces:
             del self._roots[self._namespaces.pop(root)]
 
