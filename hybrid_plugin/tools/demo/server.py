@@ -22,6 +22,8 @@ and a single import or compilation may take minutes."""
 LAST_LINES = 15
 LINE_LENGTH = 100
 """Characters of a log's last line that are shown."""
+TAIL_BYTES = 4096
+"""Bytes at the end of a log in which its last line is looked for."""
 POLL_S = 0.25
 
 
@@ -99,9 +101,10 @@ class Server:
 
     def _last_line(self) -> str:
         with self._log.open("rb") as log:
-            log.seek(-min(LINE_LENGTH, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            log.seek(max(log.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
             lines = log.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return last[:LINE_LENGTH]
 
     def check_alive(self) -> None:
         """Check that the process runs.
