@@ -34,18 +34,16 @@ def most_slots(cache: HybridCache) -> int:
 class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
     """Token positions of the KV pool; page 0 takes the writes of padded tokens."""
 
-    def __init__(
-        self, cache: HybridCache, stock: Any, mover: Executor | None = None
-    ) -> None:
+    def __init__(self, cache: HybridCache, stock: Any, executor: Executor) -> None:
         """Stand in for the allocator that SGLang built.
 
         Args:
             cache: the core cache that owns the pages.
             stock: SGLang's allocator for the same KV pool.
-            mover: moves memory between the pools, where they share it.
+            executor: runs the cache's commands on this rank's pools.
         """
         self.cache = cache
-        self.mover = mover
+        self.executor = executor
         super().__init__(
             size=cache.pages.usable * cache.page_size,
             page_size=cache.page_size,

@@ -16,6 +16,8 @@ _ALLOCATOR = f"{_SRT}.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
 _SLOTS = f"{_SRT}.mem_cache.allocator.mamba:MambaSlotAllocator"
 _BUDGET = f"{_SRT}.mem_cache.prefill_budget:PrefillBudget"
 _POOL = f"{_SRT}.mem_cache.memory_pool"
+_CONVOLUTION = f"{_SRT}.layers.attention.mamba.causal_conv1d"
+_TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _ADDER = f"{_SRT}.managers.schedule_policy:PrefillAdder"
 _BATCH = f"{_SRT}.managers.schedule_batch"
 _SCHEDULER = f"{_SRT}.managers.scheduler:Scheduler"
@@ -102,14 +104,31 @@ MEMORY_HOOKS = (
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend._convolve_prefill",
         ("layer", "forward_batch", "mixed_qkv", "conv_states", "cache_indices"),
     ),
+    HookPoint(
+        f"{_CONVOLUTION}:causal_conv1d_fn",
+        ("x", "conv_states", "cache_indices"),
+        mentions=("causal_conv1d_fwd",),
+    ),
+    HookPoint(
+        f"{_CONVOLUTION}:causal_conv1d_update",
+        ("x", "conv_state", "conv_state_indices"),
+        mentions=("causal_conv1d_update_kernel",),
+    ),
+    HookPoint(
+        f"{_TRITON_CONVOLUTION}:causal_conv1d_fn",
+        ("x", "conv_states", "query_start_loc", "seq_lens_cpu", "cache_indices"),
+    ),
+    HookPoint(
+        f"{_TRITON_CONVOLUTION}:causal_conv1d_update",
+        ("x", "conv_state", "cache_seqlens", "conv_state_indices", "pad_slot_id"),
+    ),
     HookPoint(f"{_SRT}.runtime_context:get_exec"),
     HookPoint(f"{_SRT}.runtime_context:get_server_args"),
     HookPoint(f"{_SRT}.arg_groups.fields.model:Model.model_path"),
     HookPoint(f"{_SRT}.arg_groups.fields.model:Model.revision"),
     HookPoint(f"{_SRT}.arg_groups.fields.model:Model.trust_remote_code"),
     HookPoint(f"{_SRT}.arg_groups.fields.serving:Serving.tokenizer_path"),
-    HookPoint(f"{_POOL}:MambaPool.clear_slots", ("indices",)),
-    HookPoint(f"{_POOL}:MambaPool.copy_from", ("src_indices", "dst_indices")),
+    HookPoint(f"{_POOL}:MambaPool._slot_siblings"),
     HookPoint(f"{_POOL}:HybridLinearKVPool", mentions=("full_kv_pool",)),
     HookPoint(f"{_POOL}:MHATokenToKVPool", mentions=("k_buffer", "v_buffer")),
     HookPoint(f"{_POOL}:MLATokenToKVPool", mentions=("kv_buffer",)),

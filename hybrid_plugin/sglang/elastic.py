@@ -10,8 +10,7 @@ strides; its own unified memory has the same layout for states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.sglang import addressing
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.slots import slot_bytes
 
@@ -146,31 +146,6 @@ class SharedPools:
         return Executor(arenas)
 
 
-_planned: SharedPools | None = None
-_lent: SharedPools | None = None
-
-
-def planned() -> SharedPools | None:
-    """What `share` found for this process's model, if its pools share memory."""
-    return _planned
-
-
-@contextmanager
-def lend() -> Iterator[None]:
-    """Have SGLang's pools be built on what was planned, if anything was."""
-    global _lent
-    _lent = _planned
-    try:
-        yield
-    finally:
-        _lent = None
-
-
-def lent() -> SharedPools | None:
-    """The memory on which a pool that is being built must lie, or None."""
-    return _lent
-
-
 def share(
     configurator: Any, available: int, token_bytes: int, options: HybridConfig
 ) -> SharedPools | None:
@@ -188,8 +163,6 @@ def share(
     Raises:
         ConfigError: if the options ask for elastic pools and they cannot be had.
     """
-    global _planned
-    _planned = None
     device = torch.empty(0, device=configurator.device).device
     found = hindrance(device.type) or _hindrance_of_pools(configurator)
     if not elastic_memory.is_wanted(options, found, logger):
@@ -211,12 +184,23 @@ def share(
         max_sequences=get_schedule().max_running_requests or MOST_SEQUENCES,
         log=logger,
     )
-    if plan is None:
+    if plan is None or not _addressed(configurator, plan, options):
         memory.close()
         return None
     logger.info("%s", elastic_memory.describe(plan))
-    _planned = SharedPools(plan, memory)
-    return _planned
+    return SharedPools(plan, memory)
+
+
+def _addressed(configurator: Any, plan: ElasticPlan, options: HybridConfig) -> bool:
+    """Whether the model's kernels reach every slot.
+
+    Raises:
+        ConfigError: if they do not and the options ask for elastic pools.
+    """
+    device_type = torch.empty(0, device=configurator.device).device.type
+    found = addressing.hindrance(configurator, plan.sizes.slots, plan.layout.slot_bytes)
+    # The CPU's kernels are PyTorch's own.
+    return device_type == "cpu" or elastic_memory.is_wanted(options, found, logger)
 
 
 def hindrance(device_type: str) -> str | None:

@@ -33,6 +33,10 @@ NEEDED = {
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
         "needs_state_gather",
     ),
+    "patches._convolve_beyond_32_bits": _while_there(
+        f"{_SRT}.layers.attention.mamba.causal_conv1d:causal_conv1d_update",
+        "causal_conv1d_update_kernel",
+    ),
     "patches._admit_by_demand": _while_there(f"{_SCHEDULER}.get_prefill_adder_class"),
     "patches._place_tokens": _while_there(
         f"{_SRT}.mem_cache.allocation:alloc_for_extend"

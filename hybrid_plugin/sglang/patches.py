@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.sglang import activation
@@ -18,6 +18,9 @@ from hybrid_plugin.sglang.contracts import COMMAND_LINE_HOOKS, HOOKS
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.upstream.hookpoints import LiveView, problems
 from hybrid_plugin.upstream.standing import untested
+
+if TYPE_CHECKING:
+    from hybrid_plugin.sglang.pool_memory import PoolMemory
 
 _SRT = "sglang.srt"
 _ENGINE_HOOKED = False
@@ -44,6 +47,8 @@ def hook_engine() -> None:
     Raises:
         ConfigError: naming each hook point that this SGLang moved.
     """
+    from hybrid_plugin.sglang.pool_memory import PoolMemory
+
     global _ENGINE_HOOKED
     if _ENGINE_HOOKED:
         return
@@ -52,9 +57,11 @@ def hook_engine() -> None:
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
-    _divide_memory()
-    _share_memory()
-    _convolve_in_few_shapes()
+    memory = PoolMemory()
+    _divide_memory(memory)
+    _share_memory(memory)
+    _convolve_in_few_shapes(memory)
+    _convolve_beyond_32_bits()
     _build_cache()
     _admit_by_demand()
     _place_tokens()
@@ -97,7 +104,7 @@ def _allow_paged_overlap() -> None:
     _hook(f"{_SRT}.arg_groups.mamba_hook.validate_mamba_no_buffer", "AROUND", validate)
 
 
-def _divide_memory() -> None:
+def _divide_memory(memory: PoolMemory) -> None:
     """Symptom: a third of the state slots can run, and memory is split blindly.
 
     Cause: SGLang reserves tracking and snapshot slots for every request, and
@@ -114,7 +121,7 @@ def _divide_memory() -> None:
         if not _is_ours():
             return original(self, memory_gib)
         options = activation.read_options()
-        return planning.reserve_slots(self, memory_gib, options)
+        return planning.reserve_slots(self, memory_gib, options, memory)
 
     def slots_per_request(original: Callable[..., int], self: Any) -> int:
         return 1 if _is_ours() else original(self)
@@ -124,16 +131,16 @@ def _divide_memory() -> None:
 
         if not _is_ours():
             return result
-        return planning.limit_tokens(result, activation.read_options())
+        return planning.limit_tokens(result, activation.read_options(), memory)
 
     def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-        from hybrid_plugin.sglang import elastic, planning
+        from hybrid_plugin.sglang import planning
 
         if not _is_ours() or self.is_draft_worker:
             return original(self, **kwargs)
-        with elastic.lend():
+        with memory.building():
             result = original(self, **kwargs)
-        return planning.take_over(result, activation.read_options())
+        return planning.take_over(result, activation.read_options(), memory)
 
     _hook(f"{configurator}._handle_max_mamba_cache", "AROUND", slots)
     _hook(f"{configurator}._calculate_mamba_ratio", "AROUND", slots_per_request)
@@ -141,7 +148,7 @@ def _divide_memory() -> None:
     _hook(f"{configurator}._init_pools", "AROUND", pools)
 
 
-def _share_memory() -> None:
+def _share_memory(memory: PoolMemory) -> None:
     """Symptom: the memory of the pools cannot move, and is taken twice.
 
     Cause: SGLang's pools allocate the memory of all their ids.
@@ -150,18 +157,14 @@ def _share_memory() -> None:
     """
 
     def keys_and_values(original: Callable[..., None], self: Any) -> None:
-        from hybrid_plugin.sglang import elastic
-
-        shared = elastic.lent()
+        shared = memory.lent
         if shared is None or type(self).__name__ != "MHATokenToKVPool":
             original(self)
         else:
             shared.place_keys_and_values(self)
 
     def latents(original: Callable[..., None], self: Any) -> None:
-        from hybrid_plugin.sglang import elastic
-
-        shared = elastic.lent()
+        shared = memory.lent
         if shared is None or type(self).__name__ != "MLATokenToKVPool":
             original(self)
         else:
@@ -170,10 +173,9 @@ def _share_memory() -> None:
     def states(
         original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
     ) -> None:
-        from hybrid_plugin.sglang import elastic
         from hybrid_plugin.sglang.slots import SlotMajorPool
 
-        shared = elastic.lent()
+        shared = memory.lent
         if shared is not None:
             self.mamba_pool_cls = partial(SlotMajorPool, shared.slot_rows)
         original(self, *args, **kwargs)
@@ -184,7 +186,7 @@ def _share_memory() -> None:
     _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
 
 
-def _convolve_in_few_shapes() -> None:
+def _convolve_in_few_shapes(memory: PoolMemory) -> None:
     """Symptom: with elastic pools, prefills stall at times: a kernel is compiled.
 
     Cause: where states are not contiguous, SGLang gathers those of the batch, and
@@ -195,14 +197,46 @@ def _convolve_in_few_shapes() -> None:
     """
 
     def convolve(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-        from hybrid_plugin.sglang import convolution, elastic
+        from hybrid_plugin.sglang import convolution
 
-        if elastic.planned() is None:
+        if memory.shared is None:
             return original(self, *args)
         return convolution.convolve(original, self, *args)
 
     backend = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
     _hook(f"{backend}._convolve_prefill", "AROUND", convolve)
+
+
+def _convolve_beyond_32_bits() -> None:
+    """Symptom: with elastic pools of more than 8 GiB of slots, Falcon-H1 reads and
+    writes convolution states of other slots.
+
+    Cause: SGLang's CUDA kernels multiply a slot by its stride in 32 bits.
+    Fix: where an offset may not fit, call its Triton kernels, which use 64.
+    Delete when: the CUDA kernels' strides are 64-bit, or are never chosen for
+    strided states.
+    """
+    from sglang.kernels.ops.mamba import causal_conv1d_triton
+    from sglang.srt.layers.attention.mamba import causal_conv1d
+
+    from hybrid_plugin.sglang import addressing
+
+    def prefill(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        twin = causal_conv1d_triton.causal_conv1d_fn
+        addressing.convolve_prefill(original, twin, *args, **kwargs)
+
+    def step(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        twin = causal_conv1d_triton.causal_conv1d_update
+        addressing.convolve_step(original, twin, *args, **kwargs)
+
+    # The module has them on CUDA alone.  Models take its functions by name, which
+    # look these two up at each call.
+    for name, hook in (
+        ("causal_conv1d_fwd", prefill),
+        ("causal_conv1d_update_kernel", step),
+    ):
+        if hasattr(causal_conv1d, name):
+            _hook(f"{causal_conv1d.__name__}.{name}", "AROUND", hook)
 
 
 def _build_cache() -> None:
@@ -212,18 +246,9 @@ def _build_cache() -> None:
     from hybrid_plugin.sglang.arguments import BACKEND
 
     def build(context: Any) -> Any:
-        from hybrid_plugin.sglang.executor import SglangExecutor
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
-        params = context.params
-        allocator = params.token_to_kv_pool_allocator
-        executor = SglangExecutor(
-            allocator.get_kvcache(),
-            params.req_to_token_pool.mamba_pool,
-            params.page_size,
-            allocator.mover,
-        )
-        return HybridPrefixCache(params, executor)
+        return HybridPrefixCache(context.params)
 
     register_radix_cache_backend(BACKEND, build)
 

@@ -17,28 +17,31 @@ from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.tuned_cache import tuner_of
-from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.engine.elastic_memory import limited
-from hybrid_plugin.sglang import elastic
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
     most_slots,
 )
-from hybrid_plugin.sglang.executor import kv_tensors
+from hybrid_plugin.sglang.elastic import SharedPools
 from hybrid_plugin.sglang.log import logger
+from hybrid_plugin.sglang.pool_memory import PoolMemory
+from hybrid_plugin.sglang.pool_rows import bytes_of_rows, page_rows, slot_rows
 
 _GIB = 1 << 30
 
 
-def reserve_slots(configurator: Any, memory_gib: float, options: HybridConfig) -> float:
+def reserve_slots(
+    configurator: Any, memory_gib: float, options: HybridConfig, memory: PoolMemory
+) -> float:
     """Decide how many state slots there are, or how both pools share the memory.
 
     Args:
         configurator: SGLang's `KVCacheConfigurator`.
         memory_gib: what there is for slots and pages together.
         options: of the plugin.
+        memory: learns what was planned.
 
     Returns:
         What is left for pages, in GiB.
@@ -50,7 +53,7 @@ def reserve_slots(configurator: Any, memory_gib: float, options: HybridConfig) -
     layout = _layout(configurator)
     token_bytes = layout.page_bytes // layout.page_size
     budget = limited(int(memory_gib * _GIB), options)
-    shared = elastic.share(configurator, budget, token_bytes, options)
+    shared = memory.share(configurator, budget, token_bytes, options)
     if shared is not None:
         slots = shared.plan.sizes.slots
         get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots - 1)
@@ -86,15 +89,14 @@ def _layout(configurator: Any) -> CacheLayout:
     )
 
 
-def limit_tokens(tokens: int, options: HybridConfig) -> int:
+def limit_tokens(tokens: int, options: HybridConfig, memory: PoolMemory) -> int:
     """Tokens the KV pool is to hold, of the `tokens` that fit.
 
     Raises:
         ConfigError: if the option asks for more pages than fit.
     """
-    shared = elastic.planned()
-    if shared is not None:
-        return shared.tokens
+    if memory.shared is not None:
+        return memory.shared.tokens
     if options.kv_pages is None:
         return tokens
     wanted: int = (options.kv_pages - 1) * get_schedule().page_size
@@ -107,29 +109,30 @@ def limit_tokens(tokens: int, options: HybridConfig) -> int:
     return wanted
 
 
-def take_over(pools: Any, options: HybridConfig) -> Any:
+def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
     """Put the core in charge of pools that SGLang has just built.
 
     Args:
         pools: SGLang's `_InitializedPools`.
         options: of the plugin.
+        memory: what they were built on.
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
     """
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
-    cache, mover = _build(stock, states, options)
+    executor = memory.executor(stock.get_kvcache(), states.mamba_pool, stock.page_size)
+    cache = _build(stock, states, options, memory.shared)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
-    allocator = HybridTokenAllocator(cache, stock, mover)
+    allocator = HybridTokenAllocator(cache, stock, executor)
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
 
 
 def _build(
-    stock: Any, states: Any, options: HybridConfig
-) -> tuple[HybridCache, Executor | None]:
-    """The core, and what moves memory between the pools where they share it."""
-    shared, mover = elastic.planned(), None
+    stock: Any, states: Any, options: HybridConfig, shared: SharedPools | None
+) -> HybridCache:
+    """The core, in charge of as many pages and slots as there are."""
     pools: CachePools
     if shared is None:
         pools = FixedPools(
@@ -137,7 +140,6 @@ def _build(
             SlotPool(states.mamba_pool.size + 1),
         )
     else:
-        mover = shared.start()
         pools = shared.plan.build()
     cache = HybridCache(
         pages=pools.pages,
@@ -152,7 +154,7 @@ def _build(
         cache.tuner = tuner_of(cache)
     if shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
-    return cache, mover
+    return cache
 
 
 def _delimiters(options: HybridConfig) -> Delimiters | None:
@@ -168,11 +170,8 @@ def _delimiters(options: HybridConfig) -> Delimiters | None:
 
 def _eviction(stock: Any, states: Any, options: HybridConfig) -> LeastRecentlyUsed:
     """The policy that was asked for, by the sizes of the pools' tensors."""
-    kept = states.mamba_pool.mamba_cache
-    layers_by_slots = [*kept.conv, kept.temporal]
+    pages = page_rows(stock.get_kvcache().full_kv_pool, stock.page_size)
     return options.eviction(
-        token_bytes=sum(
-            tensor[0].nbytes for tensor in kv_tensors(stock.get_kvcache().full_kv_pool)
-        ),
-        slot_bytes=sum(tensor[:, 0].nbytes for tensor in layers_by_slots),
+        token_bytes=bytes_of_rows(pages) // stock.page_size,
+        slot_bytes=bytes_of_rows(slot_rows(states.mamba_pool)),
     )

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
-    from hybrid_plugin.sglang.executor import SglangExecutor
 
 _OUTSIDE = Node(parent=None, tokens=array("q"), pages=array("i"), end=0)
 """Stands for no node at all where SGLang wants a handle."""
@@ -55,12 +54,11 @@ class HybridPrefixCache(BasePrefixCache):
 
     token_to_kv_pool_allocator: HybridTokenAllocator
 
-    def __init__(self, params: CacheInitParams, executor: SglangExecutor) -> None:
+    def __init__(self, params: CacheInitParams) -> None:
         """Wrap the core cache that the allocator carries.
 
         Args:
             params: of SGLang, with our allocator in it.
-            executor: runs the cache's commands on this rank's pools.
         """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -70,7 +68,7 @@ class HybridPrefixCache(BasePrefixCache):
         self.sliding_window_size = None
         self.root_node = _OUTSIDE
         self.device = self.token_to_kv_pool_allocator.device
-        self._executor = executor
+        self._executor = self.token_to_kv_pool_allocator.executor
         self._hints = Hints(logger)
         self._sharing = InBatchPrefixSharing(self.cache)
         self._found: dict[str, LookUp] = {}
@@ -218,7 +216,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def _tell_of_moves(self) -> None:
         broker = self.cache.broker
-        broker.stats.device_seconds = self._executor.move_seconds
+        broker.stats.device_seconds = self._executor.moves.seconds
         notice = broker.notice()
         if notice is not None and get_parallel().tp_rank == 0:
             logger.info("hybrid-plugin: %s.", notice)

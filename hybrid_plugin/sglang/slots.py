@@ -11,8 +11,6 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 
 _ALIGNMENT = 128
 """Each state starts at a multiple of this many bytes, for loads in full vectors."""
-_WORD = torch.int64
-"""Slots are copied and cleared in words of this type."""
 
 
 def slot_bytes(params: Any) -> int:
@@ -68,7 +66,6 @@ class SlotMajorPool(MambaPool):
         super().__init__(size=1, **kwargs)
         *conv, temporal = state_views(rows, kwargs["cache_params"])
         self.mamba_cache = self.State(conv=conv, temporal=temporal)
-        self._words = rows.view(_WORD)
         self.size = size
 
     @property
@@ -83,11 +80,3 @@ class SlotMajorPool(MambaPool):
     def count_with(self, size: Callable[[], int]) -> None:
         """Have `size` say how many slots there are."""
         self._size = size
-
-    def clear_slots(self, indices: torch.Tensor) -> None:
-        """Clear slots, `[n]` of any integer type, on the current stream."""
-        self._words.index_fill_(0, indices.long(), 0)
-
-    def copy_from(self, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> None:
-        """Copy slots, `[n]` of any integer type each, on the current stream."""
-        self._words[dst_indices.long()] = self._words[src_indices.long()]

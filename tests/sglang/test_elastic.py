@@ -14,10 +14,11 @@ pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Map, Pool, Unmap
+from hybrid_plugin.core.commands import Copy, Map, Pool, Unmap, Zero
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.device import host_arena
+from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.sglang import elastic
 from hybrid_plugin.sglang.allocator import (
@@ -27,6 +28,7 @@ from hybrid_plugin.sglang.allocator import (
     most_slots,
 )
 from hybrid_plugin.sglang.elastic import SharedPools
+from hybrid_plugin.sglang.pool_memory import PoolMemory
 
 pytestmark = pytest.mark.skipif(
     not host_arena.is_available(), reason="needs memory that can be returned"
@@ -85,22 +87,22 @@ def test_what_is_mapped_keeps_content_and_what_left_is_gone(
 ) -> None:
     pool = key_value_pool(shared.tokens)
     shared.place_keys_and_values(pool)
-    mover, per_granule = shared.start(), shared.plan.pages_per_granule * PAGE
+    executor, per_granule = shared.start(), shared.plan.pages_per_granule * PAGE
     hole = shared.plan.start[0]
     addresses = [tensor.data_ptr() for tensor in (*pool.k_buffer, *pool.v_buffer)]
     first = slice(hole * per_granule, (hole + 1) * per_granule)
-    mover.run([Unmap(Pool.STATE, (shared.plan.start[1] - 1,))])
-    mover.run([Map(Pool.KV, (hole,))])
+    executor.run([Unmap(Pool.STATE, (shared.plan.start[1] - 1,))])
+    executor.run([Map(Pool.KV, (hole,))])
     for tensor in (*pool.k_buffer, *pool.v_buffer):
         assert not tensor[first].any()
         tensor[first] = 3
         tensor[0] = 5
-    mover.run([Unmap(Pool.KV, (hole,)), Map(Pool.KV, (hole,))])
+    executor.run([Unmap(Pool.KV, (hole,)), Map(Pool.KV, (hole,))])
     for tensor in (*pool.k_buffer, *pool.v_buffer):
         assert not tensor[first].any()
         assert bool((tensor[0] == 5).all())
     assert addresses == [t.data_ptr() for t in (*pool.k_buffer, *pool.v_buffer)]
-    assert mover.moves.granules == 4
+    assert executor.moves.granules == 4
 
 
 def test_at_the_start_as_much_is_mapped_as_the_core_takes_for_granted(
@@ -127,6 +129,48 @@ def test_another_cache_than_planned_is_refused(shared: SharedPools, pool: Any) -
 def test_a_cache_that_sglang_built_elsewhere_is_refused(shared: SharedPools) -> None:
     with pytest.raises(ConfigError, match="not for this kind of KV cache"):
         shared.start()
+
+
+def test_pools_are_built_on_what_was_planned_and_only_meanwhile(
+    shared: SharedPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "share", lambda *_: shared)
+    memory = PoolMemory()
+    with memory.building():
+        assert memory.lent is None
+    assert memory.share(None, 0, 0, HybridConfig()) is shared
+    assert memory.lent is None
+    with memory.building():
+        assert memory.lent is shared
+    assert memory.lent is None
+
+
+def test_the_pools_of_one_process_run_all_commands_on_one_executor(
+    shared: SharedPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MHATokenToKVPool(SimpleNamespace):
+        """Built on what was planned."""
+
+    pool = MHATokenToKVPool(**vars(key_value_pool(shared.tokens)))
+    shared.place_keys_and_values(pool)
+    states: Any = SimpleNamespace(
+        _slot_siblings=(),
+        mamba_cache=SimpleNamespace(
+            conv=[shared.slot_rows[None, :, :1024]],
+            temporal=torch.zeros(0),
+        ),
+    )
+    monkeypatch.setattr(elastic, "share", lambda *_: shared)
+    memory = PoolMemory()
+    memory.share(None, 0, 0, HybridConfig())
+    executor = memory.executor(SimpleNamespace(full_kv_pool=pool), states, PAGE)
+    pool.k_buffer[1][PAGE : 2 * PAGE] = 3
+    states.mamba_cache.conv[0][0, 1] = 4
+    executor.run([Copy(Pool.KV, 1, 2), Copy(Pool.STATE, 1, 2), Zero(Pool.STATE, 1)])
+    assert bool((pool.k_buffer[1][2 * PAGE : 3 * PAGE] == 3).all())
+    assert not pool.k_buffer[0][2 * PAGE : 3 * PAGE].any()
+    assert bool((states.mamba_cache.conv[0][0, 2] == 4).all())
+    assert not states.mamba_cache.conv[0][0, 1].any()
 
 
 # ------------------------------------------------------- what stands against it
@@ -220,7 +264,7 @@ def serve(cache: HybridCache, rid: str, tokens: list[int], *, end: bool) -> bool
 def test_what_is_left_and_cached_and_used_adds_up_whatever_moves() -> None:
     cache = core(plan())
     stock: Any = SimpleNamespace(dtype=None, device="cpu", get_kvcache=lambda: None)
-    tokens = HybridTokenAllocator(cache, stock)
+    tokens = HybridTokenAllocator(cache, stock, Executor({}))
     slots = HybridSlotAllocator(cache, "cpu")
     sizes = set()
     for number in range(60):

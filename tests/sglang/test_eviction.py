@@ -30,8 +30,9 @@ def pools() -> tuple[Any, Any]:
         temporal=torch.zeros(1, 5, 4, 4, 8),
     )
     kv = SimpleNamespace(full_kv_pool=MHATokenToKVPool())
-    stock = SimpleNamespace(get_kvcache=lambda: kv)
-    return stock, SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
+    stock = SimpleNamespace(get_kvcache=lambda: kv, page_size=16)
+    pool = SimpleNamespace(mamba_cache=cache, _slot_siblings=())
+    return stock, SimpleNamespace(mamba_pool=pool)
 
 
 def test_sizes_are_those_of_the_tensors() -> None:

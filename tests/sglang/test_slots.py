@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("sglang")
 
+from hybrid_plugin.device.arena import Arena
+from hybrid_plugin.sglang.pool_rows import slot_rows
 from hybrid_plugin.sglang.slots import SlotMajorPool, slot_bytes, state_views
 
 SLOTS, LAYERS = 6, 3
@@ -83,11 +85,23 @@ def states(of: SlotMajorPool) -> list[torch.Tensor]:
 def test_copies_and_clears_touch_all_of_their_slots_and_no_other() -> None:
     made = pool()
     before = [state.clone() for state in states(made)]
-    made.copy_from(torch.tensor([1, 2]), torch.tensor([4, 5]))
-    made.clear_slots(torch.tensor([2]))
+    arena = Arena(slot_rows(made))
+    arena.copy([1, 2], [4, 5])
+    arena.zero([2])
     for state, old in zip(states(made), before, strict=True):
         assert torch.equal(state[:, [0, 1, 3]], old[:, [0, 1, 3]])
         assert torch.equal(state[:, [4, 5]], old[:, [1, 2]])
+        assert not state[:, 2].any()
+
+
+def test_sglang_s_own_copies_and_clears_work_on_the_views() -> None:
+    made = pool()
+    before = [state.clone() for state in states(made)]
+    made.copy_from(torch.tensor([1]), torch.tensor([4]))
+    made.clear_slots(torch.tensor([2]))
+    for state, old in zip(states(made), before, strict=True):
+        assert torch.equal(state[:, [1, 3, 5]], old[:, [1, 3, 5]])
+        assert torch.equal(state[:, 4], old[:, 1])
         assert not state[:, 2].any()
 
 

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pools of one process are built on; imports nothing of SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.commands import Pool, PoolId
+from hybrid_plugin.device.arena import Arena
+from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.sglang.pool_rows import page_rows, slot_rows
+
+if TYPE_CHECKING:
+    from hybrid_plugin.sglang.elastic import SharedPools
+
+
+class PoolMemory:
+    """What the pools of this process are built on, from planning to serving.
+
+    SGLang plans, builds and serves in methods that see nothing of each other: the
+    hooks in all of them share one of these.
+    """
+
+    def __init__(self) -> None:
+        self.shared: SharedPools | None = None
+        """The memory of the pools, where they share it."""
+        self._building = False
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Have the pools that SGLang builds meanwhile lie on what was planned."""
+        self._building = True
+        try:
+            yield
+        finally:
+            self._building = False
+
+    @property
+    def lent(self) -> SharedPools | None:
+        """The memory on which a pool that is being built must lie, or None."""
+        return self.shared if self._building else None
+
+    def share(
+        self,
+        configurator: Any,
+        available: int,
+        token_bytes: int,
+        options: HybridConfig,
+    ) -> SharedPools | None:
+        """Take a rank's cache memory, and plan how both pools share it.
+
+        Args:
+            configurator: SGLang's `KVCacheConfigurator`.
+            available: bytes for both pools.
+            token_bytes: of a token's KV, over all attention layers.
+            options: of the plugin.
+
+        Returns:
+            None where each pool gets its own memory.
+
+        Raises:
+            ConfigError: if the options ask for elastic pools and they cannot be had.
+        """
+        from hybrid_plugin.sglang import elastic
+
+        self.shared = elastic.share(configurator, available, token_bytes, options)
+        return self.shared
+
+    def executor(self, kv_pool: Any, state_pool: Any, page_size: int) -> Executor:
+        """What runs commands on the pools that were built.
+
+        Args:
+            kv_pool: SGLang's `HybridLinearKVPool`.
+            state_pool: its `MambaPool`.
+            page_size: tokens in a page.
+
+        Raises:
+            ConfigError: for pools that keep more than is known, or lie elsewhere.
+        """
+        pages = page_rows(kv_pool.full_kv_pool, page_size)
+        slots = slot_rows(state_pool)
+        if self.shared is not None:
+            return self.shared.start()
+        arenas: dict[PoolId, Arena] = {
+            Pool.KV: Arena(pages),
+            Pool.STATE: Arena(slots),
+        }
+        return Executor(arenas)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of SGLang's own pools as rows, one for each page or slot.
+
+Pages are layer-major: each layer's keys, and its values, are a part.  States are
+too: each layer's state of each kind is a part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.device.rows import rows_of
+
+
+def page_rows(pool: Any, page_size: int) -> list[torch.Tensor]:
+    """`[pages, bytes]` int8 for each tensor of a KV pool.
+
+    Args:
+        pool: SGLang's pool of the attention layers.
+        page_size: tokens in a page.
+
+    Raises:
+        ConfigError: for a kind of pool that keeps more than its tensors.
+    """
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        return [rows_of(tensor) for tensor in kv_tensors(pool)]
+    rows = []
+    for tensor in kv_tensors(pool):
+        pages = tensor.shape[0] // page_size
+        tokens = tensor[: pages * page_size]
+        rows.append(rows_of(tokens.view(pages, page_size, *tensor.shape[1:])))
+    return rows
+
+
+def slot_rows(pool: Any) -> list[torch.Tensor]:
+    """`[slots, bytes]` int8 for each layer and each kind of state of a pool.
+
+    Args:
+        pool: SGLang's `MambaPool`, its tensors `[layers, slots, ...]`.
+
+    Raises:
+        ConfigError: for a pool with more beside its states.
+    """
+    check_states(pool)
+    kept = pool.mamba_cache
+    return [
+        rows_of(layer)
+        for states in (*kept.conv, kept.temporal)
+        for layer in states
+        if layer.numel()
+    ]
+
+
+def check_states(pool: Any) -> None:
+    """Refuse a state pool that keeps what snapshots would not.
+
+    Args:
+        pool: SGLang's `MambaPool`.
+
+    Raises:
+        ConfigError: naming what it keeps.
+    """
+    beside = [type(sibling).__name__ for sibling in pool._slot_siblings]
+    beside += [
+        name
+        for name, states in vars(pool.mamba_cache).items()
+        if name not in ("conv", "temporal") and states is not None
+    ]
+    if beside:
+        raise ConfigError(
+            f"states with {', '.join(beside)} beside them are not supported yet."
+        )
+
+
+def kv_tensors(pool: Any) -> list[torch.Tensor]:
+    """All tensors of a KV pool, each `[tokens, ...]`, one or two per layer.
+
+    Raises:
+        ConfigError: for a kind of pool that keeps more than these.
+    """
+    name = type(pool).__name__
+    tensors: list[torch.Tensor]
+    if name == "MHATokenToKVPool":
+        tensors = [*pool.k_buffer, *pool.v_buffer]
+        for scale in ("k_scale_buffer", "native_k_scale_buffer"):
+            if getattr(pool, scale, None) is not None:
+                raise ConfigError(
+                    "quantised KV with scales beside it is not supported yet; drop "
+                    "--kv-cache-dtype."
+                )
+    elif name == "MLATokenToKVPool":
+        tensors = [*pool.kv_buffer]
+    else:
+        raise ConfigError(f"a KV cache of the kind {name} is not supported yet.")
+    return tensors
+
+
+def bytes_of_rows(rows: list[torch.Tensor]) -> int:
+    """Bytes of one page or slot over all parts."""
+    return sum(part.shape[1] for part in rows)
