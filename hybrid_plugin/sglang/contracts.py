@@ -141,6 +141,10 @@ CACHE_HOOKS = (
     HookPoint(f"{_BASE}.match_prefix", ("params",)),
     HookPoint(f"{_BASE}.checkpoint", ("req", "up_to")),
     HookPoint(f"{_BASE}.on_release", ("req", "checkpointed")),
+    HookPoint(f"{_BASE}.release_aborted_request", ("handle",)),
+    HookPoint(
+        f"{_BASE}.finish", ("handle", "outcome"), mentions=("release_aborted_request",)
+    ),
     HookPoint(f"{_BASE}.free_kv_row", ("kv", "ranges")),
     HookPoint(f"{_BASE}.reset"),
     HookPoint(f"{_BASE}.evict", ("params",)),
@@ -166,6 +170,9 @@ CACHE_HOOKS = (
             "extra_key",
             "cache_salt",
             "input_embeds",
+            "positional_embed_overrides",
+            "return_hidden_states",
+            "cache_request_handle",
             "sampling_params",
         ),
     ),
@@ -182,7 +189,61 @@ SCHEDULER_HOOKS = (
         ":SchedulerOutputStreamer.stream_output",
         ("reqs", "return_logprob", "skip_req"),
     ),
+    HookPoint(
+        f"{_SRT}.managers.scheduler_components.output_streamer"
+        ":SchedulerOutputStreamer._stream_output_generation",
+        mentions=("finished_output",),
+    ),
     HookPoint(f"{_BATCH}:release_req", ("req", "tree_cache")),
+    HookPoint(
+        f"{_BATCH}:retract_all",
+        (
+            "reqs",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+            "tree_cache",
+            "hisparse_coordinator",
+        ),
+    ),
+    # Every request that leaves the queue without being run passes through here.
+    HookPoint(
+        f"{_SCHEDULER}._release_aborted_request",
+        ("req",),
+        mentions=("finish", "cache_request_handle"),
+    ),
+    HookPoint(
+        f"{_SCHEDULER}.abort_request",
+        ("recv_req",),
+        mentions=("_release_aborted_request", "to_finish"),
+    ),
+    HookPoint(
+        f"{_SCHEDULER}._abort_on_queued_limit",
+        ("recv_req",),
+        mentions=("_release_aborted_request", "waiting_queue"),
+    ),
+    HookPoint(
+        f"{_SCHEDULER}._poll_timeout_aborts", ("self",), mentions=("waiting_queue",)
+    ),
+    HookPoint(f"{_SCHEDULER}.pause_generation", ("recv_req",), mentions=("retract",)),
+    HookPoint(
+        f"{_SCHEDULER}.process_pending_chunked_abort",
+        ("self",),
+        mentions=(
+            "_pending_chunked_abort_req",
+            "chunked_req",
+            "_release_aborted_request",
+        ),
+    ),
+    HookPoint(
+        f"{_SRT}.managers.schedule_policy:SchedulePolicy.calc_priority",
+        ("waiting_queue",),
+        mentions=("tree_cache",),
+    ),
+    HookPoint(
+        f"{_SRT}.managers.scheduler_components.invariant_checker"
+        ":SchedulerInvariantChecker._get_total_uncached_sizes",
+        mentions=("_requests_owning_rows", "kv_private_tokens"),
+    ),
     HookPoint(f"{_BATCH}:ScheduleBatch.filter_batch", ("reqs_to_exclude",)),
     HookPoint(
         f"{_SRT}.managers.scheduler_components.batch_result_processor"
@@ -193,6 +254,8 @@ SCHEDULER_HOOKS = (
     HookPoint(f"{_ADDER}.add_one_req", ("req", "has_chunked_req")),
     HookPoint(f"{_ADDER}._select_prefill_admission", ("req", "total_tokens")),
     HookPoint(f"{_ADDER}._check_prefill_budget", ("req", "chunk_limit")),
+    HookPoint(f"{_ADDER}._update_prefill_budget", ("prefix_len",)),
+    HookPoint(f"{_ADDER}._account_prefill_cache_admission", ("req", "prefix_len")),
     HookPoint(
         f"{_SCHEDULER}.get_num_allocatable_reqs", ("running_bs", "num_held_rows")
     ),

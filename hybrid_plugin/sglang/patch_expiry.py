@@ -38,6 +38,9 @@ NEEDED = {
         "causal_conv1d_update_kernel",
     ),
     "patches._admit_by_demand": _while_there(f"{_SCHEDULER}.get_prefill_adder_class"),
+    "patches._park_paused_requests": _while_there(
+        f"{_SCHEDULER}.process_pending_chunked_abort", "chunked_req"
+    ),
     "patches._place_tokens": _while_there(
         f"{_SRT}.mem_cache.allocation:alloc_for_extend"
     ),

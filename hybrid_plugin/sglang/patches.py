@@ -64,6 +64,7 @@ def hook_engine() -> None:
     _convolve_beyond_32_bits()
     _build_cache()
     _admit_by_demand()
+    _park_paused_requests()
     _place_tokens()
     _run_commands()
     _apply()
@@ -256,9 +257,9 @@ def _build_cache() -> None:
 def _admit_by_demand() -> None:
     """Symptom: prefills run past the positions where a snapshot is wanted.
 
-    Cause: SGLang admits by counting tokens, takes states where its kernels happen
-    to have them, and goes on with one unfinished prefill at a time.
-    Fix: admit to the core, end chunks where it says, and park paused requests.
+    Cause: SGLang admits by counting tokens, and takes states where its kernels
+    happen to have them.
+    Fix: admit to the core, and end chunks where it says.
     Delete when: a prefix cache may end chunks; the class of the adder is SGLang's
     own seam.
     """
@@ -267,13 +268,6 @@ def _admit_by_demand() -> None:
         from hybrid_plugin.sglang.scheduling import HybridPrefillAdder
 
         return HybridPrefillAdder if _served_by(scheduler.tree_cache) else result
-
-    def park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
-        from hybrid_plugin.sglang.scheduling import park_paused
-
-        if _served_by(scheduler.tree_cache):
-            park_paused(scheduler, running_batch, last_batch)
-            scheduler.tree_cache.plan_in_batch_sharing(scheduler.waiting_queue)
 
     def rows(
         result: int, scheduler: Any, *_: Any, num_held_rows: int = 0, **__: Any
@@ -284,24 +278,78 @@ def _admit_by_demand() -> None:
             return result
         return more_rows(result, scheduler, num_held_rows)
 
-    def stream(
-        original: Callable[..., None], self: Any, reqs: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        from hybrid_plugin.sglang.scheduling import with_output
-
-        original(self, with_output(reqs), *args, **kwargs)
-
     def retracted(result: bool, *, tree_cache: Any, **_: Any) -> None:
         if _served_by(tree_cache):
             tree_cache.retracted()
 
     scheduler = f"{_SRT}.managers.scheduler.Scheduler"
     _hook(f"{scheduler}.get_prefill_adder_class", "AFTER", adder)
-    _hook(f"{scheduler}.get_next_batch_to_run", "BEFORE", park)
     _hook(f"{scheduler}.get_num_allocatable_reqs", "AFTER", rows)
-    streamer = f"{_SRT}.managers.scheduler_components.output_streamer"
-    _hook(f"{streamer}.SchedulerOutputStreamer.stream_output", "AROUND", stream)
     _hook(f"{_SRT}.managers.schedule_batch.release_req", "AFTER", retracted)
+
+
+def _park_paused_requests() -> None:
+    """Symptom: a request that was paused at a snapshot position never goes on.
+
+    Cause: SGLang goes on with one unfinished prefill at a time, its chunked request,
+    and takes whatever waits for new.
+    Fix: queue paused requests ahead of the others, hide them from what SGLang does
+    to new requests only, retract them with those that run, and stream nothing for
+    them.
+    Delete when: SGLang goes on with several unfinished prefills.
+    """
+    scheduler = f"{_SRT}.managers.scheduler.Scheduler"
+    policy = f"{_SRT}.managers.schedule_policy.SchedulePolicy"
+    streamer = f"{_SRT}.managers.scheduler_components.output_streamer"
+    _hook(f"{scheduler}.get_next_batch_to_run", "BEFORE", _park)
+    _hook(f"{scheduler}.pause_generation", "AFTER", _retract)
+    _hook(f"{scheduler}._abort_on_queued_limit", "AROUND", _hide_parked)
+    _hook(f"{scheduler}._poll_timeout_aborts", "AROUND", _hide_parked)
+    _hook(f"{policy}.calc_priority", "AFTER", _parked_first)
+    _hook(f"{streamer}.SchedulerOutputStreamer.stream_output", "AROUND", _stream)
+
+
+def _park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+    from hybrid_plugin.sglang.parking import park_paused
+
+    if _served_by(scheduler.tree_cache):
+        park_paused(scheduler, running_batch, last_batch)
+        scheduler.tree_cache.plan_in_batch_sharing(scheduler.waiting_queue)
+
+
+def _retract(result: None, scheduler: Any, recv_req: Any) -> None:
+    from hybrid_plugin.sglang.parking import retract_parked
+
+    if _served_by(scheduler.tree_cache) and recv_req.mode == "retract":
+        retract_parked(scheduler)
+
+
+def _hide_parked(original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
+    from hybrid_plugin.sglang.parking import without_parked
+
+    if not _served_by(scheduler.tree_cache):
+        return original(scheduler, *args)
+    with without_parked(scheduler):
+        return original(scheduler, *args)
+
+
+def _parked_first(
+    result: None, policy: Any, waiting_queue: Any, *_: Any, **__: Any
+) -> None:
+    from hybrid_plugin.sglang.parking import parked_first
+
+    if _served_by(policy.tree_cache):
+        parked_first(waiting_queue, policy.tree_cache)
+
+
+def _stream(
+    original: Callable[..., None], streamer: Any, reqs: Any, *args: Any, **kwargs: Any
+) -> None:
+    from hybrid_plugin.sglang.scheduling import with_output
+
+    if _served_by(streamer.tree_cache):
+        reqs = with_output(reqs)
+    original(streamer, reqs, *args, **kwargs)
 
 
 def _place_tokens() -> None:

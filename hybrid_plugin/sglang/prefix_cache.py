@@ -9,7 +9,7 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
+    CacheRequestHandle,
     DecLockRefResult,
     EvictParams,
     EvictResult,
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache, LookUp
@@ -33,11 +35,19 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
     Prefill,
     waiting_prefill,
 )
+from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.hints import Hints
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
-from hybrid_plugin.sglang.requests import cacheable, known_tokens, namespace_of
+from hybrid_plugin.sglang.requests import (
+    cacheable,
+    custom_params,
+    known_tokens,
+    namespace,
+    sequence_id,
+    wants_every_row,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -72,8 +82,10 @@ class HybridPrefixCache(BasePrefixCache):
         self._hints = Hints(logger)
         self._sharing = InBatchPrefixSharing(self.cache)
         self._found: dict[str, LookUp] = {}
-        self._live: dict[str, Req] = {}
+        self._requests: dict[str, Req] = {}
+        """Of the live sequences, by their ids; the core says which are live."""
         self._paused: list[Req] = []
+        self._parked: set[str] = set()
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
 
     @property
@@ -90,10 +102,10 @@ class HybridPrefixCache(BasePrefixCache):
         if req is not None and self.is_live(req):
             return self._match_of_paused(req)
         found = self._look_up(
-            req, key.token_ids, len(key), (key.extra_key, key.cache_salt)
+            req, key.token_ids, len(key), namespace(key.extra_key, key.cache_salt)
         )
         if req is not None:
-            self._found[req.rid] = found
+            self._found[_id(req)] = found
         node = found.match.node or _OUTSIDE
         length = found.match.length
         return MatchResult(
@@ -116,23 +128,37 @@ class HybridPrefixCache(BasePrefixCache):
         )
 
     def _look_up(
-        self, req: Req | None, tokens: Sequence[int], limit: int, namespace: Any
+        self, req: Req | None, tokens: Sequence[int], limit: int, space: Hashable
     ) -> LookUp:
-        if req is not None and not cacheable(req):
-            return self.cache.bypass(req.full_untruncated_fill_ids, namespace)
-        extra = None if req is None else req.sampling_params.custom_params
-        keep = self._hints.keep(extra)
-        if req is not None:
-            keep = (*keep, *self._sharing.pauses_of(req.rid))
-        return self.cache.look_up(tokens, namespace, limit, snapshot_at=keep)
+        if req is None:
+            return self.cache.look_up(tokens, space, limit)
+        if not cacheable(req):
+            return self.cache.bypass(req.full_untruncated_fill_ids, space)
+        keep = self._hints.keep(custom_params(req))
+        keep = (*keep, *self._sharing.pauses_of(_id(req)))
+        return self.cache.look_up(tokens, space, limit, snapshot_at=keep)
 
-    def snapshot_positions(self, req: Req) -> tuple[int, ...]:
-        """Where the admitted request's prefill should pause for a snapshot."""
-        return self.cache.snapshot_positions_of(req.rid)
+    def chunk_end(self, req: Req, start: int, end: int) -> int:
+        """Where a chunk of an admitted request's prompt should end.
+
+        Args:
+            req: the request.
+            start: its first token in the chunk.
+            end: where SGLang would end it.
+        """
+        positions = self.cache.snapshot_positions_of(_id(req))
+        if wants_every_row(req):
+            positions = ()
+        length = len(req.full_untruncated_fill_ids)
+        return self.cache.chunk_end(positions, start, end, length)
 
     def is_live(self, req: Req) -> bool:
         """Whether the request was admitted and has not been released."""
-        return req.rid in self._live
+        return self.cache.is_live(_id(req))
+
+    def sequence(self, req: Req) -> LiveSequence:
+        """The core's record of a live request."""
+        return self.cache.sequence(_id(req))
 
     def admit(self, req: Req) -> bool:
         """Give a waiting request pages for its prompt, and a slot; False if none.
@@ -143,14 +169,14 @@ class HybridPrefixCache(BasePrefixCache):
         """
         if self.is_live(req):
             return True
-        found = self._found.get(req.rid)
+        found = self._found.get(_id(req))
         if found is None or not self.cache.is_current(found):
             found = self._look_up_again(req)
         if found.match.length != req.prefix_len:
             return False  # the scheduler asks again in the next step
         cover = len(req.full_untruncated_fill_ids)
         admission = self.cache.admit(
-            req.rid,
+            _id(req),
             found,
             num_tokens=cover,
             cacheable=cacheable(req),
@@ -158,19 +184,23 @@ class HybridPrefixCache(BasePrefixCache):
         )
         if admission is None:
             return False
-        self._found.pop(req.rid, None)
-        self._live[req.rid] = req
+        self._found.pop(_id(req), None)
+        self._requests[_id(req)] = req
         return True
 
     def _look_up_again(self, req: Req) -> LookUp:
-        return self._look_up(
-            req, req.full_untruncated_fill_ids, req.prefix_len, namespace_of(req)
-        )
+        space = namespace(req.extra_key, req.cache_salt)
+        return self._look_up(req, req.full_untruncated_fill_ids, req.prefix_len, space)
+
+    def grow(self, req: Req, num_tokens: int) -> bool:
+        """Give a live request pages for `num_tokens` tokens; False if none is left."""
+        return self.cache.grow(_id(req), num_tokens) is not None
 
     def withdraw(self, req: Req) -> None:
         """Take back an admission that the scheduler did not use."""
-        if self._live.pop(req.rid, None) is not None:
-            self.cache.finish(req.rid, (), 0)
+        if self.is_live(req):
+            del self._requests[_id(req)]
+            self.cache.finish(_id(req), (), 0)
 
     # --------------------------------------------------------------- following
 
@@ -179,18 +209,18 @@ class HybridPrefixCache(BasePrefixCache):
         waiting = (req for req in queue if not self.is_live(req) and cacheable(req))
         self._sharing.plan(
             [
-                (req.rid, partial(self._prefill, req))
+                (_id(req), partial(self._prefill, req))
                 for req in islice(waiting, LOOK_AHEAD)
             ]
         )
 
     def follows(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
-        return not self.is_live(req) and self._sharing.holds(req.rid)
+        return not self.is_live(req) and self._sharing.holds(_id(req))
 
     def _prefill(self, req: Req) -> Prefill:
-        tokens, namespace = known_tokens(req), namespace_of(req)
-        return waiting_prefill(self.cache, req.rid, tokens, namespace)
+        space = namespace(req.extra_key, req.cache_salt)
+        return waiting_prefill(self.cache, _id(req), known_tokens(req), space)
 
     # ---------------------------------------------------------------- progress
 
@@ -206,6 +236,18 @@ class HybridPrefixCache(BasePrefixCache):
         """The requests paused since the last call."""
         paused, self._paused = self._paused, []
         return paused
+
+    def park(self, req: Req) -> None:
+        """Note that a paused request went from its batch to the queue."""
+        self._parked.add(_id(req))
+
+    def unpark(self, req: Req) -> None:
+        """Note that a request is in a batch, whether it was parked or not."""
+        self._parked.discard(_id(req))
+
+    def is_parked(self, req: Req) -> bool:
+        """Whether a live request waits in the queue for the rest of its prompt."""
+        return _id(req) in self._parked
 
     def run_commands(self) -> None:
         """Run what must precede the next forward pass, on the current stream."""
@@ -225,10 +267,10 @@ class HybridPrefixCache(BasePrefixCache):
         """Note how far the forward pass that was just launched takes each request."""
         if batch.forward_mode.is_extend():
             for req in batch.reqs:
-                if self.cache.is_live(req.rid) and self.cache.is_prefilling(req.rid):
-                    self.cache.advance(
-                        req.rid, req.full_untruncated_fill_ids, req.extend_end
-                    )
+                name = _id(req)
+                if self.cache.is_live(name) and self.cache.is_prefilling(name):
+                    tokens = req.full_untruncated_fill_ids
+                    self.cache.advance(name, tokens, req.extend_end)
         if self._metrics is not None:
             self._metrics.publish_now_and_then()
 
@@ -242,10 +284,25 @@ class HybridPrefixCache(BasePrefixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """End the request's sequence: finished, aborted or retracted."""
-        self._found.pop(req.rid, None)
-        if self._live.pop(req.rid, None) is not None:
-            self.cache.finish(req.rid, known_tokens(req), req.kv.kv_committed_len)
+        self._found.pop(_id(req), None)
+        self._parked.discard(_id(req))
+        if self.is_live(req):
+            del self._requests[_id(req)]
+            self.cache.finish(_id(req), known_tokens(req), req.kv.kv_committed_len)
         req.kv.mamba_pool_idx = None
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        """Release what a request that SGLang drops from its queue still holds.
+
+        SGLang calls this for whatever leaves the queue without being run, by abort,
+        deadline, queue limit or priority.  It takes all that waits for new, and not
+        every such path releases more; a parked request has a row, pages and a slot.
+        """
+        name = sequence_id(handle)
+        self._found.pop(name, None)
+        req = self._requests.get(name)
+        if req is not None:
+            release_kv_cache(req, self, checkpoint=False)
 
     def retracted(self) -> None:
         """Count a running request that was put back into the queue."""
@@ -255,9 +312,18 @@ class HybridPrefixCache(BasePrefixCache):
         """Pages go back with their sequence, in `on_release`."""
 
     def reset(self) -> None:
-        """Forget everything cached; SGLang calls it while nothing runs."""
-        if self.cache.flush():
-            self._found.clear()
+        """Forget everything cached; SGLang calls it while nothing runs.
+
+        Raises:
+            RuntimeError: if a request is live: SGLang would clear its row, and answer
+                that all is forgotten.
+        """
+        if not self.cache.flush():
+            raise RuntimeError(
+                f"SGLang flushes its cache while {', '.join(self._requests)} still "
+                "hold pages."
+            )
+        self._found.clear()
 
     # ------------------------------------------------------------------- locks
 
@@ -285,7 +351,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         """Token positions of the request's hit, int64 `[prefix_len]`."""
-        pages = torch.tensor(self.cache.sequence(req.rid).pages, dtype=torch.int64)
+        pages = torch.tensor(self.sequence(req).pages, dtype=torch.int64)
         offsets = torch.arange(self.page_size)
         positions = (pages[:, None] * self.page_size + offsets).reshape(-1)
         return positions[: req.prefix_len].to(self.device)
@@ -307,14 +373,20 @@ class HybridPrefixCache(BasePrefixCache):
         return self.full_evictable_size()
 
     def full_protected_size(self) -> int:
-        """Tokens in pages that live sequences hold, their private ones not counted."""
-        held: set[int] = set()
-        private = 0
-        for rid, req in self._live.items():
-            held.update(self.cache.sequence(rid).pages)
-            private += -(-req.kv.kv_allocated_len // self.page_size) * self.page_size
-            private -= req.kv.cache_protected_len
-        return len(held) * self.page_size - private
+        """Tokens in pages that live sequences hold, but for those that SGLang counts.
+
+        Its check for leaks adds the private tokens of requests in batches itself.
+        """
+        private = sum(
+            self._private_tokens(req)
+            for name, req in self._requests.items()
+            if name not in self._parked
+        )
+        return self.cache.pages.in_use * self.page_size - private
+
+    def _private_tokens(self, req: Req) -> int:
+        whole = -(-req.kv.kv_allocated_len // self.page_size) * self.page_size
+        return whole - req.kv.cache_protected_len if req.kv.holds_kv else 0
 
     def protected_size(self) -> int:
         """The same: SGLang asks by both names."""
@@ -326,7 +398,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def mamba_protected_size(self) -> int:
         """Slots of live sequences."""
-        return len(self._live)
+        return self.cache.live
 
     def total_size(self) -> int:
         """Tokens in pages that are not free."""
@@ -344,3 +416,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def sanity_check(self) -> None:
         """The core's own tests check its invariants; nothing to walk here."""
+
+
+def _id(req: Req) -> str:
+    return sequence_id(req.cache_request_handle)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's prefill admission on the two pools: real demand, snapshot stops.
+"""SGLang's prefill admission on the two pools: real demand, snapshot positions.
 
 SGLang itself goes on with one unfinished prefill at a time.  A request that is
-paused at a snapshot position waits at the head of the queue instead, with its
-row, pages and slot, so any number of them can be under way.
+paused at a snapshot position waits at the head of the queue instead (see `parking`),
+so any number of them can be under way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
 
     from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
@@ -28,19 +28,22 @@ class HybridPrefillAdder(PrefillAdder):
     """
 
     tree_cache: HybridPrefixCache
+    _resumes = False
+    """Whether the request that is being added was parked: its prefix is its own."""
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         """Admit a waiting request, or leave everything as it was."""
         if self.tree_cache.follows(req):
             return AddReqResult.CONTINUE  # with the next one
-        was_live = self.tree_cache.is_live(req)
-        if not was_live and not self._has_row():
+        self._resumes = self.tree_cache.is_live(req)
+        if not self._resumes and not self._has_row():
             return AddReqResult.OTHER
         verdict = super().add_one_req(req, *args, **kwargs)
-        added = bool(self.can_run_list) and self.can_run_list[-1] is req
-        if added and req.extend_end < len(req.full_untruncated_fill_ids):
-            self.tree_cache.pause(req)
-        elif not added and not was_live:
+        if self.can_run_list and self.can_run_list[-1] is req:
+            self.tree_cache.unpark(req)
+            if req.extend_end < len(req.full_untruncated_fill_ids):
+                self.tree_cache.pause(req)
+        elif not self._resumes:
             self.tree_cache.withdraw(req)
         return verdict
 
@@ -51,7 +54,7 @@ class HybridPrefillAdder(PrefillAdder):
         return taken < free
 
     def _check_prefill_budget(self, req: Req, **kwargs: Any) -> tuple[bool, int | None]:
-        if self.tree_cache.is_live(req):  # it has its pages and must go on
+        if self._resumes:  # it has its pages and must go on
             return True, kwargs["chunk_limit"]
         verdict: tuple[bool, int | None] = super()._check_prefill_budget(req, **kwargs)
         return verdict
@@ -62,21 +65,28 @@ class HybridPrefillAdder(PrefillAdder):
             return admission
         if not self.tree_cache.admit(req):
             return AddReqResult.NO_TOKEN
-        start, length = admission.prefix_len, admission.extend_len
-        stop = next(
-            (s for s in self.tree_cache.snapshot_positions(req) if s > start), None
-        )
-        if stop is not None:
-            length = min(length, stop - start)
+        start = admission.prefix_len
+        end = self.tree_cache.chunk_end(req, start, start + admission.extend_len)
+        length = end - start
         # SGLang charges the pass for pages that are taken already: see the budget.
         self.memory_budget.refund(length)
         return replace(admission, extend_len=length, is_chunked=False)
+
+    def _update_prefill_budget(self, prefix_len: int, *args: Any, **kw: Any) -> None:
+        super()._update_prefill_budget(self._restored(prefix_len), *args, **kw)
+
+    def _account_prefill_cache_admission(self, req: Req, prefix_len: int) -> None:
+        super()._account_prefill_cache_admission(req, self._restored(prefix_len))
+
+    def _restored(self, prefix_len: int) -> int:
+        """Tokens of a prefix that count as cached: none that the request computed."""
+        return 0 if self._resumes else prefix_len
 
 
 def more_rows(result: int, scheduler: Any, num_held_rows: int) -> int:
     """Requests that a pass may run, given what SGLang counts: free rows.
 
-    Paused requests in the queue hold rows of their own.
+    Parked requests in the queue hold rows of their own.
 
     Args:
         result: SGLang's count.
@@ -85,32 +95,6 @@ def more_rows(result: int, scheduler: Any, num_held_rows: int) -> int:
     """
     held = sum(req.kv.holds_kv for req in scheduler.waiting_queue)
     return result + held - num_held_rows
-
-
-def park_paused(scheduler: Any, running: ScheduleBatch, last: Any) -> None:
-    """Take paused requests out of the last batch, and queue them for their rest.
-
-    Args:
-        scheduler: SGLang's scheduler, about to choose its next batch.
-        running: its running batch.
-        last: the batch it launched last, or None.
-    """
-    paused = scheduler.tree_cache.take_paused()
-    if not paused or last is None:
-        return
-    present = {id(req) for req in last.reqs}
-    parked = [
-        req
-        for req in paused
-        if id(req) in present
-        and scheduler.tree_cache.is_live(req)
-        and not req.finished()
-    ]
-    last.filter_batch(reqs_to_exclude=parked)
-    running.batch_is_full = False
-    for req in parked:
-        req.prefix_len = req.extend_end
-    scheduler.waiting_queue[:0] = parked
 
 
 def with_output(reqs: Iterable[Req]) -> list[Req]:

@@ -34,7 +34,7 @@ def extend(
     device = torch.device(batch.device)
     for req in batch.reqs:
         if not req.kv.holds_mamba:
-            req.kv.mamba_pool_idx = cache.slot_ids[cache.cache.sequence(req.rid).slot]
+            req.kv.mamba_pool_idx = cache.slot_ids[cache.sequence(req).slot]
     fresh = [not req.kv.holds_kv for req in batch.reqs]
     rows = batch.req_to_token_pool.alloc(batch.reqs)
     if rows is None:
@@ -88,12 +88,12 @@ def decode(cache: HybridPrefixCache, batch: ScheduleBatch) -> torch.Tensor:
 
 def _begin_page(cache: HybridPrefixCache, req: Req, length: int) -> int:
     """The first position of the page behind `length` tokens."""
-    if cache.cache.grow(req.rid, length + 1) is None:
+    if not cache.grow(req, length + 1):
         raise RuntimeError(
             "SGLang decodes beyond the pages that it was told are left: "
             f"{cache.available_and_evictable_str()}"
         )
-    pages: Sequence[int] = cache.cache.sequence(req.rid).pages
+    pages: Sequence[int] = cache.sequence(req).pages
     return pages[length // cache.page_size] * cache.page_size
 
 
@@ -102,7 +102,7 @@ def _positions(
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Positions of the tokens from `start` to `end` of a live request."""
     size = cache.page_size
-    pages = cache.cache.sequence(req.rid).pages[start // size : -(-end // size)]
+    pages = cache.sequence(req).pages[start // size : -(-end // size)]
     whole = np.asarray(pages, dtype=np.int64)[:, None] * size + np.arange(size)
     return whole.reshape(-1)[start % size : start % size + end - start]
 

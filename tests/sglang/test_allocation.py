@@ -49,6 +49,8 @@ class Bench:
             cache=self.core,
             page_size=PAGE,
             slot_ids=torch.arange(8),
+            sequence=lambda req: self.core.sequence(req.rid),
+            grow=lambda req, length: self.core.grow(req.rid, length) is not None,
             available_and_evictable_str=lambda: "",
         )
         self.rows = Rows(6, 32)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paused requests in SGLang's waiting queue, which takes all that is in it for new.
+
+A parked request has begun its prompt: it holds a row of `req_to_token`, pages and a
+state slot.  SGLang has one request of that kind, its chunked one, outside the queue.
+What SGLang does with that one, and not with what waits, is done here for all of them:
+they run first, and no queue limit or deadline of the queue counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_batch import retract_all
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
+
+
+def park_paused(scheduler: Any, running: ScheduleBatch, last: Any) -> None:
+    """Take paused requests out of the last batch, and queue them for their rest.
+
+    Args:
+        scheduler: SGLang's scheduler, about to choose its next batch.
+        running: its running batch.
+        last: the batch it launched last, or None.
+    """
+    cache: HybridPrefixCache = scheduler.tree_cache
+    paused = cache.take_paused()
+    if not paused or last is None:
+        return
+    present = {id(req) for req in last.reqs}
+    begun = [
+        req
+        for req in paused
+        if id(req) in present and cache.is_live(req) and not req.finished()
+    ]
+    last.filter_batch(reqs_to_exclude=begun)
+    running.batch_is_full = False
+    parked = [req for req in begun if req.to_finish is None]
+    for req in parked:
+        req.prefix_len = req.extend_end
+        cache.park(req)
+    scheduler.waiting_queue[:0] = parked
+    for req in begun:
+        if req.to_finish is not None:
+            _end_aborted(scheduler, req)
+
+
+def _end_aborted(scheduler: Any, req: Req) -> None:
+    """End a request that was aborted while its chunk ran, by SGLang's own way.
+
+    SGLang would finish the prompt first.  As with its chunked request, the chunk may
+    still run; what is launched later runs behind it.
+    """
+    scheduler.chunked_req = scheduler._pending_chunked_abort_req = req
+    scheduler.process_pending_chunked_abort()
+    # The client has its answer; the chunk's result must not send another.
+    req.finished_output = True
+
+
+def parked_first(queue: list[Req], cache: HybridPrefixCache) -> None:
+    """Put parked requests ahead of the queue, and leave the order otherwise.
+
+    A pass ends at the first request for which there is no room.  If that one could
+    be ahead, it would wait for pages of the parked ones behind it, for ever.
+    """
+    queue.sort(key=lambda req: not cache.is_parked(req))
+
+
+@contextmanager
+def without_parked(scheduler: Any) -> Iterator[None]:
+    """Let SGLang see a waiting queue of new requests only, while this lasts."""
+    cache: HybridPrefixCache = scheduler.tree_cache
+    queue = scheduler.waiting_queue
+    parked = [req for req in queue if cache.is_parked(req)]
+    if not parked:
+        yield
+        return
+    scheduler.waiting_queue = [req for req in queue if not cache.is_parked(req)]
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue[:0] = parked
+
+
+def retract_parked(scheduler: Any) -> None:
+    """Have parked requests begin anew, as SGLang does with those that run.
+
+    It retracts all of them before weights are updated: with pages still held, the
+    cache could not be flushed, and the rest of a prompt would follow a beginning that
+    other weights computed.
+    """
+    retract_all(
+        reqs=[r for r in scheduler.waiting_queue if scheduler.tree_cache.is_parked(r)],
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+    )
