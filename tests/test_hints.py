@@ -4,19 +4,47 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from hybrid_plugin.engine.hints import Hints, kept_positions
+from hybrid_plugin.engine.hints import MAX_POSITIONS, Hints, kept_positions
 
 
 def test_positions_are_read() -> None:
     assert kept_positions({"hybrid_keep": [3, 1200], "other": 1}) == (3, 1200)
     assert kept_positions({"other": 1}) == kept_positions(None) == ()
+    assert kept_positions({"hybrid_keep": None}) == ()
 
 
-@pytest.mark.parametrize("value", [5, "12", [1.5], [-1], [True], ["1"], {"1": 2}])
+@pytest.mark.parametrize("extra", ["a string", 5, 1.5, True, [], [1], [{}], {}])
+def test_extra_parameters_of_any_type_may_hold_none(extra: Any) -> None:
+    assert kept_positions(extra) == ()
+
+
+def test_only_so_many_positions_are_taken() -> None:
+    most = list(range(MAX_POSITIONS))
+    assert kept_positions({"hybrid_keep": most}) == tuple(most)
+    with pytest.raises(ValueError, match="takes at most 64 positions, got 240000"):
+        kept_positions({"hybrid_keep": list(range(240_000))})
+
+
+def test_a_huge_hint_is_not_looked_through_nor_repeated() -> None:
+    class Watched(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("the whole list was read")
+
+    with pytest.raises(ValueError, match="at most"):
+        kept_positions({"hybrid_keep": Watched(range(240_000))})
+    with pytest.raises(ValueError, match="takes a list") as error:
+        kept_positions({"hybrid_keep": "9" * 1_000_000})
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "value", [5, "12", [1.5], [-1], [True], ["1"], {"1": 2}, [[]], [None]]
+)
 def test_anything_else_is_told_of(value: Any) -> None:
     with pytest.raises(ValueError, match="hybrid_keep takes a list of positions"):
         kept_positions({"hybrid_keep": value})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from hybrid_plugin.config import ConfigError, HybridConfig, switched_off_by_environment
+from hybrid_plugin.vllm import servable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,12 +65,30 @@ def activate(vllm_config: VllmConfig) -> None:
         return
     conflict = next(conflicts(vllm_config), None)
     if conflict is not None:
-        if options.enabled:
-            raise ConfigError(f"hybrid-plugin cannot serve this: {conflict}")
+        refuse_if_demanded(options, conflict)
         logger.warning("hybrid-plugin is inactive: %s", conflict)
         return
     _mark(vllm_config)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
+
+
+def step_aside(vllm_config: VllmConfig) -> None:
+    """Remove the marks from a configuration whose model turned out not to be served.
+
+    vLLM's prefix caching stays off: the model was built for an engine without it.
+    """
+    if is_active(vllm_config):
+        vllm_config.scheduler_config.scheduler_cls = None
+
+
+def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
+    """Do not step aside where the plugin was asked for by name.
+
+    Raises:
+        ConfigError: with the `reason`, a sentence.
+    """
+    if options.enabled:
+        raise ConfigError(f"hybrid-plugin cannot serve this: {reason}")
 
 
 def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str | None:
@@ -125,6 +144,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "it brings its own scheduler; drop --scheduler-cls."
     if parallel.worker_cls != "auto":
         yield "it brings its own worker; drop --worker-cls."
+    yield from servable.obstacles(vllm_config)
 
 
 def _mark(vllm_config: VllmConfig) -> None:

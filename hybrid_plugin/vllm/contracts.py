@@ -59,11 +59,15 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         _MODEL,
         "is_encoder_decoder",
         "max_model_len",
+        "original_max_model_len",
         "tokenizer",
         "tokenizer_revision",
         "trust_remote_code",
         "served_model_name",
         "enable_sleep_mode",
+        "hf_text_config",
+        "registry",
+        "architecture",
     ),
     HookPoint(_MODEL, mentions=("runner_type",)),
     *_fields(
@@ -72,6 +76,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "kv_cache_memory_bytes",
         "block_size",
         "user_specified_block_size",
+        "sliding_window",
         "mamba_cache_mode",
         "mamba_block_size",
         "prefix_cache_retention_interval",
@@ -118,13 +123,20 @@ CORE_HOOKS: tuple[Contract, ...] = (
         ("vllm_config", "kv_cache_config"),
         closed=True,
     ),
+    HookPoint(
+        "vllm.v1.executor.abstract:Executor.get_kv_cache_specs", ("self",), closed=True
+    ),
 )
 """The engine core's functions that are replaced."""
 
 PLANNING_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_CORE}:EngineCore._initialize_kv_caches",
-        mentions=("get_kv_cache_configs", "update_kv_cache_capacity"),
+        mentions=(
+            "get_kv_cache_specs",
+            "get_kv_cache_configs",
+            "update_kv_cache_capacity",
+        ),
     ),
     *_fields(
         f"{_SPECS}:KVCacheTensor",
@@ -319,6 +331,8 @@ WORKER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_WORKER}.initialize_from_config", ("self", "kv_cache_config"), closed=True
     ),
+    HookPoint(f"{_WORKER}.load_model", ("self",), own=True),
+    HookPoint(f"{_WORKER}.get_kv_cache_spec", ("self",), closed=True, own=True),
     HookPoint(
         f"{_WORKER}.determine_available_memory", ("self",), closed=True, own=True
     ),

@@ -64,14 +64,23 @@ def take_memory(
 
 
 def plan(
-    vllm_config: VllmConfig, layout: CacheLayout, available: int
+    vllm_config: VllmConfig,
+    layout: CacheLayout,
+    available: int,
+    log: Logger = logger,
 ) -> ElasticPlan | None:
     """How both pools share the memory; None where each gets its own.
+
+    Args:
+        vllm_config: of the engine.
+        layout: of the pages and the slots.
+        available: bytes that every rank has for the cache.
+        log: where to say why pools do not share, if they do not.
 
     Raises:
         ConfigError: if the options ask for elastic pools that do not fit.
     """
-    if not is_wanted(vllm_config, logger):
+    if not is_wanted(vllm_config, log):
         return None
     options = read_options(vllm_config)
     budget = limited(available, options)
@@ -83,7 +92,7 @@ def plan(
             block_bytes=_block_bytes(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
             max_sequences=vllm_config.scheduler_config.max_num_seqs,
-            log=logger,
+            log=log,
         )
 
 

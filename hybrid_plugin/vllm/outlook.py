@@ -14,6 +14,7 @@ from hybrid_plugin.vllm import activation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from hybrid_plugin.core.memory.layout import CacheLayout
 
@@ -90,7 +91,7 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from hybrid_plugin.vllm import page_size, planning
+    from hybrid_plugin.vllm import page_size, planning, servable
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -102,15 +103,21 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
         initialize_model_parallel(1, 1)
         with torch.device("meta"):
             initialize_model(config)
-    page_size.choose(config)
     layers = config.compilation_config.static_forward_context
-    specs = {
-        name: spec
-        for name, layer in layers.items()
-        if isinstance(layer, AttentionLayerBase)
-        and (spec := layer.get_kv_cache_spec(config)) is not None
-    }
-    return planning.make_layout(planning.make_groups(specs))
+
+    def specs() -> dict[str, KVCacheSpec]:
+        return {
+            name: spec
+            for name, layer in layers.items()
+            if isinstance(layer, AttentionLayerBase)
+            and (spec := layer.get_kv_cache_spec(config)) is not None
+        }
+
+    reason = servable.find_out(config, specs)
+    if reason is not None:
+        raise servable.UnservableError(reason)
+    page_size.choose(config)
+    return planning.make_layout(planning.make_groups(specs()))
 
 
 def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
 from hybrid_plugin.vllm.activation import read_options
+from hybrid_plugin.vllm.servable import UnservableError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +19,9 @@ def choose(vllm_config: VllmConfig) -> None:
     """Set the engine's block size to the page size; called once layers exist.
 
     Raises:
-        ConfigError: if the user's page size suits not every attention backend.
+        UnservableError: if no page size suits every attention backend, or the one
+            of `--block-size` does not.
+        ConfigError: if the plugin's option does not.
     """
     from vllm.config.vllm import set_current_vllm_config
     from vllm.platforms import current_platform
@@ -33,13 +36,15 @@ def choose(vllm_config: VllmConfig) -> None:
     asked = _asked_for(vllm_config)
     names = ", ".join(backend.get_name() for backend in backends)
     if not accepted:
-        raise ConfigError(
-            f"hybrid-plugin found no page size up to {_LARGEST} that all attention "
-            f"backends take ({names}); set HYBRID_PLUGIN=0 to serve without it."
+        raise UnservableError(
+            f"no page size up to {_LARGEST} suits all attention backends ({names})."
         )
     if asked is not None and asked not in accepted:
         some = ", ".join(map(str, accepted[:4]))
-        raise ConfigError(
+        options = read_options(vllm_config)
+        # What vLLM alone would round up must not keep it from starting.
+        kind = UnservableError if options.page_size is None else ConfigError
+        raise kind(
             f"Page size {asked} does not suit the attention backend ({names}), which "
             f"takes {some}, ...; change page_size or --block-size, or leave them out."
         )

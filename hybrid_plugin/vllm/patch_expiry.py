@@ -19,6 +19,9 @@ NEEDED = {
     "patches.patch_engine": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_configs",)),
     ),
+    "patches._patch_specs": Need(
+        HookPoint(_CORE, mentions=("get_kv_cache_specs",)),
+    ),
     "patches._patch_builder": Need(
         HookPoint(f"{_PLATFORM}.get_kv_cache_config_builder_cls")
     ),

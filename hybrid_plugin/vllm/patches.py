@@ -160,7 +160,34 @@ def patch_engine() -> None:
 
     _wrap(f"{_ENGINE_CORE}:get_kv_cache_configs", plan)
     _wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
+    _patch_specs()
     _patch_builder()
+
+
+def _patch_specs() -> None:
+    """Symptom: a model that the pools cannot hold fails to start.
+
+    Cause: what its layers cache is known once workers have built it, when the engine
+    core's configuration has the plugin's scheduler in it already.
+    Fix: where the workers stepped aside, remove the mark before anything is planned.
+    Delete when: a model class declares its cache specs before it is built.
+    """
+
+    def collect(original: Callable[..., Any], executor: Any) -> Any:
+        from hybrid_plugin.vllm import activation, servable
+
+        specs = original(executor)
+        reason = servable.reason_among(specs)
+        if reason is not None:
+            activation.step_aside(executor.vllm_config)
+            activation.logger.warning(
+                "hybrid-plugin is inactive: %s vLLM serves this model without a prefix "
+                "cache now; set HYBRID_PLUGIN=0 to get its own.",
+                reason,
+            )
+        return specs
+
+    _wrap("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", collect)
 
 
 def _patch_builder() -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
+from logging import CRITICAL, Logger
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -25,6 +27,7 @@ from hybrid_plugin.core.memory.layout import (
 from hybrid_plugin.engine.elastic_memory import describe
 from hybrid_plugin.vllm import elastic
 from hybrid_plugin.vllm.activation import logger, read_options
+from hybrid_plugin.vllm.servable import UnservableError
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
 
 if TYPE_CHECKING:
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
 # The states of a layer start at multiples of this many bytes within a slot, so
 # that kernels can load them in full vectors.
 _STATE_ALIGNMENT = 128
+
+_AUTO = -1
+"""`--max-model-len auto`, as vLLM keeps it."""
+
+_SILENT = Logger("hybrid_plugin.silent", CRITICAL)
+"""For attempts of which only the last is told of."""
 
 
 @dataclass
@@ -89,9 +98,8 @@ def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
     ordered = sorted(by_spec.items(), key=lambda item: not is_page_spec(item[0]))
     groups = [KVCacheGroupSpec(layers, spec) for spec, layers in ordered]
     if len({g.kv_cache_spec.block_size for g in _page_groups(groups)}) != 1:
-        raise ConfigError(
-            "hybrid-plugin needs attention layers that agree on one page size; set "
-            "HYBRID_PLUGIN=0 to serve this model without it."
+        raise UnservableError(
+            "the plugin needs attention layers that agree on one page size."
         )
     return groups
 
@@ -180,20 +188,20 @@ def plan(
 ) -> list[KVCacheConfig]:
     """Plan equal pools for all ranks within the least memory any of them has.
 
+    With `--max-model-len auto` the maximum length is set to what fits.
+
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
     groups = make_groups(worker_specs[0])
     layout = make_layout(groups)
     available = min(available_memory)
-    shared = elastic.plan(vllm_config, layout, available)
+    if vllm_config.model_config.original_max_model_len == _AUTO:
+        _fit_length(vllm_config, layout, available)
+    sizes, shared = _divide(vllm_config, layout, available, logger)
     if shared is not None:
-        sizes = shared.sizes
         logger.info("%s", describe(shared))
     else:
-        options = read_options(vllm_config)
-        budget = elastic.limited(available, options)
-        sizes = pool_sizes(layout, vllm_config, options, budget)
         _log_pools(layout, sizes)
     return [
         make_config(vllm_config, make_groups(s), sizes, shared) for s in worker_specs
@@ -244,6 +252,44 @@ def pool_sizes(
             f"{layout.bytes_of(sizes)} bytes, but only {budget} are free; lower them."
         )
     return sizes
+
+
+def _divide(
+    vllm_config: VllmConfig, layout: CacheLayout, available: int, log: Logger
+) -> tuple[PoolSizes, ElasticPlan | None]:
+    """Ids of each pool, and how the pools share their memory, if they do."""
+    shared = elastic.plan(vllm_config, layout, available, log)
+    if shared is not None:
+        return shared.sizes, shared
+    options = read_options(vllm_config)
+    budget = elastic.limited(available, options)
+    return pool_sizes(layout, vllm_config, options, budget), None
+
+
+def _fit_length(vllm_config: VllmConfig, layout: CacheLayout, available: int) -> None:
+    """Lower the maximum length to the greatest of which one sequence fits."""
+    model = vllm_config.model_config
+    derived = model.max_model_len
+
+    def fits(length: int) -> bool:
+        model.max_model_len = length
+        try:
+            _divide(vllm_config, layout, available, _SILENT)
+        except ConfigError:
+            return False
+        return True
+
+    if fits(derived):
+        return
+    # Where not even one token fits, planning for one says so.
+    model.max_model_len = max(
+        bisect_left(range(1, derived), True, key=lambda length: not fits(length)), 1
+    )
+    logger.info(
+        "hybrid-plugin fits the maximum length to the memory: %d of %d tokens",
+        model.max_model_len,
+        derived,
+    )
 
 
 def _log_pools(layout: CacheLayout, sizes: PoolSizes) -> None:

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from hybrid_plugin.config import ConfigError
+from hybrid_plugin.vllm.servable import UnservableError
 
 # The registry takes a first entry for proof that vLLM's own are there.
 register_all_kvcache_specs(get_current_vllm_config_or_none())
@@ -83,13 +83,13 @@ def to_pool_spec(layer: str, spec: KVCacheSpec) -> KVCacheSpec:
     """Return our spec for what `layer` declares.
 
     Raises:
-        ConfigError: for a kind of layer that the plugin has no pool for.
+        UnservableError: for a kind of layer that the plugin has no pool for.
     """
     ours = _OURS.get(type(spec))
     if ours is None:
-        raise ConfigError(
-            f"hybrid-plugin cannot serve layer {layer}, which keeps its cache as "
-            f"{type(spec).__name__}; set HYBRID_PLUGIN=0 to serve without it."
+        raise UnservableError(
+            f"the plugin cannot serve layer {layer}, which keeps its cache as "
+            f"{type(spec).__name__}."
         )
     values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
     if isinstance(spec, MambaSpec):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybrid_plugin.vllm import elastic, patches, reports
+from hybrid_plugin.vllm import activation, elastic, patches, reports, servable
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.scheduler import COMMANDS
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class RunsCommands:
@@ -29,6 +30,29 @@ class RunsCommands:
         super().__init__(*args, **kwargs)
         self._pools = PoolMemory()
         self._reported = 0.0
+        self._stepped_aside: str | None = None
+        """Why vLLM's own code runs in this worker, None if it does not."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load it, and step aside where its layers need what there is no pool for."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        reason = servable.find_out(self.vllm_config, self._specs)
+        if reason is None:
+            return
+        activation.refuse_if_demanded(activation.read_options(self.vllm_config), reason)
+        activation.step_aside(self.vllm_config)
+        self._stepped_aside = reason
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """What the layers declare; marked where the plugin stepped aside."""
+        specs = self._specs()
+        if self._stepped_aside is None:
+            return specs
+        return servable.StockSpecs(specs, self._stepped_aside)
+
+    def _specs(self) -> dict[str, KVCacheSpec]:
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        return specs
 
     def determine_available_memory(self) -> int:
         """Find the memory for the cache, and take it where the pools share it.
@@ -36,6 +60,9 @@ class RunsCommands:
         What was taken is there when the engine core has planned with it, and
         every rank says how much it really got.
         """
+        if self._stepped_aside is not None:
+            stock: int = super().determine_available_memory()  # type: ignore[misc]
+            return stock
         with patches.pool_allocator(_allocate_for_profiling):
             available: int = super().determine_available_memory()  # type: ignore[misc]
         if not elastic.is_wanted(self.vllm_config):
@@ -46,6 +73,9 @@ class RunsCommands:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pools; refuses a configuration that is not ours."""
+        if self._stepped_aside is not None:
+            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+            return
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
             raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
         with patches.pool_allocator(self._pools.allocate):
@@ -62,6 +92,8 @@ class RunsCommands:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and report what moving memory has cost if that grew."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if self._stepped_aside is not None:
+            return output
         spent = self._pools.executor.moves.seconds
         if spent == self._reported:
             return output

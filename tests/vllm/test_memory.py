@@ -20,13 +20,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Copy, Pool, Zero
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
 from hybrid_plugin.vllm.pool_memory import PoolMemory
+from hybrid_plugin.vllm.servable import UnservableError
 
 ATTENTION = FullAttentionSpec(
     block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32
@@ -98,7 +98,7 @@ def test_a_kind_of_layer_without_a_pool_is_refused() -> None:
         dtype=torch.float32,
         sliding_window=64,
     )
-    with pytest.raises(ConfigError, match="cannot serve layer w0") as refusal:
+    with pytest.raises(UnservableError, match="cannot serve layer w0") as refusal:
         make_groups({"a0": ATTENTION, "w0": window})
     assert "SlidingWindowSpec" in str(refusal.value)
 

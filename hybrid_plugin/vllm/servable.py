@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models the pools can hold, found out twice.
+
+*Before the configuration is changed*, from what it and the model's source tell: the
+plugin then steps aside and vLLM runs as if the plugin were not installed.
+
+*Once the model is built*, from the specs that its layers declare, which is certain.
+By then vLLM has built the model for an engine without a prefix cache of its own, so
+what remains is to remove the plugin's marks: vLLM plans and schedules the model as
+it does with `--no-enable-prefix-caching`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_plugin.config import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+KINDS_WITH_POOLS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "MambaSpec"})
+"""Names of vLLM's cache specs that `specs.to_pool_spec` knows a pool for."""
+
+_NO_CACHE = frozenset(
+    {"KVCacheSpec", "AttentionSpec", "EncoderOnlyAttentionSpec", "CrossAttentionSpec"}
+)
+"""Specs that say nothing about the decoder's cache."""
+
+
+class UnservableError(ConfigError):
+    """The model, not an option, asks for what the plugin has no pools for."""
+
+
+class StockSpecs(dict[str, "KVCacheSpec"]):
+    """Specs by layer of a worker on which the plugin stepped aside.
+
+    vLLM pickles what a worker returns as it is, so the class and the reason reach
+    the engine core.
+    """
+
+    def __init__(self, specs: Mapping[str, KVCacheSpec], reason: str) -> None:
+        """Wrap `specs`; `reason` is a sentence."""
+        super().__init__(specs)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[StockSpecs], tuple[dict[str, object], str]]:
+        return StockSpecs, (dict(self), self.reason)
+
+
+def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
+    """Sentences about what the model needs and the plugin has not, if known early."""
+    model = vllm_config.model_config
+    if "SlidingWindowSpec" not in KINDS_WITH_POOLS:
+        window = vllm_config.cache_config.sliding_window
+        if window:
+            yield (
+                f"all attention layers have a sliding window of {window} tokens, which "
+                "is not supported yet."
+            )
+        kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+        limited = sorted({k for k in map(str, kinds) if _looks_back_a_part(k)})
+        if limited:
+            yield f"layers of the type {limited[0]} are not supported yet."
+    unknown = sorted(_built_by(_module_of(vllm_config)) - KINDS_WITH_POOLS - _NO_CACHE)
+    if unknown:
+        yield (
+            f"{model.architecture} keeps caches of the kind {unknown[0]}, which is not "
+            "supported yet."
+        )
+
+
+def find_out(
+    vllm_config: VllmConfig, specs: Callable[[], Mapping[str, KVCacheSpec]]
+) -> str | None:
+    """Why the built model cannot be served, a sentence; None if it can.
+
+    Args:
+        vllm_config: of a worker that has loaded the model.
+        specs: gives the layers' specs at the page size that the configuration names.
+
+    Raises:
+        ConfigError: for an option of the plugin that does not suit the model.
+    """
+    from hybrid_plugin.vllm import page_size, planning
+
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        return "vLLM switched chunked prefill off for this model."
+    cache = vllm_config.cache_config
+    before = cache.block_size
+    try:
+        page_size.choose(vllm_config)
+        planning.make_groups(dict(specs()))
+    except UnservableError as error:
+        return str(error)
+    finally:
+        cache.block_size = before
+    return None
+
+
+def reason_among(specs: Sequence[Mapping[str, KVCacheSpec]]) -> str | None:
+    """Why the workers stepped aside, None if they did not.
+
+    Args:
+        specs: of every worker.
+
+    Raises:
+        ConfigError: if only some of them did.
+    """
+    reasons = [s.reason if isinstance(s, StockSpecs) else None for s in specs]
+    if len(set(reasons)) > 1:
+        raise ConfigError(
+            "hybrid-plugin can serve the layers of some ranks only: "
+            f"{next(filter(None, reasons))} Set HYBRID_PLUGIN=0 to serve without it."
+        )
+    return reasons[0] if reasons else None
+
+
+def _looks_back_a_part(layer_type: str) -> bool:
+    return "sliding" in layer_type or "chunked_attention" in layer_type
+
+
+def _module_of(vllm_config: VllmConfig) -> str | None:
+    """Where vLLM finds the model's class, which is not imported yet."""
+    model = vllm_config.model_config
+    entry = model.registry.models.get(model.architecture)
+    name = getattr(entry, "module_name", None)
+    if name is None:
+        name = getattr(getattr(entry, "model_cls", None), "__module__", None)
+    return name
+
+
+def _built_by(module: str | None) -> set[str]:
+    """Names of cache specs that a model's module, or its package, constructs."""
+    from vllm.v1 import kv_cache_interface
+
+    kinds = {
+        name
+        for name, value in vars(kv_cache_interface).items()
+        if isinstance(value, type) and issubclass(value, kv_cache_interface.KVCacheSpec)
+    }
+    return {name for name in _called_in(module) if name in kinds}
+
+
+def _called_in(module: str | None) -> Iterator[str]:
+    """Names of functions and classes that a module, or its package, calls."""
+    found = importlib.util.find_spec(module) if module else None
+    if found is None or found.origin is None:
+        return
+    origin = Path(found.origin)
+    in_package = origin.name == "__init__.py"
+    for file in sorted(origin.parent.rglob("*.py")) if in_package else [origin]:
+        if file.suffix != ".py" or not file.is_file():
+            continue
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Call):
+                name = node.func
+                if isinstance(name, ast.Name):
+                    yield name.id
+                elif isinstance(name, ast.Attribute):
+                    yield name.attr

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No model fails to start because the plugin is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.outlook import Prospect
+from hybrid_plugin.vllm import activation, outlook, page_size, servable, specs
+from tests.engines.drivers.process import environment, overheard
+from tests.vllm.hybrid_models import SERVED, STEPPED_ASIDE, write
+
+FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
+
+ATTENTION = FullAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32
+)
+WINDOW = SlidingWindowSpec(
+    block_size=32,
+    num_kv_heads=2,
+    head_size=8,
+    dtype=torch.float32,
+    sliding_window=64,
+)
+STATE = MambaSpec(block_size=512, shapes=((3, 5),), dtypes=(torch.float32,))
+
+
+def configured(folder: Path, *, plugin: bool = True, **options: Any) -> Any:
+    """The engine configuration and what the plugin logged."""
+    with environment(plugin), overheard("vllm.hybrid_plugin") as lines:
+        config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            enforce_eager=True,
+            additional_config={"hybrid_plugin": options},
+        ).create_engine_config()
+    return config, lines
+
+
+def _hybrid_architectures() -> dict[str, str]:
+    """Modules by architecture, of those whose source makes hybrid models."""
+    found = {}
+    for name, entry in ModelRegistry.models.items():
+        module = entry.module_name
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        origin = Path(spec.origin)
+        in_package = origin.name == "__init__.py"
+        files = origin.parent.rglob("*.py") if in_package else [origin]
+        if any("IsHybrid" in file.read_text() for file in files):
+            found[name] = module
+    return found
+
+
+# ------------------------------------------------ known from source and config
+
+
+def test_every_kind_with_a_pool_is_named() -> None:
+    assert {kind.__name__ for kind in specs._OURS} == servable.KINDS_WITH_POOLS
+
+
+def test_side_caches_are_seen_in_the_source_of_every_hybrid_model() -> None:
+    known = servable.KINDS_WITH_POOLS | servable._NO_CACHE
+    unknown = {
+        name: sorted(servable._built_by(module) - known)
+        for name, module in _hybrid_architectures().items()
+    }
+    assert len(unknown) > 20
+    flagged = {name: kinds for name, kinds in unknown.items() if kinds}
+    assert flagged.pop("Glm5NextForCausalLM") == ["CircularBufferSpec"]
+    assert flagged.pop("Qwen4ExpForCausalLM") == ["CircularBufferSpec"]
+    assert all(name.startswith(("Glm5Next", "Qwen4Exp")) for name in flagged)
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        ("vllm.models.glm5next", "caches of the kind CircularBufferSpec"),
+        ("vllm.model_executor.models.qwen3_next", None),
+        (None, None),
+    ],
+)
+def test_obstacle_in_the_source(module: str | None, sentence: str | None) -> None:
+    model = SimpleNamespace(
+        architecture="A",
+        hf_text_config=SimpleNamespace(layer_types=["linear", "full_attention"]),
+        registry=SimpleNamespace(models={"A": SimpleNamespace(module_name=module)}),
+    )
+    cache = SimpleNamespace(sliding_window=None)
+    config: Any = SimpleNamespace(model_config=model, cache_config=cache)
+    found = list(servable.obstacles(config))
+    assert (sentence is None) == (found == [])
+    assert sentence is None or sentence in found[0]
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "chunked_attention"])
+def test_obstacle_in_the_layer_types(kind: str) -> None:
+    model = SimpleNamespace(
+        architecture="A",
+        hf_text_config=SimpleNamespace(layer_types=["linear_attention", kind]),
+        registry=SimpleNamespace(models={}),
+    )
+    cache = SimpleNamespace(sliding_window=None)
+    config: Any = SimpleNamespace(model_config=model, cache_config=cache)
+    assert list(servable.obstacles(config)) == [
+        f"layers of the type {kind} are not supported yet."
+    ]
+
+
+# ------------------------------------------------------- known once it is built
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A marked configuration of a worker that has loaded its model."""
+    monkeypatch.setattr(
+        page_size,
+        "choose",
+        lambda config: setattr(config.cache_config, "block_size", 32),
+    )
+    return SimpleNamespace(
+        additional_config={},
+        cache_config=SimpleNamespace(block_size=128),
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=activation.SCHEDULER, enable_chunked_prefill=True
+        ),
+    )
+
+
+def test_served_as_built(built: Any) -> None:
+    layers: dict[str, KVCacheSpec] = {"a": ATTENTION, "s": STATE}
+    assert servable.find_out(built, lambda: layers) is None
+    assert built.cache_config.block_size == 128
+
+
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [
+        ({"a": ATTENTION, "w": WINDOW, "s": STATE}, "cannot serve layer w"),
+        (
+            {"a": ATTENTION, "b": ATTENTION.copy_with_new_block_size(64), "s": STATE},
+            "agree on one page size",
+        ),
+        ({"s": STATE}, "agree on one page size"),
+    ],
+)
+def test_not_served_as_built(built: Any, layers: Any, sentence: str) -> None:
+    reason = servable.find_out(built, lambda: layers)
+    assert reason is not None and sentence in reason
+    assert built.cache_config.block_size == 128
+
+
+def test_a_platform_without_chunked_prefill(built: Any) -> None:
+    built.scheduler_config.enable_chunked_prefill = False
+    reason = servable.find_out(built, dict)
+    assert reason == "vLLM switched chunked prefill off for this model."
+
+
+class _LoadedWorker:
+    """What a platform's worker does, as far as the plugin looks."""
+
+    def __init__(self, config: Any, layers: dict[str, KVCacheSpec]) -> None:
+        self.vllm_config = config
+        self.layers = layers
+        self.ran: list[str] = []
+
+    def load_model(self) -> None:
+        self.ran.append("load")
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.layers
+
+    def determine_available_memory(self) -> int:
+        return 7
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        self.ran.append(f"initialize {kv_cache_config}")
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        return "executed"
+
+    def sample_tokens(self, grammar: Any) -> str:
+        return "sampled"
+
+
+@pytest.fixture
+def worker_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from hybrid_plugin.vllm import patches
+    from hybrid_plugin.vllm.worker import RunsCommands
+
+    monkeypatch.setattr(patches, "is_applied", lambda: True)
+    monkeypatch.setattr(patches, "patch_worker", lambda: None)
+
+    class Worker(RunsCommands, _LoadedWorker):
+        pass
+
+    return Worker
+
+
+def test_worker_steps_aside_and_the_engine_core_follows(
+    built: Any, worker_of: Any
+) -> None:
+    worker = worker_of(built, {"a": ATTENTION, "w": WINDOW, "s": STATE})
+    worker.load_model()
+    assert not activation.is_active(built)
+    told = pickle.loads(pickle.dumps(worker.get_kv_cache_spec()))
+    assert told == worker.layers
+    reason = servable.reason_among([told, told])
+    assert reason is not None and "SlidingWindowSpec" in reason
+    assert worker.determine_available_memory() == 7
+    worker.initialize_from_config("stock")
+    assert worker.ran == ["load", "initialize stock"]
+    assert worker.execute_model(SimpleNamespace()) == "executed"
+    assert worker.sample_tokens(None) == "sampled"
+
+
+def test_worker_that_serves_says_nothing(built: Any, worker_of: Any) -> None:
+    worker = worker_of(built, {"a": ATTENTION, "s": STATE})
+    worker.load_model()
+    assert activation.is_active(built)
+    assert servable.reason_among([worker.get_kv_cache_spec()]) is None
+
+
+def test_worker_refuses_where_the_plugin_was_asked_for(
+    built: Any, worker_of: Any
+) -> None:
+    built.additional_config = {"hybrid_plugin": {"enabled": True}}
+    worker = worker_of(built, {"a": ATTENTION, "w": WINDOW, "s": STATE})
+    with pytest.raises(ConfigError, match=r"cannot serve this: .* layer w"):
+        worker.load_model()
+
+
+def test_ranks_that_disagree_are_an_error() -> None:
+    aside = servable.StockSpecs({"w": WINDOW}, "no pool.")
+    with pytest.raises(ConfigError, match=r"some ranks only: no pool\."):
+        servable.reason_among([aside, {"a": ATTENTION}])
+
+
+# ---------------------------------------------- whole models, without weights
+
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_hybrid_model_is_served(architecture: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, architecture, SERVED[architecture])
+    found = outlook.foresee(str(folder), FLAGS, 1 << 30)
+    assert (found.prospect, found.reason) == (Prospect.SERVED, "")
+
+
+@pytest.mark.parametrize("architecture", STEPPED_ASIDE)
+def test_hybrid_model_without_pools_starts_as_without_the_plugin(
+    architecture: str, tmp_path: Path
+) -> None:
+    contents, sentence = STEPPED_ASIDE[architecture]
+    folder = write(tmp_path, architecture, contents)
+    config, lines = configured(folder)
+    stock, _ = configured(folder, plugin=False)
+    assert len(lines) == 1
+    assert lines[0].startswith("hybrid-plugin is inactive: ") and sentence in lines[0]
+    for part in ("cache_config", "scheduler_config"):
+        ours, theirs = vars(getattr(config, part)), vars(getattr(stock, part))
+        assert ours == theirs
+    with pytest.raises(ValueError, match="cannot serve this"):
+        configured(folder, enabled=True)
