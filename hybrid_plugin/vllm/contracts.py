@@ -59,7 +59,6 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         _MODEL,
         "is_encoder_decoder",
         "max_model_len",
-        "original_max_model_len",
         "tokenizer",
         "tokenizer_revision",
         "trust_remote_code",
@@ -69,7 +68,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "registry",
         "architecture",
     ),
-    HookPoint(_MODEL, mentions=("runner_type",)),
+    HookPoint(_MODEL, mentions=("runner_type", "original_max_model_len")),
     *_fields(
         _CACHE,
         "enable_prefix_caching",
