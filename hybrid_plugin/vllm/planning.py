@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -23,7 +23,7 @@ from hybrid_plugin.core.memory.layout import (
     StateGroup,
 )
 from hybrid_plugin.engine.elastic_memory import describe
-from hybrid_plugin.vllm import elastic
+from hybrid_plugin.vllm import addressing, elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
 
@@ -186,7 +186,11 @@ def plan(
     groups = make_groups(worker_specs[0])
     layout = make_layout(groups)
     available = min(available_memory)
+    most = addressing.most_slots(groups, layout.slot_bytes, elastic.device_type())
     shared = elastic.plan(vllm_config, layout, available)
+    if shared is not None and most is not None and shared.sizes.slots > most:
+        elastic.refuse_slots_out_of_reach(vllm_config, most)
+        shared = None
     if shared is not None:
         sizes = shared.sizes
         logger.info("%s", describe(shared))
@@ -194,6 +198,7 @@ def plan(
         options = read_options(vllm_config)
         budget = elastic.limited(available, options)
         sizes = pool_sizes(layout, vllm_config, options, budget)
+        sizes = replace(sizes, slots=addressing.capped(sizes.slots, most))
         _log_pools(layout, sizes)
     return [
         make_config(vllm_config, make_groups(s), sizes, shared) for s in worker_specs
