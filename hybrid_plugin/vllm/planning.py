@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import CRITICAL, Logger
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from hybrid_plugin.core.memory.layout import (
     StateGroup,
 )
 from hybrid_plugin.engine.elastic_memory import describe
-from hybrid_plugin.vllm import elastic
+from hybrid_plugin.vllm import addressing, elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.servable import UnservableError
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
@@ -196,9 +196,10 @@ def plan(
     groups = make_groups(worker_specs[0])
     layout = make_layout(groups)
     available = min(available_memory)
+    most = addressing.most_slots(groups, layout.slot_bytes, elastic.device_type())
     if vllm_config.model_config.original_max_model_len == _AUTO:
-        _fit_length(vllm_config, layout, available)
-    sizes, shared = _divide(vllm_config, layout, available, logger)
+        _fit_length(vllm_config, layout, available, most)
+    sizes, shared = _divide(vllm_config, layout, available, most, logger)
     if shared is not None:
         logger.info("%s", describe(shared))
     else:
@@ -255,18 +256,40 @@ def pool_sizes(
 
 
 def _divide(
-    vllm_config: VllmConfig, layout: CacheLayout, available: int, log: Logger
+    vllm_config: VllmConfig,
+    layout: CacheLayout,
+    available: int,
+    most_slots: int | None,
+    log: Logger,
 ) -> tuple[PoolSizes, ElasticPlan | None]:
-    """Ids of each pool, and how the pools share their memory, if they do."""
+    """Ids of each pool, and how the pools share their memory, if they do.
+
+    Args:
+        vllm_config: of the engine.
+        layout: of the model's cache.
+        available: bytes on each rank.
+        most_slots: slots that the model's kernels can address; None for any number.
+        log: where to say why pools do not share.
+    """
     shared = elastic.plan(vllm_config, layout, available, log)
-    if shared is not None:
+    if shared is not None and most_slots is not None:
+        if shared.sizes.slots <= most_slots:
+            return shared.sizes, shared
+        elastic.refuse_slots_out_of_reach(vllm_config, most_slots)
+    elif shared is not None:
         return shared.sizes, shared
     options = read_options(vllm_config)
     budget = elastic.limited(available, options)
-    return pool_sizes(layout, vllm_config, options, budget), None
+    sizes = pool_sizes(layout, vllm_config, options, budget)
+    return replace(sizes, slots=addressing.capped(sizes.slots, most_slots)), None
 
 
-def _fit_length(vllm_config: VllmConfig, layout: CacheLayout, available: int) -> None:
+def _fit_length(
+    vllm_config: VllmConfig,
+    layout: CacheLayout,
+    available: int,
+    most_slots: int | None,
+) -> None:
     """Lower the maximum length to the greatest of which one sequence fits."""
     model = vllm_config.model_config
     derived = model.max_model_len
@@ -274,7 +297,7 @@ def _fit_length(vllm_config: VllmConfig, layout: CacheLayout, available: int) ->
     def fits(length: int) -> bool:
         model.max_model_len = length
         try:
-            _divide(vllm_config, layout, available, _SILENT)
+            _divide(vllm_config, layout, available, most_slots, _SILENT)
         except ConfigError:
             return False
         return True
