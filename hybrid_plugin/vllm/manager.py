@@ -142,7 +142,8 @@ class HybridKVCacheManager:
         self._found: dict[str, LookUp] = {}
         self._sharing = InBatchPrefixSharing(self.cache)
         self._prompts: dict[str, Tokens] = {}
-        """Of requests that wait: `RequestKeys.tokens` is linear in them."""
+        """All tokens of requests until they are computed: they are looked up again
+        at each retry, and read at the end of each chunk."""
         self.prefix_cache_stats = PrefixCacheStats()
         self._page_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.pages)]
         self._slot_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.slots)]
@@ -193,18 +194,17 @@ class HybridKVCacheManager:
         )
         if admission is None:
             return None
-        self._prompts.pop(seq_id, None)
         fresh_pages = admission.pages[len(found.match.pages) :]
         return self._blocks(fresh_pages, admission.slot)
 
     def _look_up(self, request: Request, limit: int | None) -> LookUp:
         if request.skip_reading_prefix_cache or not self.keys.cacheable(request):
             return self.cache.bypass(
-                tuple(request.all_token_ids), self.keys.namespace(request)
+                self._prompt(request), self.keys.namespace(request)
             )
         parameters = request.sampling_params
         return self.cache.look_up(
-            tuple(self.keys.tokens(request)),
+            self._prompt(request),
             self.keys.namespace(request),
             limit,
             snapshot_at=(
@@ -212,6 +212,15 @@ class HybridKVCacheManager:
                 *self._sharing.pauses_of(request.request_id),
             ),
         )
+
+    def _prompt(self, request: Request) -> Tokens:
+        """All tokens of a request that is not computed yet, kept until it is."""
+        seq_id = request.request_id
+        tokens = self._prompts.get(seq_id)
+        if tokens is None or len(tokens) != request.num_tokens:
+            tokens = as_tokens(self.keys.tokens(request)[:])
+            self._prompts[seq_id] = tokens
+        return tokens
 
     def snapshot_positions(self, request: Request) -> tuple[int, ...]:
         """Where the request's prefill should pause for a snapshot."""
@@ -240,13 +249,10 @@ class HybridKVCacheManager:
         return self._sharing.holds(request.request_id)
 
     def _prefill(self, request: Request) -> Prefill:
-        seq_id = request.request_id
-        tokens = self._prompts.get(seq_id)
-        if tokens is None or len(tokens) != request.num_tokens:
-            tokens = as_tokens(tuple(self.keys.tokens(request)))
-            self._prompts[seq_id] = tokens
         namespace = self.keys.namespace(request)
-        return waiting_prefill(self.cache, seq_id, tokens, namespace)
+        return waiting_prefill(
+            self.cache, request.request_id, self._prompt(request), namespace
+        )
 
     # -------------------------------------------------------------- progress
 
@@ -256,8 +262,10 @@ class HybridKVCacheManager:
             seq_id = request.request_id
             if self.cache.is_live(seq_id) and self.cache.is_prefilling(seq_id):
                 self.cache.advance(
-                    seq_id, self.keys.tokens(request), request.num_computed_tokens
+                    seq_id, self._prompt(request), request.num_computed_tokens
                 )
+                if not self.cache.is_prefilling(seq_id):
+                    del self._prompts[seq_id]
 
     def free(self, request: Request) -> None:
         """End the request's sequence: finished, aborted or preempted."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,17 @@ def test_commands_reach_all_layers_of_one_id(config: HybridKVCacheConfig) -> Non
     pools.executor.run([Zero(Pool.STATE, 2)])
     assert (layers["s0"][2] == 0).all() and (layers["s1"][2] == 0).all()
     assert (layers["a0"][2] != 0).all()
+
+
+def test_commands_touch_no_random_generator(config: HybridKVCacheConfig) -> None:
+    views(config)
+    torch.manual_seed(7)
+    random.seed(7)
+    before, ours = torch.get_rng_state(), random.getstate()
+    commands = [Copy(Pool.KV, 1, 2), Copy(Pool.STATE, 1, 2), Zero(Pool.STATE, 3)]
+    executor_of(config).run(commands)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == ours
 
 
 def test_a_kind_of_layer_without_a_pool_is_refused() -> None:

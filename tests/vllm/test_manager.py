@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager on fake requests: which ids it hands out, and what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hybrid_plugin.core.commands import Copy, Pool, Zero
+from tests.vllm.fakes import (
+    PAGE,
+    Tokens,
+    admit,
+    compute,
+    ids,
+    image,
+    manager,
+    nothing_kept,
+    request,
+)
+
+# ------------------------------------------------------------ admit and grow
+
+
+def test_a_cold_request_gets_pages_and_a_zeroed_slot() -> None:
+    of = manager()
+    one = request("one", 40)
+    assert ids(admit(of, one, 40)) == ([1, 2, 3], [1])
+    assert of.drain_commands() == [Zero(Pool.STATE, 1)]
+    assert of.drain_commands() == []
+
+
+def test_blocks_of_a_request() -> None:
+    of = manager()
+    one = request("one", 40)
+    assert of.get_blocks("one") is of.empty_kv_cache_blocks
+    admit(of, one, 40)
+    assert of.get_block_ids("one") == ([1, 2, 3], [1])
+    assert of.get_block_ids_for_computed_tokens("one", 0) == ([], [1])
+    assert of.get_block_ids_for_computed_tokens("one", 17) == ([1, 2], [1])
+
+
+def test_growing_hands_out_new_pages_only() -> None:
+    of = manager()
+    one = request("one", 40)
+    admit(of, one, 20)
+    compute(of, one, 20)
+    assert of.allocate_slots(one, 12) is of.empty_kv_cache_blocks
+    assert ids(of.allocate_slots(one, 20)) == ([3], [])
+    assert of.get_block_ids("one") == ([1, 2, 3], [1])
+
+
+def test_growing_beyond_the_pool_is_refused_and_changes_nothing() -> None:
+    of = manager(pages=4)
+    one = request("one", 200)
+    admit(of, one, 48)
+    compute(of, one, 48)
+    assert of.allocate_slots(one, 1) is None
+    assert of.get_block_ids("one") == ([1, 2, 3], [1])
+
+
+def test_no_room_for_a_second_request() -> None:
+    of = manager(pages=5)
+    assert admit(of, request("one", 48), 48) is not None
+    assert admit(of, request("two", 48, first=1000), 48) is None
+    assert not of.cache.is_live("two")
+
+
+def test_the_whole_sequence_must_fit_where_the_scheduler_says_so() -> None:
+    of = manager(pages=5)
+    assert admit(of, request("one", 80), 16, full_sequence_must_fit=True) is None
+    assert admit(of, request("two", 80), 16) is not None
+
+
+def test_the_watermark_counts_beside_scheduled_requests_only() -> None:
+    of = manager(pages=8, watermark=0.5)
+    one = request("one", 64)
+    assert admit(of, one, 64, has_scheduled_reqs=True) is None
+    assert admit(of, one, 64) is not None
+
+
+# -------------------------------------------------------------- hits
+
+
+def test_the_same_prompt_again_restores_its_snapshot() -> None:
+    of = manager(pages=12)
+    one = request("one", 40)
+    admit(of, one, 40)
+    compute(of, one, 32)
+    assert of.drain_commands() == [Zero(Pool.STATE, 1), Copy(Pool.STATE, 1, 2)]
+    compute(of, one, 40)
+    of.free(one)
+    two = request("two", 41)
+    blocks, hit, boundary = of.get_computed_blocks(two)
+    assert (ids(blocks), hit, boundary) == (([1, 2], []), 40, 0)
+    # The page in the middle of which the hit ends is copied, like the state.
+    assert ids(of.allocate_slots(two, 1, hit, blocks)) == ([4], [3])
+    assert of.drain_commands() == [Copy(Pool.KV, 3, 4), Copy(Pool.STATE, 1, 3)]
+
+
+def test_a_stale_look_up_is_repeated() -> None:
+    of = manager(pages=12)
+    one = request("one", 40)
+    blocks, hit, _ = of.get_computed_blocks(one)
+    other = request("other", 40, first=1000)
+    admit(of, other, 40)
+    compute(of, other, 40)
+    of.free(other)
+    assert not of.cache.is_current(of._found["one"])
+    assert of.allocate_slots(one, 40, hit, blocks) is not None
+
+
+def test_a_stale_look_up_with_another_hit_waits_a_step() -> None:
+    of = manager(pages=12)
+    first = request("first", 40)
+    admit(of, first, 40)
+    compute(of, first, 40)
+    of.free(first)
+    again = request("again", 48)
+    blocks, hit, _ = of.get_computed_blocks(again)
+    assert hit == 40
+    assert of.reset_prefix_cache()
+    of._found["again"] = of.cache.look_up(list(range(1)))  # stale by content too
+    of.cache.tree.version += 1
+    assert of.allocate_slots(again, 8, hit, blocks) is None
+    assert ids(admit(of, again, 48)) == ([1, 2, 3], [1])
+
+
+def test_usage_counts_the_fuller_pool_and_nothing_cached() -> None:
+    of = manager(pages=9, slots=5)
+    one = request("one", 64)
+    admit(of, one, 64)
+    assert of.usage == 4 / 8
+    of.free(one)
+    assert of.usage == 0
+
+
+def test_hits_are_counted_for_vllm() -> None:
+    of = manager()
+    of.record_prefix_cache_stats(request("one", 40), 16)
+    stats = of.make_prefix_cache_stats()
+    assert stats is not None
+    assert (stats.requests, stats.queries, stats.hits) == (1, 40, 16)
+    again = of.make_prefix_cache_stats()
+    assert again is not None and again.requests == 0
+
+
+# ------------------------------------------------- what bypasses the cache
+
+
+def test_a_request_that_must_not_read_still_writes() -> None:
+    of = manager(pages=12)
+    one = request("one", 40, skip_reading_prefix_cache=True)
+    assert of.get_computed_blocks(one)[1] == 0
+    admit(of, one, 40)
+    compute(of, one, 40)
+    of.free(one)
+    assert of.get_computed_blocks(request("two", 41))[1] == 40
+
+
+def test_a_bypass_keeps_tokens_by_content_like_everything_else() -> None:
+    of = manager()
+    one = request(
+        "one", 40, skip_reading_prefix_cache=True, mm_features=[image("cat", 4, 8)]
+    )
+    of.get_computed_blocks(one)
+    assert list(of._found["one"].tokens) == list(of.keys.tokens(one))
+    assert min(of._found["one"].tokens) < 0
+
+
+# ------------------------------------------------- the way of the tokens
+
+
+def test_tokens_are_read_once_until_they_are_computed() -> None:
+    of = manager(pages=5)
+    filler = request("filler", 64, first=1000)
+    admit(of, filler, 64)
+    one = request("one", 60)
+    for _ in range(5):  # it waits, and is looked up in each step
+        of.plan_in_batch_sharing([one])
+        assert admit(of, one, 60) is None
+    of.free(filler)
+    assert admit(of, one, 60) is not None
+    for computed in (16, 32, 48):
+        compute(of, one, computed)
+    assert one.all_token_ids.whole_reads == 1
+    assert of.cache.sequence("one").prompt is of._prompts["one"]
+    compute(of, one, 60)
+    assert not of._prompts
+
+
+def test_tokens_that_grew_before_a_retry_are_read_again() -> None:
+    of = manager(pages=12)
+    one = request("one", 40)
+    admit(of, one, 40)
+    compute(of, one, 40)
+    one.all_token_ids = Tokens([*range(40), 7, 8])
+    of.free(one)
+    one.num_preemptions, one.num_computed_tokens = 1, 0
+    of.get_computed_blocks(one)
+    assert len(of._found["one"].tokens) == 42
+
+
+# ------------------------------------ every way by which vLLM drops a request
+
+
+def test_abort_while_it_waits() -> None:
+    of = manager(pages=4)
+    one, two = request("one", 40), request("two", 40)
+    of.plan_in_batch_sharing([one, two])
+    of.get_computed_blocks(one)
+    assert of._found and of._prompts
+    of.free(one)
+    of.free(two)
+    of.plan_in_batch_sharing([])
+    assert nothing_kept(of)
+    assert not of._sharing._held and not of._sharing._pauses
+
+
+def test_abort_between_the_chunks_of_a_prefill() -> None:
+    of = manager(pages=12)
+    one = request("one", 100)
+    admit(of, one, 32)
+    compute(of, one, 32)
+    of.free(one)
+    assert nothing_kept(of)
+    # What was computed serves the next one.
+    assert of.get_computed_blocks(request("two", 100))[1] == 32
+
+
+def test_abort_of_a_request_that_others_wait_for() -> None:
+    of = manager(pages=40, in_batch_prefix_min_tokens=32)
+    leader, follower = request("leader", 200), request("follower", 200)
+    of.plan_in_batch_sharing([leader, follower])
+    assert of.follows(follower) and not of.follows(leader)
+    of.free(leader)
+    of.plan_in_batch_sharing([follower])
+    assert not of.follows(follower)
+    of.free(follower)
+    of.plan_in_batch_sharing([])
+    assert nothing_kept(of)
+    assert not of._sharing._held and not of._sharing._pauses
+
+
+def test_preemption_and_resumption() -> None:
+    of = manager(pages=12)
+    one = request("one", 40)
+    admit(of, one, 40)
+    compute(of, one, 40)
+    of.free(one)  # as `_preempt_request` does, before it resets the count
+    one.num_computed_tokens, one.num_preemptions = 0, 1
+    one.all_token_ids.append(7)
+    assert nothing_kept(of)
+    blocks, hit, _ = of.get_computed_blocks(one)
+    assert hit == 40
+    assert of.allocate_slots(one, 1, hit, blocks) is not None
+    of.free(one)
+    assert nothing_kept(of)
+
+
+def test_stop_while_a_step_is_in_flight() -> None:
+    """The state has consumed a token that nobody has seen: it is not kept."""
+    of = manager(pages=12)
+    one = request("one", 40)
+    admit(of, one, 40)
+    compute(of, one, 40)
+    compute(of, one, 41)
+    taken = of.cache.slots.snapshots
+    of.free(one)
+    assert nothing_kept(of)
+    assert of.cache.slots.snapshots == taken
+
+
+def test_reset_with_running_requests_is_refused_until_they_are_preempted() -> None:
+    of = manager(pages=12)
+    one, waiting = request("one", 40), request("waiting", 40, first=500)
+    admit(of, one, 40)
+    compute(of, one, 40)
+    of.get_computed_blocks(waiting)
+    assert not of.reset_prefix_cache()
+    of.free(one)
+    assert of.reset_prefix_cache()
+    assert not of._found
+    assert of.get_computed_blocks(request("two", 40))[1] == 0
+    of.free(waiting)
+    of.free(request("two", 40))
+    levels = of.cache.levels()
+    assert (levels["pages_cached"], levels["slots_cached"]) == (0, 0)
+    assert nothing_kept(of)
+
+
+def test_freeing_a_request_that_was_never_looked_up() -> None:
+    of = manager()
+    of.free(request("unknown", 40))
+    assert nothing_kept(of)
+
+
+# ------------------------------------------------- nothing a client sends raises
+
+
+ANYTHING: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    1e308,
+    10**30,
+    "",
+    "text",
+    [],
+    [0],
+    [10**30],
+    [-1],
+    [None, {}],
+    [[1]],
+    {},
+    {"a": [1]},
+    list(range(240_000)),
+]
+
+
+@pytest.mark.parametrize("value", ANYTHING, ids=range(len(ANYTHING)))
+def test_hints_of_any_type(value: Any) -> None:
+    for extra in (value, {"hybrid_keep": value}, {"hybrid_keep": {"x": value}}):
+        of = manager(pages=12)
+        one = request("one", 40, extra_args=extra, cache_salt="salt")
+        assert admit(of, one, 40) is not None
+        assert all(p % PAGE == 0 and p < 40 for p in of.snapshot_positions(one))
+        compute(of, one, 40)
+        of.free(one)
+        assert nothing_kept(of)
+
+
+@pytest.mark.parametrize("salt", ANYTHING, ids=range(len(ANYTHING)))
+def test_salts_of_any_type(salt: Any) -> None:
+    of = manager(pages=12)
+    one = request("one", 40, cache_salt=salt)
+    of.plan_in_batch_sharing([one, request("two", 40, cache_salt=salt)])
+    assert admit(of, one, 40) is not None
+    compute(of, one, 40)
+    of.free(one)
+    assert of.get_computed_blocks(request("three", 41, cache_salt=salt))[1] == 40
+
+
+def test_a_request_without_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = manager()
+    one = request("one", 40)
+    monkeypatch.setattr(type(one), "sampling_params", None)
+    assert admit(of, one, 40) is not None
