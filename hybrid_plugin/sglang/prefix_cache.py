@@ -42,7 +42,6 @@ from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import (
     cacheable,
-    custom_params,
     known_tokens,
     namespace,
     sequence_id,
@@ -134,7 +133,7 @@ class HybridPrefixCache(BasePrefixCache):
             return self.cache.look_up(tokens, space, limit)
         if not cacheable(req):
             return self.cache.bypass(req.full_untruncated_fill_ids, space)
-        keep = self._hints.keep(custom_params(req))
+        keep = self._hints.keep(req.sampling_params.custom_params)
         keep = (*keep, *self._sharing.pauses_of(_id(req)))
         return self.cache.look_up(tokens, space, limit, snapshot_at=keep)
 

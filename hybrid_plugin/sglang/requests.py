@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,15 +47,6 @@ def cacheable(req: Req) -> bool:
         and req.input_embeds is None
         and req.positional_embed_overrides is None
     )
-
-
-def custom_params(req: Req) -> Mapping[str, Any] | None:
-    """What the client sent beside SGLang's own sampling parameters, if an object.
-
-    SGLang lets any JSON value pass, and makes nothing of the others.
-    """
-    value = req.sampling_params.custom_params
-    return value if isinstance(value, Mapping) else None
 
 
 def wants_every_row(req: Req) -> bool:

@@ -81,15 +81,12 @@ class Rows:
 
 
 class Executor:
-    """Remembers what it was told to run."""
+    """Has no device to run anything on."""
 
-    move_seconds = 0.0
-
-    def __init__(self) -> None:
-        self.ran: list[Command] = []
+    moves = SimpleNamespace(seconds=0.0)
 
     def run(self, commands: Sequence[Command]) -> None:
-        self.ran += commands
+        """Does nothing."""
 
 
 class Batch:
@@ -167,18 +164,17 @@ class Bench:
         stock = SimpleNamespace(
             dtype=torch.float32, device="cpu", get_kvcache=lambda: None
         )
-        self.allocator = HybridTokenAllocator(self.core, stock)
+        executor: Any = Executor()
+        self.allocator = HybridTokenAllocator(self.core, stock, executor)
         self.rows = Rows(rows, 4 * PAGE * pages)
         self.rows.mamba_allocator = HybridSlotAllocator(self.core, "cpu")
-        self.executor = Executor()
         params: Any = SimpleNamespace(
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE,
             enable_metrics=False,
         )
-        executor: Any = self.executor
-        self.cache = HybridPrefixCache(params, executor)
+        self.cache = HybridPrefixCache(params)
         self.scheduler = FakeScheduler(self.cache, self.rows)
         self.adder = self.new_adder()
 
