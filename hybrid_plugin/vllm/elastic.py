@@ -40,7 +40,7 @@ def is_wanted(vllm_config: VllmConfig, log: Logger | None = None) -> bool:
     """
     with _named():
         return elastic_memory.is_wanted(
-            read_options(vllm_config), elastic_memory.obstacle(_device_type()), log
+            read_options(vllm_config), elastic_memory.obstacle(device_type()), log
         )
 
 
@@ -96,6 +96,20 @@ def plan(
         )
 
 
+def refuse_slots_out_of_reach(vllm_config: VllmConfig, most: int) -> None:
+    """Say why pools do not share their memory: kernels reach `most` slots only.
+
+    Raises:
+        ConfigError: if the options ask for elastic pools.
+    """
+    found = (
+        f"have more than {most} state slots, and this model's kernels address no "
+        "more; lower gpu_memory_budget, or set elastic to false."
+    )
+    with _named():
+        elastic_memory.is_wanted(read_options(vllm_config), found, logger)
+
+
 def _block_bytes(vllm_config: VllmConfig) -> int:
     from vllm.platforms import current_platform
 
@@ -104,10 +118,11 @@ def _block_bytes(vllm_config: VllmConfig) -> int:
         vllm_config.cache_config.kv_cache_memory_bytes,
         current_platform.get_device_total_memory(),
     )
-    return elastic_memory.block_bytes(bound, _device_type())
+    return elastic_memory.block_bytes(bound, device_type())
 
 
-def _device_type() -> str:
+def device_type() -> str:
+    """The platform's, as torch calls it: "cpu" or "cuda"."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)

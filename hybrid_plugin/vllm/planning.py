@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import CRITICAL, Logger
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from hybrid_plugin.core.memory.layout import (
     StateGroup,
 )
 from hybrid_plugin.engine.elastic_memory import describe
-from hybrid_plugin.vllm import elastic
+from hybrid_plugin.vllm import addressing, elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.servable import UnservableError
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
@@ -199,6 +199,10 @@ def plan(
     if vllm_config.model_config.original_max_model_len == _AUTO:
         _fit_length(vllm_config, layout, available)
     sizes, shared = _divide(vllm_config, layout, available, logger)
+    most = addressing.most_slots(groups, layout.slot_bytes, elastic.device_type())
+    if most is not None and sizes.slots > most:
+        sizes = _within_reach(vllm_config, layout, available, most)
+        shared = None
     if shared is not None:
         logger.info("%s", describe(shared))
     else:
@@ -264,6 +268,21 @@ def _divide(
     options = read_options(vllm_config)
     budget = elastic.limited(available, options)
     return pool_sizes(layout, vllm_config, options, budget), None
+
+
+def _within_reach(
+    vllm_config: VllmConfig, layout: CacheLayout, available: int, most: int
+) -> PoolSizes:
+    """Pools of their own memory, with slots that the model's kernels reach.
+
+    Raises:
+        ConfigError: if the options ask for elastic pools.
+    """
+    elastic.refuse_slots_out_of_reach(vllm_config, most)
+    options = read_options(vllm_config)
+    budget = elastic.limited(available, options)
+    sizes = pool_sizes(layout, vllm_config, options, budget)
+    return replace(sizes, slots=addressing.capped(sizes.slots, most))
 
 
 def _fit_length(vllm_config: VllmConfig, layout: CacheLayout, available: int) -> None:

@@ -87,11 +87,14 @@ def test_what_is_mapped_keeps_content_and_what_left_is_gone(
 ) -> None:
     pool = key_value_pool(shared.tokens)
     shared.place_keys_and_values(pool)
-    executor, per_granule = shared.start(), shared.plan.pages_per_granule * PAGE
-    hole = shared.plan.start[0]
+    executor, per_granule = (
+        shared.start(),
+        shared.plan.pools[Pool.KV].per_granule * PAGE,
+    )
+    hole = shared.plan.pools[Pool.KV].start
     addresses = [tensor.data_ptr() for tensor in (*pool.k_buffer, *pool.v_buffer)]
     first = slice(hole * per_granule, (hole + 1) * per_granule)
-    executor.run([Unmap(Pool.STATE, (shared.plan.start[1] - 1,))])
+    executor.run([Unmap(Pool.STATE, (shared.plan.pools[Pool.STATE].start - 1,))])
     executor.run([Map(Pool.KV, (hole,))])
     for tensor in (*pool.k_buffer, *pool.v_buffer):
         assert not tensor[first].any()
@@ -110,12 +113,12 @@ def test_at_the_start_as_much_is_mapped_as_the_core_takes_for_granted(
 ) -> None:
     shared.place_keys_and_values(key_value_pool(shared.tokens))
     shared.start()
-    _, _, controller = shared.plan.build()
-    pages, slots = shared.plan.start
-    assert shared.memory.mapped == (
-        pages * shared.plan.page_granule_bytes + slots * shared.plan.slot_granule_bytes
+    broker = shared.plan.build().broker
+    pools = shared.plan.pools.values()
+    assert shared.memory.mapped == sum(
+        pool.start * pool.granule_bytes for pool in pools
     )
-    assert shared.memory.usable == controller.budget
+    assert shared.memory.usable == broker.budget
 
 
 @pytest.mark.parametrize(
@@ -244,9 +247,9 @@ def test_the_cpu_s_kernels_take_any_strides(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def core(made: ElasticPlan) -> HybridCache:
-    pages, slots, controller = made.build()
+    pools = made.build()
     policy = HybridConfig().snapshot_policy(PAGE)
-    return HybridCache(pages, slots, PAGE, policy, elastic=controller)
+    return HybridCache(pools.pages, pools.slots, PAGE, policy, broker=pools.broker)
 
 
 def serve(cache: HybridCache, rid: str, tokens: list[int], *, end: bool) -> bool:
@@ -277,7 +280,7 @@ def test_what_is_left_and_cached_and_used_adds_up_whatever_moves() -> None:
         assert tokens.available_size() >= pages.free * PAGE
         assert slots.available_size() >= cache.slots.free
         sizes.add(tokens.size)
-    assert cache.elastic is not None and cache.elastic.stats.moves > 10
+    assert cache.broker.stats.moves > 10
     assert len(sizes) > 3
 
 
@@ -287,9 +290,8 @@ def test_what_is_said_to_be_left_can_be_had_and_no_page_more() -> None:
         serve(
             cache, str(number), [number * 1000 + i for i in range(90)], end=number > 2
         )
-    assert cache.elastic is not None
     for pool, most in ((Pool.KV, most_pages(cache)), (Pool.STATE, most_slots(cache))):
-        assert cache.elastic.fits({pool: most})
-        assert not cache.elastic.fits({pool: most + 1})
-    assert cache.elastic.provide({Pool.KV: most_pages(cache)})
+        assert cache.broker.fits({pool: most})
+        assert not cache.broker.fits({pool: most + 1})
+    assert cache.broker.provide({Pool.KV: most_pages(cache)})
     assert cache.pages.free == most_pages(cache)
