@@ -92,12 +92,13 @@ def test_commands_reach_all_layers_of_one_id(config: HybridKVCacheConfig) -> Non
 
 
 def test_commands_touch_no_random_generator(config: HybridKVCacheConfig) -> None:
-    views(config)
+    pools = PoolMemory()
+    views(config, pools)
     torch.manual_seed(7)
     random.seed(7)
     before, ours = torch.get_rng_state(), random.getstate()
     commands = [Copy(Pool.KV, 1, 2), Copy(Pool.STATE, 1, 2), Zero(Pool.STATE, 3)]
-    executor_of(config).run(commands)
+    pools.executor.run(commands)
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == ours
 
