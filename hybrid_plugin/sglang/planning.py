@@ -156,6 +156,7 @@ def _delimiters(options: HybridConfig) -> Delimiters | None:
         revision=server.revision,
         trust_remote_code=server.trust_remote_code,
         logger=logger,
+        server_template=server.chat_template,
     )
 
 
