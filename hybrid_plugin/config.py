@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,17 +12,16 @@ from typing import Any
 from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.errors import ConfigError as ConfigError
+from hybrid_plugin.sizes import parse_bytes
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
+OPTIONS_VARIABLE = "HYBRID_CONFIG"
 DEFAULT_PAGE_SIZE = 16
 
 
 def _option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
-
-
-class ConfigError(ValueError):
-    """An option that cannot be served; the message says what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,13 @@ class HybridConfig:
     enabled: bool | None = _option(
         None,
         "false: leave the engine alone. true: refuse to start rather than step aside "
-        "where the plugin cannot serve. By default it steps aside with a warning.",
+        "where the plugin cannot serve. By default vLLM steps aside with a warning; "
+        "SGLang, where a flag asks for the plugin, refuses.",
     )
     page_size: int | None = _option(
         None,
-        "Tokens in a KV page; by default 16, or the least the attention backend takes.",
+        "Tokens in a KV page; by default 16, or the nearest size that the attention "
+        "backend and the prefill chunks take.",
     )
     elastic: bool | None = _option(
         None,
@@ -48,68 +50,30 @@ class HybridConfig:
     )
     gpu_memory_budget: int | None = _option(
         None,
-        "Bytes that pages and slots may take together on each rank; by default all "
-        "that the engine has for its cache.",
-    )
-    kv_pages_floor: int | None = _option(
-        None, "KV pages that state slots never take the memory of, with elastic pools."
-    )
-    state_slots_floor: int | None = _option(
-        None, "State slots that KV pages never take the memory of, with elastic pools."
+        "Memory that pages and slots may take together on each rank: bytes, or a size "
+        'such as `"40GiB"`; by default all that the engine has for its cache.',
     )
     state_memory_ratio: float | None = _option(
         None,
         "Share of the cache memory for state slots, between 0 and 1, without elastic "
         "pools; by default what serves the most sequences of a typical length.",
     )
-    kv_pages: int | None = _option(
-        None, "Exact number of KV pages, with state_slots, instead of a split."
-    )
-    state_slots: int | None = _option(
-        None, "Exact number of state slots, with kv_pages, instead of a split."
-    )
-    branch_snapshot_min_tokens: int = _option(
-        256,
-        "A branch point gets a snapshot only if that can save so many tokens, or a "
-        "quarter of those that are restored without it.",
-    )
-    prompt_snapshot_min_tokens: int = _option(
-        1024,
-        "The end of a prompt gets a snapshot, which costs a forward pass more, only "
-        "if that can save so many tokens.",
-    )
-    prompt_body_share: float = _option(
-        0.75,
-        "Share of a long prompt after which it gets a snapshot by the same rule, for "
-        "prompts that share its beginning; 0 for none.",
-    )
-    chunk_snapshot_min_tokens: int = _option(
-        1024,
-        "The end of a chunk of a long prompt gets a snapshot only if that can save so "
-        "many tokens.",
-    )
     system_snapshot_min_tokens: int | None = _option(
         None,
-        "The end of a system message, told by the tokenizer's own chat template, gets "
-        "a snapshot if that can save so many tokens: already the second chat with it "
-        "hits. By default the third does.",
+        "The end of a system message, found by the chat template, gets a snapshot if "
+        "that saves at least this many tokens, so that the second chat with the same "
+        "system message hits. By default the third does.",
     )
     in_batch_prefix_min_tokens: int = _option(
         256,
-        "A request waits for another one that computes just now what both begin with, "
-        "if that saves so many tokens; 0 for never.",
-    )
-    max_snapshots_per_path: int | None = _option(
-        None,
-        "Snapshots on the way to a new one, itself included; beyond that the one worth "
-        "least of them goes. By default any number.",
+        "A request waits for another one that is computing the prefix that both "
+        "share, if that saves at least this many tokens; 0 for never.",
     )
     eviction_policy: str = _option(
         "used-first",
         "What is evicted first: `used-first` what nobody resumed from yet, `lru` what "
         "was used least recently, `flop-aware` the same weighed with the tokens that a "
-        "snapshot saves per byte, `flop-aware-tuned` with a weight that is found by "
-        "replay, at the cost of host time.",
+        "snapshot saves per byte.",
     )
 
     def __post_init__(self) -> None:
@@ -119,40 +83,20 @@ class HybridConfig:
                 f"state_memory_ratio must lie between 0 and 1, both excluded, got "
                 f"{ratio}; leave it out for an automatic split."
             )
-        if (self.kv_pages is None) != (self.state_slots is None):
+        if self.elastic and ratio is not None:
             raise ConfigError(
-                "kv_pages and state_slots fix both pools together: give both or none."
+                "state_memory_ratio fixes the pools, and elastic pools move: set "
+                "elastic to false, or leave state_memory_ratio out."
             )
-        fixed = next((n for n in _FIXED if getattr(self, n) is not None), None)
-        if self.elastic and fixed is not None:
+        if self.eviction_policy == "flop-aware-tuned":
             raise ConfigError(
-                f"{fixed} fixes the pools, and elastic pools move: set elastic to "
-                f"false, or leave {fixed} out."
-            )
-        floor = next((n for n in _FLOORS if getattr(self, n) is not None), None)
-        if not self.is_elastic and floor is not None:
-            raise ConfigError(
-                f"{floor} is for elastic pools: leave it out, or set elastic to true."
-            )
-        if self.kv_pages is not None and ratio is not None:
-            raise ConfigError(
-                "state_memory_ratio splits the memory that kv_pages and state_slots "
-                "fix already: give one or the other."
-            )
-        if not 0 <= self.prompt_body_share < 1:
-            raise ConfigError(
-                f"prompt_body_share must be at least 0 and less than 1, got "
-                f"{self.prompt_body_share}."
+                "eviction_policy flop-aware-tuned was removed: take flop-aware; "
+                "`hybrid-plugin simulate` still finds its weight by replay."
             )
         if self.eviction_policy not in _POLICIES:
             raise ConfigError(
                 f"eviction_policy must be one of {', '.join(_POLICIES)}, got "
                 f"{self.eviction_policy!r:.40}."
-            )
-        if self.is_tuned and self.elastic:
-            raise ConfigError(
-                "flop-aware-tuned replays through copies of pools of fixed size: set "
-                "elastic to false, or take flop-aware."
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -160,17 +104,11 @@ class HybridConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
 
     @property
-    def is_tuned(self) -> bool:
-        """Whether the weight of the eviction policy is found by replay."""
-        return self.eviction_policy == _TUNED
-
-    @property
     def is_elastic(self) -> bool:
         """Whether memory moves between the pools, as far as the options say."""
         if self.elastic is not None:
             return self.elastic
-        fixed = any(getattr(self, name) is not None for name in _FIXED)
-        return not fixed and not self.is_tuned
+        return self.state_memory_ratio is None
 
     def snapshot_policy(
         self, page_size: int, delimiters: Delimiters | None = None
@@ -183,12 +121,7 @@ class HybridConfig:
         """
         return SnapshotPolicy(
             page_size=page_size,
-            branch_min_tokens=self.branch_snapshot_min_tokens,
-            prompt_end_min_tokens=self.prompt_snapshot_min_tokens,
-            chunk_end_min_tokens=self.chunk_snapshot_min_tokens,
-            body_share=self.prompt_body_share,
             in_batch_prefix_min_tokens=self.in_batch_prefix_min_tokens,
-            max_per_path=self.max_snapshots_per_path,
             delimiters=delimiters,
             system_min_tokens=self.system_snapshot_min_tokens or 1,
         )
@@ -200,7 +133,7 @@ class HybridConfig:
             token_bytes: KV of a token.
             slot_bytes: states of a sequence.
         """
-        if self.eviction_policy in ("flop-aware", _TUNED):
+        if self.eviction_policy == "flop-aware":
             return FlopAware(float, token_bytes=token_bytes, slot_bytes=slot_bytes)
         return (
             UsedFirst()
@@ -213,37 +146,66 @@ class HybridConfig:
         """Build from parsed JSON.
 
         Raises:
-            ConfigError: for an unknown name, a wrong type or a bad value.
+            ConfigError: for an unknown or removed name, a wrong type or a bad value.
         """
         known = {f.name: f for f in fields(cls)}
+        values = {}
         for name, value in options.items():
+            if name in _REMOVED:
+                raise ConfigError(
+                    f"hybrid_plugin option {name!r} was removed: {_REMOVED[name]}."
+                )
             if name not in known:
                 raise ConfigError(
                     f"Unknown hybrid_plugin option {name!r}; known are: "
                     f"{', '.join(sorted(known))}."
                 )
-            _check_type(name, value, str(known[name].type))
-        return cls(**options)
+            values[name] = _read_size(name, value) if name in _SIZES else value
+            _check_type(name, values[name], str(known[name].type))
+        return cls(**values)
 
 
-_FIXED = ("state_memory_ratio", "kv_pages", "state_slots")
-_FLOORS = ("kv_pages_floor", "state_slots_floor")
 _LEAST = {
     "page_size": 1,
     "gpu_memory_budget": 1,
-    "kv_pages_floor": 1,
-    "state_slots_floor": 1,
-    "kv_pages": 2,
-    "state_slots": 2,
-    "branch_snapshot_min_tokens": 1,
-    "prompt_snapshot_min_tokens": 1,
-    "chunk_snapshot_min_tokens": 1,
     "system_snapshot_min_tokens": 1,
     "in_batch_prefix_min_tokens": 0,
-    "max_snapshots_per_path": 1,
 }
-_TUNED = "flop-aware-tuned"
-_POLICIES = ("used-first", "lru", "flop-aware", _TUNED)
+_SIZES = ("gpu_memory_budget",)
+"""Options in bytes, which take a size with a unit as well."""
+_POLICIES = ("used-first", "lru", "flop-aware")
+_FIXED_POOLS = (
+    "bound both pools together with gpu_memory_budget, and split them with "
+    "state_memory_ratio"
+)
+_FLOORS = "elastic pools need no floors; leave it out, or set elastic to false"
+_THRESHOLDS = (
+    "the plugin uses a constant; leave it out, and ask for the snapshots that you want "
+    "with a request's `hybrid_keep`"
+)
+_REMOVED = {
+    "kv_pages": _FIXED_POOLS,
+    "state_slots": _FIXED_POOLS,
+    "kv_pages_floor": _FLOORS,
+    "state_slots_floor": _FLOORS,
+    "max_snapshots_per_path": "leave it out; eviction_policy decides what goes first",
+    "branch_snapshot_min_tokens": _THRESHOLDS,
+    "prompt_snapshot_min_tokens": _THRESHOLDS,
+    "chunk_snapshot_min_tokens": _THRESHOLDS,
+    "prompt_body_share": _THRESHOLDS,
+    "follow_min_tokens": "its name is in_batch_prefix_min_tokens now",
+}
+"""Options of earlier versions, and what to use instead."""
+
+
+def _read_size(name: str, value: Any) -> Any:
+    """Bytes, of a size with a unit; anything but a string is left as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"hybrid_plugin option {name!r}: {error}") from error
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
@@ -258,9 +220,37 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
     }
     is_bool = isinstance(value, bool)
     if not isinstance(value, accepted[wanted]) or (is_bool and wanted != "bool"):
-        raise ConfigError(
-            f"hybrid_plugin option {name!r} takes {wanted}, got {value!r}."
-        )
+        said = "a size such as 40GiB" if name in _SIZES else wanted
+        raise ConfigError(f"hybrid_plugin option {name!r} takes {said}, got {value!r}.")
+
+
+def parse_options(text: str, source: str) -> dict[str, Any]:
+    """Parse a JSON object of options; their names and values are not checked yet.
+
+    Args:
+        text: the JSON.
+        source: where it was written, for the message.
+
+    Raises:
+        ConfigError: for anything but a JSON object.
+    """
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} takes JSON: {error}.") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"{source} takes a JSON object of options, got {text!r:.60}.")
+    return options
+
+
+def environment_options() -> dict[str, Any]:
+    """The options in the environment variable HYBRID_CONFIG; none without it.
+
+    Raises:
+        ConfigError: for anything but a JSON object.
+    """
+    text = os.environ.get(OPTIONS_VARIABLE, "").strip()
+    return parse_options(text, OPTIONS_VARIABLE) if text else {}
 
 
 def switched_off_by_environment() -> bool:

@@ -20,13 +20,16 @@ MODEL = Path(__file__).parent / "assets" / "tiny-qwen3-next"
 ASKED = HybridConfig(system_snapshot_min_tokens=64)
 
 
-def read(options: HybridConfig, tokenizer: Path) -> Delimiters | None:
+def read(
+    options: HybridConfig, tokenizer: Path, server_template: str | None = None
+) -> Delimiters | None:
     return delimiters(
         options,
         str(tokenizer),
         revision=None,
         trust_remote_code=False,
         logger=logging.getLogger("test"),
+        server_template=server_template,
     )
 
 
@@ -36,6 +39,23 @@ def test_they_are_read_where_an_option_asks() -> None:
     assert read(HybridConfig(), MODEL) is None
     policy = ASKED.snapshot_policy(16, found)
     assert (policy.delimiters, policy.system_min_tokens) == (found, 64)
+
+
+def test_the_servers_own_template_counts(tmp_path: Path) -> None:
+    """What `--chat-template` names renders the chats, not the tokenizer's."""
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}~{% endfor %}")
+    found = read(ASKED, MODEL, str(file))
+    assert found == Delimiters(tuple(b"[system]"), tuple(b"~"))
+
+
+@pytest.mark.parametrize("name", ["llama-2", "missing.jinja", "conversation.json"])
+def test_a_template_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    if name.endswith(".json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match="needs a chat template in Jinja"):
+        read(ASKED, MODEL, str(tmp_path / name))
+    assert read(HybridConfig(), MODEL, str(tmp_path / name)) is None
 
 
 def test_without_a_tokenizer_it_is_refused(tmp_path: Path) -> None:

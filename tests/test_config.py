@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.config import (
+    _REMOVED,
     ENABLE_VARIABLE,
+    OPTIONS_VARIABLE,
     ConfigError,
     HybridConfig,
+    environment_options,
     switched_off_by_environment,
 )
 from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
@@ -33,8 +36,8 @@ def test_all_options_are_taken() -> None:
         "elastic": False,
         "gpu_memory_budget": 1 << 30,
         "state_memory_ratio": 0.25,
-        "branch_snapshot_min_tokens": 64,
-        "prompt_snapshot_min_tokens": 512,
+        "in_batch_prefix_min_tokens": 64,
+        "system_snapshot_min_tokens": 512,
     }
     config = HybridConfig.from_mapping(options)
     assert {name: getattr(config, name) for name in options} == options
@@ -63,8 +66,10 @@ def test_unknown_option_lists_the_known_ones() -> None:
         ("enabled", "yes", "bool"),
         ("state_memory_ratio", "0.5", "float"),
         ("state_memory_ratio", True, "float"),
-        ("branch_snapshot_min_tokens", None, "int"),
-        ("kv_pages", [8], "int"),
+        ("in_batch_prefix_min_tokens", None, "int"),
+        ("gpu_memory_budget", [8], "a size such as 40GiB"),
+        ("gpu_memory_budget", 4e9, "a size such as 40GiB"),
+        ("gpu_memory_budget", True, "a size such as 40GiB"),
     ],
     ids=lambda value: repr(value),
 )
@@ -87,65 +92,94 @@ def test_ratio_inside_its_range(ratio: float) -> None:
     assert HybridConfig(state_memory_ratio=ratio).state_memory_ratio == ratio
 
 
-@pytest.mark.parametrize("name", ["kv_pages", "state_slots"])
-def test_exact_sizes_come_in_pairs(name: str) -> None:
-    with pytest.raises(ConfigError, match="give both or none"):
-        HybridConfig.from_mapping({name: 8})
+def test_pools_are_fixed_or_elastic() -> None:
+    assert HybridConfig().is_elastic
+    assert not HybridConfig(state_memory_ratio=0.5).is_elastic
+    assert not HybridConfig(elastic=False, state_memory_ratio=0.5).is_elastic
+    with pytest.raises(ConfigError, match="fixes the pools, and elastic pools move"):
+        HybridConfig(elastic=True, state_memory_ratio=0.5)
 
 
 @pytest.mark.parametrize(
-    "fixed",
-    [{"state_memory_ratio": 0.5}, {"kv_pages": 8, "state_slots": 4}],
-    ids=["ratio", "exact"],
+    ("given", "size"),
+    [
+        (123456, 123456),
+        ("4096", 4096),
+        ("40GiB", 40 << 30),
+        ("512 MiB", 512 << 20),
+        ("4GB", 4 * 10**9),
+        ("1.5gib", 3 << 29),
+        (None, None),
+    ],
+    ids=repr,
 )
-def test_pools_are_fixed_or_elastic(fixed: dict[str, Any]) -> None:
-    assert not HybridConfig(elastic=None, **fixed).is_elastic
-    assert not HybridConfig(elastic=False, **fixed).is_elastic
-    with pytest.raises(ConfigError, match="fixes the pools, and elastic pools move"):
-        HybridConfig(elastic=True, **fixed)
+def test_sizes(given: object, size: int | None) -> None:
+    config = HybridConfig.from_mapping({"gpu_memory_budget": given})
+    assert config.gpu_memory_budget == size
 
 
-def test_floors_are_for_elastic_pools() -> None:
-    config = HybridConfig(elastic=True, kv_pages_floor=100, state_slots_floor=5)
-    assert config.is_elastic
-    for name in ("kv_pages_floor", "state_slots_floor"):
-        with pytest.raises(ConfigError, match=f"{name} is for elastic pools"):
-            HybridConfig(elastic=False, **{name: 5})
-        with pytest.raises(ConfigError, match="must be at least 1, got 0"):
-            HybridConfig(elastic=True, **{name: 0})
+@pytest.mark.parametrize("given", ["", "much", "4 gigs", "-4GB", "0", "1e9", "4GB4"])
+def test_what_is_no_size(given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HybridConfig.from_mapping({"gpu_memory_budget": given})
+    message = str(caught.value)
+    assert message.startswith("hybrid_plugin option 'gpu_memory_budget': ")
+    assert message.endswith(".") and "\n" not in message
 
 
-def test_exact_sizes_exclude_a_ratio() -> None:
-    config = HybridConfig(kv_pages=8, state_slots=4)
-    assert (config.kv_pages, config.state_slots) == (8, 4)
-    with pytest.raises(ConfigError, match="give one or the other"):
-        HybridConfig(kv_pages=8, state_slots=4, state_memory_ratio=0.5)
+@pytest.mark.parametrize("name", _REMOVED)
+def test_removed_options_name_what_to_use(name: str) -> None:
+    known = {option.name for option in fields(HybridConfig)}
+    assert name not in known
+    with pytest.raises(ConfigError) as caught:
+        HybridConfig.from_mapping({name: 8})
+    assert str(caught.value) == (
+        f"hybrid_plugin option {name!r} was removed: {_REMOVED[name]}."
+    )
 
 
-def test_tuning_wants_fixed_pools() -> None:
-    assert HybridConfig(eviction_policy="flop-aware-tuned").is_tuned
-    assert not HybridConfig(eviction_policy="flop-aware").is_tuned
-    assert not HybridConfig(elastic=None, eviction_policy="flop-aware-tuned").is_elastic
-    with pytest.raises(ConfigError, match="flop-aware-tuned replays through copies"):
-        HybridConfig(elastic=True, eviction_policy="flop-aware-tuned")
+def test_options_that_nobody_could_set_are_gone() -> None:
+    """Each was an option once: it is refused, not unknown."""
+    assert set(_REMOVED) == {
+        *("kv_pages", "state_slots", "kv_pages_floor", "state_slots_floor"),
+        *("branch_snapshot_min_tokens", "prompt_snapshot_min_tokens"),
+        *("chunk_snapshot_min_tokens", "prompt_body_share"),
+        *("max_snapshots_per_path", "follow_min_tokens"),
+    }
+
+
+def test_a_renamed_option_names_its_new_name() -> None:
+    with pytest.raises(ConfigError, match="its name is in_batch_prefix_min_tokens now"):
+        HybridConfig.from_mapping({"follow_min_tokens": 8})
+
+
+def test_a_removed_eviction_policy() -> None:
+    with pytest.raises(ConfigError, match=r"was removed: take flop-aware; .*simulate"):
+        HybridConfig(eviction_policy="flop-aware-tuned")
+
+
+def test_the_thresholds_are_the_policys() -> None:
+    policy = HybridConfig().snapshot_policy(16)
+    assert policy.branch_min_tokens == 256
+    assert (policy.prompt_end_min_tokens, policy.body_share) == (1024, 0.75)
+    assert policy.chunk_end_min_tokens == 1024
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"page_size": 0}, "page_size must be at least 1, got 0."),
-        ({"kv_pages": 1, "state_slots": 2}, "kv_pages must be at least 2, got 1."),
-        ({"kv_pages": 2, "state_slots": 1}, "state_slots must be at least 2, got 1."),
         (
-            {"branch_snapshot_min_tokens": 0},
-            "branch_snapshot_min_tokens must be at least 1, got 0.",
+            {"system_snapshot_min_tokens": 0},
+            "system_snapshot_min_tokens must be at least 1, got 0.",
         ),
         (
-            {"prompt_snapshot_min_tokens": -5},
-            "prompt_snapshot_min_tokens must be at least 1, got -5.",
+            {"in_batch_prefix_min_tokens": -5},
+            "in_batch_prefix_min_tokens must be at least 0, got -5.",
         ),
+        ({"gpu_memory_budget": 0}, "gpu_memory_budget must be at least 1, got 0."),
     ],
-    ids=["page size", "pages", "slots", "branch", "prompt end"],
+    ids=["page size", "system message", "in-batch prefix", "memory"],
 )
 def test_too_little(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -190,7 +224,6 @@ def test_environment_switch_that_says_neither(monkeypatch: pytest.MonkeyPatch) -
         ("used-first", UsedFirst),
         ("lru", LeastRecentlyUsed),
         ("flop-aware", FlopAware),
-        ("flop-aware-tuned", FlopAware),
     ],
 )
 def test_eviction_policies_by_name(name: str, kind: type) -> None:
@@ -212,7 +245,27 @@ def test_an_unknown_eviction_policy() -> None:
         HybridConfig.from_mapping({"eviction_policy": 3})
 
 
-def test_the_cap_per_path_reaches_the_policy() -> None:
-    assert HybridConfig().snapshot_policy(16).max_per_path is None
-    config = HybridConfig(max_snapshots_per_path=4)
-    assert config.snapshot_policy(16).max_per_path == 4
+def test_options_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(OPTIONS_VARIABLE, raising=False)
+    assert environment_options() == {}
+    monkeypatch.setenv(OPTIONS_VARIABLE, " ")
+    assert environment_options() == {}
+    monkeypatch.setenv(OPTIONS_VARIABLE, '{"page_size": 32}')
+    assert environment_options() == {"page_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("page_size=32", "HYBRID_CONFIG takes JSON: .*"),
+        ("[" * 100_000, "HYBRID_CONFIG takes JSON: .*"),
+        ("[32]", "HYBRID_CONFIG takes a JSON object of options, got '\\[32\\]'."),
+    ],
+    ids=["no JSON", "too deep", "no object"],
+)
+def test_an_environment_that_is_no_object(
+    monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setenv(OPTIONS_VARIABLE, text)
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        environment_options()

@@ -584,7 +584,6 @@ class HybridCache:
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return None
-        self._make_room_on_path(node)
         if not self.memory.free_snapshot_slot(node):
             return None
         slot = self.slots.allocate_snapshot()
@@ -592,13 +591,6 @@ class HybridCache:
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
         return node
-
-    def _make_room_on_path(self, node: Node) -> None:
-        """Let go of snapshots before `node` until one more is within the cap."""
-        if self.policy.max_per_path is None:
-            return
-        for worst in self.tree.beyond_cap(node, self.policy.max_per_path - 1):
-            self.memory.take_back(self.tree.detach_snapshot(worst))
 
     def _attach(
         self,
@@ -644,7 +636,6 @@ class HybridCache:
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return False
-        self._make_room_on_path(node)
         self.slots.donate(sequence.slot)
         self._attach(node, sequence, sequence.slot, is_turn_end=True)
         self._supersede(sequence.origin)

@@ -12,55 +12,67 @@ import argparse
 import json
 import os
 import sys
+from functools import lru_cache
 from typing import Any
 
 from hybrid_plugin.config import (
     ENABLE_VARIABLE,
+    OPTIONS_VARIABLE,
     ConfigError,
     HybridConfig,
+    environment_options,
+    parse_options,
     switched_off_by_environment,
 )
+from hybrid_plugin.sglang.log import logger
 
 FLAG = "--enable-hybrid-plugin"
 OPTIONS_FLAG = "--hybrid-config"
-OPTIONS_VARIABLE = "HYBRID_CONFIG"
 
 
 def requested() -> bool:
     """Whether this process, or the one that started it, was asked for the plugin.
 
+    Before the command line is parsed, a flag counts as argparse would read it; one
+    in a file that `--config` names is seen once it is parsed.
+
     Raises:
         ConfigError: if the environment variable says neither yes nor no.
     """
+    enabled = _enabled_by_options()
+    if enabled is False:
+        return False
     if os.environ.get(ENABLE_VARIABLE, "").strip():
         return not switched_off_by_environment()
-    return FLAG in sys.argv
+    return enabled is True or any(map(_means_flag, sys.argv))
+
+
+def _enabled_by_options() -> bool | None:
+    """The option `enabled`; None without one that can be read."""
+    try:
+        enabled = environment_options().get("enabled")
+    except ConfigError:  # told of where the options are read
+        return None
+    return enabled if isinstance(enabled, bool) else None
+
+
+def _means_flag(argument: str) -> bool:
+    """Whether argparse would take an argument for our flag, abbreviated or not."""
+    return len(argument) > len("--enable-") and FLAG.startswith(argument)
 
 
 def read_options() -> HybridConfig:
-    """The options of this process, from the environment.
+    """The options of this process, from the environment; each text is parsed once.
 
     Raises:
         ConfigError: for what is no JSON object, or not valid options.
     """
-    return parse_options(os.environ.get(OPTIONS_VARIABLE) or "{}")
+    return _parse(os.environ.get(OPTIONS_VARIABLE, "").strip() or "{}")
 
 
-def parse_options(text: str) -> HybridConfig:
-    """Parse the JSON that `--hybrid-config` takes.
-
-    Raises:
-        ConfigError: for what is no JSON object, or not valid options.
-    """
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{OPTIONS_FLAG} takes JSON: {error}.") from error
-    if not isinstance(options, dict):
-        raise ConfigError(
-            f"{OPTIONS_FLAG} takes a JSON object of options, got {text!r}."
-        )
-    return HybridConfig.from_mapping(options)
+@lru_cache(maxsize=1)
+def _parse(text: str) -> HybridConfig:
+    return HybridConfig.from_mapping(parse_options(text, OPTIONS_VARIABLE))
 
 
 def add_arguments(result: Any, parser: argparse.ArgumentParser) -> None:
@@ -83,22 +95,39 @@ def add_arguments(result: Any, parser: argparse.ArgumentParser) -> None:
 def take_arguments(_cls: type, args: argparse.Namespace) -> None:
     """Pass on to child processes what the command line says.
 
+    Options of the command line go before those of the environment, name by name.
+
     Raises:
         SystemExit: for options that are not valid.
     """
-    options: str | None = getattr(args, "hybrid_config", None)
-    if not getattr(args, "enable_hybrid_plugin", False):
-        if options is not None:
-            raise SystemExit(f"hybrid-plugin: {OPTIONS_FLAG} needs {FLAG}.")
-        return
+    flag: bool = getattr(args, "enable_hybrid_plugin", False)
+    text: str | None = getattr(args, "hybrid_config", None)
     try:
-        if os.environ.get(ENABLE_VARIABLE, "").strip() and (
-            switched_off_by_environment()
-        ):
-            raise ConfigError(f"{FLAG} is given and {ENABLE_VARIABLE} says no.")
-        if options is not None:
-            parse_options(options)
-            os.environ[OPTIONS_VARIABLE] = options
+        if flag or text is not None:
+            _pass_on(flag, {} if text is None else parse_options(text, OPTIONS_FLAG))
     except ConfigError as error:
         raise SystemExit(f"hybrid-plugin: {error}") from error
+
+
+def _pass_on(flag: bool, given: dict[str, Any]) -> None:
+    """Leave what was asked for in the environment.
+
+    Args:
+        flag: whether `--enable-hybrid-plugin` was given.
+        given: options of the command line.
+
+    Raises:
+        ConfigError: for options that are not valid, or contradict the flag.
+    """
+    merged = environment_options() | given
+    options = HybridConfig.from_mapping(merged)
+    if not flag and options.enabled is None and not requested():
+        raise ConfigError(f"{OPTIONS_FLAG} needs {FLAG}.")
+    os.environ[OPTIONS_VARIABLE] = json.dumps(merged)
+    if options.enabled is False:
+        logger.info('hybrid-plugin is inactive: the option "enabled" is false.')
+        return
+    if os.environ.get(ENABLE_VARIABLE, "").strip() and switched_off_by_environment():
+        asked = FLAG if flag else OPTIONS_FLAG
+        raise ConfigError(f"{asked} is given and {ENABLE_VARIABLE} says no.")
     os.environ[ENABLE_VARIABLE] = "1"

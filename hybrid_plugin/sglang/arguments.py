@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.arg_groups import overrides
+from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
-from hybrid_plugin.sglang.activation import FLAG, read_options
+from hybrid_plugin.sglang import known_pools
+from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.log import logger
 
 BACKEND = "hybrid"
@@ -24,7 +27,9 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     Raises:
         SystemExit: for arguments that the plugin cannot serve.
     """
-    if not is_hybrid(server_args):
+    if not requested():
+        pass  # a server whose options switched it off after its hooks were set
+    elif not is_hybrid(server_args):
         logger.info(
             "hybrid-plugin is inactive: the model has no state layers beside its "
             "attention layers, or SGLang caches nothing of it."
@@ -38,11 +43,16 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def is_hybrid(server_args: Any) -> bool:
-    """Whether SGLang would give the model state slots and cache them."""
+    """Whether SGLang gives the model KV and state slots, and may cache both.
+
+    The configuration that `mambaish_config` finds is what SGLang's memory pools go
+    by; its list of architectures leaves out models that have states as well.
+    """
     view = overrides.resolved_view(server_args)
     if view.disable_radix_cache:
         return False
-    return bool(overrides._mamba_radix_cache_resolution(view))
+    found = mambaish_config(overrides.model_config_of(view))
+    return found is not None and bool(found.full_attention_layer_ids)
 
 
 def settle(server_args: Any, options: HybridConfig) -> None:
@@ -55,6 +65,9 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     conflict = next(_conflicts(view), None)
     if conflict is not None:
         raise ConfigError(f"it cannot serve this: {conflict}")
+    unknown = known_pools.side_memory(overrides.model_config_of(view))
+    if unknown is not None:
+        raise ConfigError(f"it cannot serve this: {unknown}")
     page_size = _page_size(view, options)
     overrides.declare_resolution(
         server_args,
@@ -71,12 +84,23 @@ def settle(server_args: Any, options: HybridConfig) -> None:
 
 
 def _page_size(view: Any, options: HybridConfig) -> int:
+    """Tokens in a page: what was asked for, or what prefill chunks are a multiple of.
+
+    Raises:
+        ConfigError: if two sources contradict each other, or chunks do not fit.
+    """
+    chunk = view.chunked_prefill_size or DEFAULT_PAGE_SIZE
     if options.page_size is None:
-        return int(view.page_size or DEFAULT_PAGE_SIZE)
+        return int(view.page_size or math.gcd(DEFAULT_PAGE_SIZE, chunk))
     if view.page_size not in (None, options.page_size):
         raise ConfigError(
             f"--page-size {view.page_size} and the option page_size "
             f"{options.page_size} contradict each other: give one of them."
+        )
+    if chunk % options.page_size:
+        raise ConfigError(
+            f"--chunked-prefill-size {chunk} is no multiple of the option page_size "
+            f"{options.page_size}: change one of them."
         )
     return options.page_size
 

@@ -40,7 +40,11 @@ ARGUMENT_HOOKS = (
     ),
     HookPoint(f"{_OVERRIDES}:resolved_view"),
     HookPoint(f"{_OVERRIDES}:declare_resolution", ("server_args", "source")),
-    HookPoint(f"{_OVERRIDES}:_mamba_radix_cache_resolution", ("view",)),
+    HookPoint(f"{_OVERRIDES}:model_config_of"),
+    HookPoint(f"{_SRT}.configs.hybrid_arch:mambaish_config", ("model_config",)),
+    HookPoint(f"{_SRT}.configs.model_config:is_deepseek_dsa"),
+    HookPoint(f"{_SRT}.configs.model_config:ModelConfig", mentions=("is_hybrid_swa",)),
+    HookPoint(f"{_SRT}.layers.attention.qsa.config:parse_qsa_profile", ("config",)),
     HookPoint(
         f"{_SRT}.arg_groups.mamba_hook:validate_mamba_no_buffer", ("view", "model_arch")
     ),
@@ -129,6 +133,7 @@ MEMORY_HOOKS = (
     HookPoint(f"{_SRT}.arg_groups.fields.model:Model.trust_remote_code"),
     HookPoint(f"{_SRT}.arg_groups.fields.serving:Serving.tokenizer_path"),
     HookPoint(f"{_POOL}:MambaPool._slot_siblings"),
+    HookPoint(f"{_SRT}.arg_groups.fields.serving:Serving.chat_template"),
     HookPoint(f"{_POOL}:HybridLinearKVPool", mentions=("full_kv_pool",)),
     HookPoint(f"{_POOL}:MHATokenToKVPool", mentions=("k_buffer", "v_buffer")),
     HookPoint(f"{_POOL}:MLATokenToKVPool", mentions=("kv_buffer",)),

@@ -29,6 +29,9 @@ def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
         text = str(error) or repr(error)
         ours = text.startswith("hybrid-plugin")
         return Outlook(Prospect.REFUSED if ours else Prospect.FAILS, text)
+    unknown = _unknown_architecture(server_args)
+    if unknown is not None:
+        return Outlook(Prospect.FAILS, unknown)
     view = _view(server_args)
     if view.radix_cache_backend != "hybrid":
         return Outlook(
@@ -57,6 +60,22 @@ def _resolve(model: str, flags: Sequence[str]) -> Any:
     server_args.resolve_once()
     publish(server_args, role="scheduler")
     return server_args
+
+
+def _unknown_architecture(server_args: Any) -> str | None:
+    """What SGLang says of a model that it has no class for; None for one it serves.
+
+    It says so itself only once it loads the model.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.registry import ModelRegistry
+
+    names = ModelConfig.from_server_args(server_args).hf_config.architectures
+    try:
+        ModelRegistry.resolve_model_cls(names)
+    except ValueError as error:
+        return f"SGLang cannot load this model: {str(error).partition('. ')[0]}."
+    return None
 
 
 def _view(server_args: Any) -> Any:

@@ -31,13 +31,14 @@ def hook_command_line() -> None:
 
     Cause: SGLang's arguments are a closed record.
     Fix: add our flags to the parser, and take their values before the record is
-    built; both happen after plugins are loaded.
+    built; both happen after plugins are loaded.  A flag from a `--config` file is
+    first seen there, and the engine is hooked then.
     Delete when: plugins can declare arguments.
     """
     _require(COMMAND_LINE_HOOKS)
     server_args = f"{_SRT}.server_args.ServerArgs"
     _hook(f"{server_args}.add_cli_args", "AFTER", activation.add_arguments)
-    _hook(f"{server_args}.from_cli_args", "BEFORE", activation.take_arguments)
+    _hook(f"{server_args}.from_cli_args", "BEFORE", _take_arguments)
     _apply()
 
 
@@ -69,6 +70,21 @@ def hook_engine() -> None:
     _run_commands()
     _apply()
     _ENGINE_HOOKED = True
+
+
+def _take_arguments(cls: type, args: Any) -> None:
+    """Take our flags' values; hook the engine if they ask for the plugin.
+
+    Raises:
+        SystemExit: for bad options, or an SGLang that the plugin does not fit.
+    """
+    activation.take_arguments(cls, args)
+    if not activation.requested():
+        return
+    try:
+        hook_engine()
+    except ConfigError as error:
+        raise SystemExit(f"hybrid-plugin: {error}") from error
 
 
 # ------------------------------------------------------------------- the hooks
@@ -132,7 +148,7 @@ def _divide_memory(memory: PoolMemory) -> None:
 
         if not _is_ours():
             return result
-        return planning.limit_tokens(result, activation.read_options(), memory)
+        return planning.limit_tokens(result, memory)
 
     def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         from hybrid_plugin.sglang import planning

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import torch
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang.srt.runtime_context import get_context, get_schedule, get_server_args
 
@@ -16,9 +17,9 @@ from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateG
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
-from hybrid_plugin.core.tuned_cache import tuner_of
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.engine.elastic_memory import limited
+from hybrid_plugin.sglang import known_pools
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
@@ -27,7 +28,12 @@ from hybrid_plugin.sglang.allocator import (
 from hybrid_plugin.sglang.elastic import SharedPools
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
-from hybrid_plugin.sglang.pool_rows import bytes_of_rows, page_rows, slot_rows
+from hybrid_plugin.sglang.pool_rows import (
+    bytes_of_rows,
+    kv_tensors,
+    page_rows,
+    slot_rows,
+)
 
 _GIB = 1 << 30
 
@@ -60,9 +66,7 @@ def reserve_slots(
         return shared.plan.sizes.pages * layout.page_bytes / _GIB
     # SGLang counts without the slot that takes the writes of padded rows.
     named: int | None = get_schedule().max_mamba_cache_size
-    if options.state_slots is not None:
-        slots = options.state_slots
-    elif named is not None:
+    if named is not None:
         slots = named + 1
     else:
         try:
@@ -89,24 +93,9 @@ def _layout(configurator: Any) -> CacheLayout:
     )
 
 
-def limit_tokens(tokens: int, options: HybridConfig, memory: PoolMemory) -> int:
-    """Tokens the KV pool is to hold, of the `tokens` that fit.
-
-    Raises:
-        ConfigError: if the option asks for more pages than fit.
-    """
-    if memory.shared is not None:
-        return memory.shared.tokens
-    if options.kv_pages is None:
-        return tokens
-    wanted: int = (options.kv_pages - 1) * get_schedule().page_size
-    if wanted > tokens:
-        raise ConfigError(
-            f"kv_pages {options.kv_pages} needs room for {wanted} tokens, and "
-            f"{tokens} fit beside the state slots; lower it or give the cache more "
-            "memory (--mem-fraction-static)."
-        )
-    return wanted
+def limit_tokens(tokens: int, memory: PoolMemory) -> int:
+    """Tokens the KV pool is to hold, of the `tokens` that fit beside the slots."""
+    return tokens if memory.shared is None else memory.shared.tokens
 
 
 def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
@@ -119,9 +108,13 @@ def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
+
+    Raises:
+        ConfigError: for pools that keep more than the cache's commands copy.
     """
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
+    known_pools.require(stock.get_kvcache(), states, _copied(stock, states))
     executor = memory.executor(stock.get_kvcache(), states.mamba_pool, stock.page_size)
     cache = _build(stock, states, options, memory.shared)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
@@ -150,8 +143,6 @@ def _build(
         policy=options.snapshot_policy(stock.page_size, _delimiters(options)),
         eviction=_eviction(stock, states, options),
     )
-    if options.is_tuned:
-        cache.tuner = tuner_of(cache)
     if shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache
@@ -165,6 +156,7 @@ def _delimiters(options: HybridConfig) -> Delimiters | None:
         revision=server.revision,
         trust_remote_code=server.trust_remote_code,
         logger=logger,
+        server_template=server.chat_template,
     )
 
 
@@ -175,3 +167,14 @@ def _eviction(stock: Any, states: Any, options: HybridConfig) -> LeastRecentlyUs
         token_bytes=bytes_of_rows(pages) // stock.page_size,
         slot_bytes=bytes_of_rows(slot_rows(states.mamba_pool)),
     )
+
+
+def _copied(stock: Any, states: Any) -> list[torch.Tensor]:
+    """All tensors that the cache's commands copy.
+
+    Raises:
+        ConfigError: for a kind of KV cache that is not known.
+    """
+    kv_pool, kept = stock.get_kvcache(), states.mamba_pool.mamba_cache
+    pages = kv_tensors(getattr(kv_pool, "full_kv_pool", kv_pool))
+    return [*pages, *kept.conv, kept.temporal]

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from hybrid_plugin.config import ConfigError, HybridConfig, switched_off_by_environment
+from hybrid_plugin.config import (
+    ConfigError,
+    HybridConfig,
+    environment_options,
+    switched_off_by_environment,
+)
 from hybrid_plugin.vllm import servable
 
 if TYPE_CHECKING:
@@ -29,11 +34,16 @@ GPU_WORKER = "hybrid_plugin.vllm.gpu_worker.HybridGPUWorker"
 
 
 def read_options(vllm_config: VllmConfig) -> HybridConfig:
-    """Parse `--additional-config '{"hybrid_plugin": {...}}'`.
+    """The options of `--additional-config`, and under them those of HYBRID_CONFIG.
 
     Raises:
         ConfigError: for options that are not a mapping or not valid.
     """
+    return HybridConfig.from_mapping(_given_options(vllm_config))
+
+
+def _given_options(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Both sources together; what the command line says of an option counts."""
     extra = vllm_config.additional_config
     options: Any = extra.get(OPTIONS_KEY, {}) if isinstance(extra, dict) else {}
     if not isinstance(options, dict):
@@ -41,7 +51,19 @@ def read_options(vllm_config: VllmConfig) -> HybridConfig:
             f'--additional-config "{OPTIONS_KEY}" takes a JSON object of options, got '
             f"{options!r}."
         )
-    return HybridConfig.from_mapping(options)
+    return environment_options() | options
+
+
+def _carry_options(vllm_config: VllmConfig) -> None:
+    """Have the options of the environment travel with the configuration.
+
+    Engine cores and workers on other machines do not inherit the environment.
+    """
+    if isinstance(vllm_config.additional_config, dict) and environment_options():
+        vllm_config.additional_config = {
+            **vllm_config.additional_config,
+            OPTIONS_KEY: _given_options(vllm_config),
+        }
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -96,7 +118,7 @@ def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str |
     if switched_off_by_environment():
         return "HYBRID_PLUGIN=0 is set"
     if options.enabled is False:
-        return "it is switched off in --additional-config"
+        return 'the option "enabled" is false'
     if not vllm_config.model_config.is_hybrid:
         return "the model has no state layers beside its attention layers"
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -150,6 +172,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
 def _mark(vllm_config: VllmConfig) -> None:
     from vllm.platforms import current_platform
 
+    _carry_options(vllm_config)
     cache = vllm_config.cache_config
     # With upstream's prefix caching off, every state layer takes column 0 of
     # its block table as its state slot: our slot ids are its block ids.

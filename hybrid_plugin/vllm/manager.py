@@ -30,7 +30,6 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
 )
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
-from hybrid_plugin.core.tuned_cache import tuner_of
 from hybrid_plugin.engine.hints import Hints
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.keys import RequestKeys
@@ -89,7 +88,7 @@ def build_cache(
         else config.shared.build()
     )
     layout = make_layout(config.kv_cache_groups)
-    cache = HybridCache(
+    return HybridCache(
         pages=pools.pages,
         slots=pools.slots,
         windows=pools.windows,
@@ -101,9 +100,6 @@ def build_cache(
             slot_bytes=layout.slot_bytes,
         ),
     )
-    if options.is_tuned:
-        cache.tuner = tuner_of(cache)
-    return cache
 
 
 class HybridKVCacheManager:

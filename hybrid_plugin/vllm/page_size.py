@@ -53,8 +53,17 @@ def choose(vllm_config: VllmConfig) -> None:
 
 
 def _asked_for(vllm_config: VllmConfig) -> int | None:
-    options = read_options(vllm_config)
-    if options.page_size is not None:
-        return options.page_size
+    """What the option or the flag says.
+
+    Raises:
+        ConfigError: if they contradict each other.
+    """
+    wanted = read_options(vllm_config).page_size
     cache = vllm_config.cache_config
-    return cache.block_size if cache.user_specified_block_size else None
+    flag: int | None = cache.block_size if cache.user_specified_block_size else None
+    if wanted is not None and flag not in (None, wanted):
+        raise ConfigError(
+            f"--block-size {flag} and the option page_size {wanted} contradict each "
+            "other: give one of them."
+        )
+    return flag if wanted is None else wanted

@@ -229,30 +229,14 @@ def pool_sizes(
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
-    max_model_len = vllm_config.model_config.max_model_len
-    if options.kv_pages is None or options.state_slots is None:
-        try:
-            return layout.split(
-                budget,
-                max_model_len=max_model_len,
-                state_memory_ratio=options.state_memory_ratio,
-            )
-        except ValueError as error:
-            raise ConfigError(f"hybrid-plugin: {error}") from error
-    sizes = PoolSizes(options.kv_pages, options.state_slots)
-    least = layout.pages_for(max_model_len) + 1
-    if sizes.pages < least:
-        raise ConfigError(
-            f"hybrid-plugin: kv_pages={sizes.pages} cannot hold one sequence of "
-            f"{max_model_len} tokens, which takes {least} pages with the reserved one; "
-            "raise kv_pages or lower --max-model-len."
+    try:
+        return layout.split(
+            budget,
+            max_model_len=vllm_config.model_config.max_model_len,
+            state_memory_ratio=options.state_memory_ratio,
         )
-    if layout.bytes_of(sizes) > budget:
-        raise ConfigError(
-            f"hybrid-plugin: kv_pages={sizes.pages} and state_slots={sizes.slots} take "
-            f"{layout.bytes_of(sizes)} bytes, but only {budget} are free; lower them."
-        )
-    return sizes
+    except ValueError as error:
+        raise ConfigError(f"hybrid-plugin: {error}") from error
 
 
 def _divide(

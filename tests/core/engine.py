@@ -55,7 +55,6 @@ class Setup:
     prompt_end_min: int = 1
     chunk_end_min: int = 1
     max_running: int = 8
-    max_per_path: int | None = None
     flop_aware: bool = False
     """Whether evictions weigh what a snapshot saves."""
     has_states: bool = True
@@ -86,7 +85,7 @@ class Setup:
                 prompt_end_min_tokens=self.prompt_end_min,
                 chunk_end_min_tokens=self.chunk_end_min,
                 in_batch_prefix_min_tokens=self.follow,
-                max_per_path=self.max_per_path,
+                body_share=0.0,
             ),
             eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
             if self.flop_aware

@@ -27,7 +27,7 @@ def make_cache(
     chunk_end: int = NO_SNAPSHOTS,
 ) -> HybridCache:
     """A small cache; prompt and chunk ends get snapshots where a test says so."""
-    policy = SnapshotPolicy(page_size, branch, prompt_end, chunk_end)
+    policy = SnapshotPolicy(page_size, branch, prompt_end, chunk_end, 0.0)
     return HybridCache(PagePool(pages), SlotPool(slots), page_size, policy)
 
 

@@ -30,7 +30,7 @@ PAGE = 4
 
 def make(pages: int = 40, states: bool = True) -> tuple[HybridCache, EventLog]:
     log = EventLog()
-    policy = SnapshotPolicy(PAGE, 1, NO_SNAPSHOTS, NO_SNAPSHOTS)
+    policy = SnapshotPolicy(PAGE, 1, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
     slots = SlotPool(9) if states else NoSlots()
     return HybridCache(PagePool(pages), slots, PAGE, policy, events=log), log
 
@@ -116,7 +116,7 @@ class TestEvents:
         log = EventLog(
             hasher=lambda parent, tokens, namespace: bytes(tokens.tolist()[:1])
         )
-        policy = SnapshotPolicy(PAGE, 1, NO_SNAPSHOTS, NO_SNAPSHOTS)
+        policy = SnapshotPolicy(PAGE, 1, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
         cache = HybridCache(PagePool(9), SlotPool(3), PAGE, policy, events=log)
         serve(cache, "a", span(0, 8))
         (event,) = log.take()

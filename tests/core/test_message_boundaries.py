@@ -112,7 +112,7 @@ class TestHits:
         assert serve(cache, "b", chat(3, 9)).hit == 0
 
     def test_the_prompt_end_is_that_of_the_last_message(self) -> None:
-        policy = SnapshotPolicy(4, 1, 8, NO_SNAPSHOTS, delimiters=CHAT)
+        policy = SnapshotPolicy(4, 1, 8, NO_SNAPSHOTS, 0.0, delimiters=CHAT)
         prompt = array("q", [*chat(30, 20), START, 6, 6, 6, 6])
         stops = policy.snapshot_positions_of(prompt, hit=0, kv_length=0)
         assert stops == (32 + 24,)

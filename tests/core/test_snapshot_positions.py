@@ -15,7 +15,7 @@ def stops(
     branch: int = 1,
     prompt_end: int = 1,
 ) -> tuple[int, ...]:
-    policy = SnapshotPolicy(page_size, branch, prompt_end, 1)
+    policy = SnapshotPolicy(page_size, branch, prompt_end, 1, 0.0)
     return policy.prefill_positions(length=length, hit=hit, kv_length=kv_length)
 
 

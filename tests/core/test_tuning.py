@@ -23,7 +23,7 @@ def weighing(alpha: float) -> FlopAware:
 
 def build(policy: FlopAware) -> HybridCache:
     """Room for a few snapshots, and KV for everything."""
-    rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
+    rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
     return HybridCache(PagePool(5000), SlotPool(6), PAGE, rules, eviction=policy)
 
 
@@ -101,7 +101,7 @@ def test_passes_over_what_does_not_fit_and_what_may_not_be_cached() -> None:
     cache = tuned(policy, trial=1)
 
     def small(copy: FlopAware) -> HybridCache:
-        rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
+        rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
         return HybridCache(PagePool(3), SlotPool(3), PAGE, rules, eviction=copy)
 
     cache.tuner = AlphaTuner(policy, small, alphas=(0.0, 1.0), trial=1)
@@ -125,7 +125,7 @@ def test_it_copies_the_cache_in_charge() -> None:
 
 
 def test_what_has_no_weight_is_not_tuned() -> None:
-    rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
+    rules = SnapshotPolicy(PAGE, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
     cache = HybridCache(PagePool(50), SlotPool(6), PAGE, rules)
     with pytest.raises(ValueError, match="only a flop-aware policy"):
         tuner_of(cache)

@@ -34,7 +34,7 @@ def make(
         PagePool(pages),
         SlotPool(9) if states else NoSlots(),
         page_size,
-        SnapshotPolicy(page_size, 1, NO_SNAPSHOTS, chunk_end),
+        SnapshotPolicy(page_size, 1, NO_SNAPSHOTS, chunk_end, 0.0),
         windows=tuple(WindowGroup(s, PagePool(window_pages)) for s in spans),
     )
 

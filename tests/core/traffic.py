@@ -57,7 +57,6 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
     return replace(
         setup,
         flop_aware=side.random() < 0.3,
-        max_per_path=side.choice((None, None, None, 1, 2)),
         follow=side.choice((0, 1, 2 * page_size)),
     )
 

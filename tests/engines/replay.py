@@ -13,19 +13,21 @@ from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 def replay(
     stream: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
     options: HybridConfig,
+    pools: tuple[int, int],
     chunk: int,
 ) -> list[int]:
     """Hit tokens of each request.
 
     Args:
         stream: prompts and their answers, each finished before the next began.
-        options: with page_size, kv_pages and state_slots.
+        options: with page_size.
+        pools: pages and slots.
         chunk: tokens that the engine prefills at most in one step.
     """
-    assert options.page_size and options.kv_pages and options.state_slots
+    assert options.page_size
     cache = HybridCache(
-        pages=PagePool(options.kv_pages),
-        slots=SlotPool(options.state_slots),
+        pages=PagePool(pools[0]),
+        slots=SlotPool(pools[1]),
         page_size=options.page_size,
         policy=options.snapshot_policy(options.page_size),
     )

@@ -77,7 +77,7 @@ def test_conflict_is_refused_if_the_plugin_was_demanded(
         ({"state_memory_ratio": 1.0}, "state_memory_ratio must lie between 0 and 1"),
         ({"state_memory_ratio": 0}, "state_memory_ratio must lie between 0 and 1"),
         ({"page_size": "16"}, "option 'page_size' takes int, got '16'"),
-        ({"kv_pages": 100}, "give both or none"),
+        ({"kv_pages": 100}, "option 'kv_pages' was removed: bound both pools"),
     ],
 )
 def test_bad_options_are_refused_before_anything_loads(

@@ -106,6 +106,15 @@ def test_conflict_is_foreseen(driver: Driver) -> None:
     assert sentence in engine["model"]["reason"]
 
 
+def test_model_that_the_engine_cannot_start(driver: Driver, tmp_path: Path) -> None:
+    config = ATTENTION_ONLY | {"architectures": ["NobodyHasThisForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, engine = _ask(driver, Setup(model=tmp_path))
+    assert status == 1
+    assert engine["model"]["prospect"] == "fails"
+    assert "NobodyHasThisForCausalLM" in engine["model"]["reason"]
+
+
 def test_model_without_states_is_left_alone(driver: Driver, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ATTENTION_ONLY))
     status, engine = _ask(driver, Setup(model=tmp_path))

@@ -75,6 +75,7 @@ def test_greedy_answers_equal_stock(
     with start_server(
         "plugin",
         options=variant.options,
+        pools=variant.pools,
         flags=variant.flags,
         environment=variant.environment,
         dtype=reference.dtype,

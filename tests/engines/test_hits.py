@@ -20,7 +20,8 @@ from tests.engines.traffic import encode, system_prompt
 pytestmark = pytest.mark.engine
 
 # A page size that every engine takes here; far fewer pages than the trace fills.
-POOLS = {"page_size": 32, "kv_pages": 61, "state_slots": 7}
+OPTIONS = {"page_size": 32}
+POOLS = (61, 7)
 CHUNK = 96
 """Tokens in a prefill chunk, by the flags of every driver."""
 REQUESTS = 60
@@ -39,7 +40,7 @@ def test_hits_equal_those_of_the_core_alone(start_server: StartServer) -> None:
     systems = [encode(system_prompt(rng, n)) for n in (40, 150, 300)]
     stream: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     cached: list[int] = []
-    with start_server("hits", options=POOLS) as server:
+    with start_server("hits", options=OPTIONS, pools=POOLS) as server:
         for _ in range(REQUESTS):
             earlier = rng.choice(stream) if stream and rng.random() < 0.4 else None
             history = earlier[0] + earlier[1] if earlier else ()
@@ -49,7 +50,7 @@ def test_hits_equal_those_of_the_core_alone(start_server: StartServer) -> None:
             stream.append((prompt, answer.tokens))
             cached.append(answer.cached_tokens)
         metrics = server.metrics()
-    assert cached == replay(stream, HybridConfig(**POOLS), CHUNK)
+    assert cached == replay(stream, HybridConfig(**OPTIONS), POOLS, CHUNK)
     assert sum(cached) > 0.2 * sum(len(prompt) for prompt, _ in stream)
     assert metrics["pages_evicted"] > 0
     assert metrics["snapshots_evicted"] > 0

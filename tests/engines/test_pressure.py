@@ -44,8 +44,7 @@ def test_64_requests_into_a_pool_for_two(
     start_server: StartServer, driver: Driver
 ) -> None:
     pages = 2 * MAX_MODEL_LEN // driver.page_size
-    options = {"kv_pages": pages + 1, "state_slots": 3}
-    with start_server("pressure", options=options, max_running=64) as server:
+    with start_server("pressure", pools=(pages + 1, 3), max_running=64) as server:
         for seed in range(2):
             answers = server.ask_all(burst(seed), concurrency=64)
             assert [a.error for a in answers if a.error] == []

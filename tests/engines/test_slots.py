@@ -21,19 +21,14 @@ from tests.engines.traffic import encode
 pytestmark = pytest.mark.engine
 
 SLOTS = 8
-OPTIONS = {
-    "page_size": 32,
-    "kv_pages": 200,
-    "state_slots": SLOTS + 1,
-    "eviction_policy": "flop-aware-tuned",
-    "max_snapshots_per_path": 2,
-}
+OPTIONS = {"page_size": 32, "eviction_policy": "flop-aware"}
+POOLS = (200, SLOTS + 1)
 
 
 @pytest.fixture(scope="module")
 def server(start_server: StartServer) -> Iterator[Server]:
-    """Neither the default policy nor its default number of snapshots."""
-    with start_server("slots", options=OPTIONS) as running:
+    """Not the default policy."""
+    with start_server("slots", options=OPTIONS, pools=POOLS) as running:
         yield running
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 
 import pytest
@@ -49,6 +51,76 @@ def test_the_flag_reaches_child_processes() -> None:
     parse("--enable-hybrid-plugin", "--hybrid-config", '{"page_size": 32}')
     assert activation.requested()
     assert activation.read_options() == HybridConfig(page_size=32)
+
+
+def test_options_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_CONFIG", '{"page_size": 64}')
+    first = activation.read_options()
+    assert activation.read_options() is first
+    monkeypatch.setenv("HYBRID_CONFIG", '{"page_size": 128}')
+    assert activation.read_options() == HybridConfig(page_size=128)
+
+
+def test_the_command_line_goes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = '{"page_size": 64, "eviction_policy": "lru"}'
+    monkeypatch.setenv("HYBRID_CONFIG", both)
+    parse("--enable-hybrid-plugin", "--hybrid-config", '{"page_size": 32}')
+    expected = HybridConfig(page_size=32, eviction_policy="lru")
+    assert activation.read_options() == expected
+
+
+@pytest.mark.parametrize("argument", ["--enable-hy", "--enable-hybrid-plug"])
+def test_an_abbreviated_flag_is_the_flag(
+    monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch_server", argument])
+    assert activation.requested()
+    parse(argument)
+    assert os.environ["HYBRID_PLUGIN"] == "1"
+
+
+@pytest.mark.parametrize("argument", ["--enable-", "--enable-metrics", "--e", "-e"])
+def test_other_flags_are_not(monkeypatch: pytest.MonkeyPatch, argument: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch_server", argument])
+    assert not activation.requested()
+
+
+@pytest.mark.parametrize("flags", [(), ("--enable-hybrid-plugin",)])
+def test_the_option_enabled_false_leaves_the_engine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    flags: tuple[str, ...],
+) -> None:
+    """In the server and in the processes that inherit its environment."""
+    monkeypatch.setattr(sys, "argv", ["launch_server", *flags])
+    with caplog.at_level(logging.INFO, "sglang.hybrid_plugin"):
+        parse(*flags, "--hybrid-config", '{"enabled": false}')
+    assert not activation.requested()
+    assert caplog.messages == [
+        'hybrid-plugin is inactive: the option "enabled" is false.'
+    ]
+    parse(*flags, "--hybrid-config", '{"enabled": false}')  # SGLang may parse twice
+
+
+def test_the_option_enabled_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_PLUGIN", "1")
+    monkeypatch.setenv("HYBRID_CONFIG", '{"enabled": false}')
+    assert not activation.requested()
+    monkeypatch.setenv("HYBRID_PLUGIN", "")
+    monkeypatch.setenv("HYBRID_CONFIG", '{"enabled": true}')
+    assert activation.requested()
+
+
+def test_an_unreadable_environment_counts_once_the_plugin_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HYBRID_CONFIG", "{")
+    parse()
+    assert not activation.requested()
+    with pytest.raises(SystemExit, match="HYBRID_CONFIG takes JSON"):
+        parse("--enable-hybrid-plugin")
 
 
 def test_without_the_flag_nothing_is_passed_on() -> None:

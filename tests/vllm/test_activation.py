@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs
 
-from hybrid_plugin.vllm.activation import SCHEDULER
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.vllm.activation import SCHEDULER, is_active, read_options
+from hybrid_plugin.vllm.page_size import _asked_for
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
 
@@ -44,7 +46,7 @@ def test_option_and_environment_switch_it_off_alike() -> None:
     assert by_option.settings["cache_config.mamba_cache_mode"] == "align"
     assert by_option.settings == by_environment.settings
     assert by_option.lines == (
-        "hybrid-plugin is inactive: it is switched off in --additional-config.",
+        'hybrid-plugin is inactive: the option "enabled" is false.',
     )
     assert by_environment.lines == (
         "hybrid-plugin is inactive: HYBRID_PLUGIN=0 is set.",
@@ -59,6 +61,36 @@ def test_conflict_steps_aside_with_a_warning(
     assert not decision.active
     assert decision.settings["scheduler_config.scheduler_cls"] != SCHEDULER
     assert decision.lines == (f"hybrid-plugin is inactive: {sentence}",)
+
+
+def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel with the configuration, to processes without the variable too."""
+    monkeypatch.setenv("HYBRID_CONFIG", '{"page_size": 64, "eviction_policy": "lru"}')
+    given = {"hybrid_plugin": {"page_size": 32}}
+    config = config_of(additional_config=given)
+    monkeypatch.delenv("HYBRID_CONFIG")
+    assert read_options(config) == HybridConfig(page_size=32, eviction_policy="lru")
+
+
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_CONFIG", '{"enabled": false}')
+    assert not is_active(config_of())
+    given = {"hybrid_plugin": {"enabled": True}}
+    assert is_active(config_of(additional_config=given))
+
+
+def test_a_bad_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_CONFIG", "page_size=16")
+    with pytest.raises(Exception, match="HYBRID_CONFIG takes JSON"):
+        config_of()
+
+
+def test_page_sizes_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(
+        block_size=64, additional_config={"hybrid_plugin": {"page_size": 32}}
+    )
+    with pytest.raises(ConfigError, match="--block-size 64 and the option"):
+        _asked_for(config)
 
 
 def test_options_are_an_object() -> None:

@@ -52,12 +52,6 @@ def fitting(tokens: int) -> int:
     return (-(-tokens // 16) + 1) * PAGE_BYTES + 2 * SLOT_BYTES
 
 
-def test_exact_numbers_are_taken() -> None:
-    found = planned(config_of(kv_pages=65, state_slots=9, elastic=None), 1 << 20)
-    assert (found.pages, found.slots, found.num_blocks) == (65, 9, 9)
-    assert found.shared is None
-
-
 def test_all_ranks_plan_for_the_one_with_the_least_memory() -> None:
     alone = planned(config_of(), fitting(2048))
     assert planned(config_of(), 1 << 30, fitting(2048)).pages == alone.pages
@@ -67,16 +61,6 @@ def test_all_ranks_plan_for_the_one_with_the_least_memory() -> None:
     ("options", "available", "sentence"),
     [
         ({}, fitting(1024) - 1, "cannot hold one sequence of 1024 tokens"),
-        (
-            {"kv_pages": 64, "state_slots": 2, "elastic": None},
-            1 << 30,
-            "kv_pages=64 cannot hold one sequence of 1024 tokens, which takes 65 pages",
-        ),
-        (
-            {"kv_pages": 65, "state_slots": 2, "elastic": None},
-            65 * PAGE_BYTES + 2 * SLOT_BYTES - 1,
-            "take 135168 bytes, but only 135167 are free",
-        ),
         (
             {"gpu_memory_budget": fitting(1024) - 1},
             1 << 30,
@@ -110,12 +94,6 @@ def test_automatic_length_stays_where_it_fits() -> None:
     config = config_of(auto=True)
     planned(config, fitting(1024))
     assert config.model_config.max_model_len == 1024
-
-
-def test_automatic_length_with_exact_numbers() -> None:
-    config = config_of(auto=True, kv_pages=11, state_slots=3, elastic=None)
-    planned(config, 1 << 30)
-    assert config.model_config.max_model_len == 160
 
 
 def test_automatic_length_with_elastic_pools(monkeypatch: pytest.MonkeyPatch) -> None:

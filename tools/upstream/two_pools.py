@@ -3,41 +3,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from hybrid_plugin.vllm import specs
-from hybrid_plugin.vllm.activation import OPTIONS_KEY
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.scheduler import HybridAsyncScheduler, HybridScheduler
 
 _NEVER = 1 << 30
-_OPTIONS = {
-    "branch_snapshot_min_tokens": _NEVER,
-    "prompt_snapshot_min_tokens": _NEVER,
-    "chunk_snapshot_min_tokens": _NEVER,
-    "prompt_body_share": 0.0,
-}
-"""No snapshots: the tests count the tokens of every step, and pauses change them."""
 
 
 def scheduler(**arguments: Any) -> Scheduler:
     """In place of `Scheduler(...)`."""
-    return HybridScheduler(**_on_two_pools(arguments))
+    return _without_snapshots(HybridScheduler(**_on_two_pools(arguments)))
 
 
 def async_scheduler(**arguments: Any) -> Scheduler:
     """In place of `AsyncScheduler(...)`."""
-    return HybridAsyncScheduler(**_on_two_pools(arguments))
+    return _without_snapshots(HybridAsyncScheduler(**_on_two_pools(arguments)))
+
+
+def _without_snapshots(scheduler: Any) -> Scheduler:
+    """The tests count the tokens of every step, and pauses would change them."""
+    cache = scheduler.kv_cache_manager.cache
+    cache.policy = replace(
+        cache.policy,
+        branch_min_tokens=_NEVER,
+        prompt_end_min_tokens=_NEVER,
+        chunk_end_min_tokens=_NEVER,
+        body_share=0.0,
+    )
+    return cast(Scheduler, scheduler)
 
 
 def _on_two_pools(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments, with as many pages as there were blocks, and slots enough."""
     vllm_config, stock = arguments["vllm_config"], arguments["kv_cache_config"]
-    vllm_config.additional_config = {OPTIONS_KEY: _OPTIONS}
     state = MambaSpec(
         block_size=vllm_config.model_config.max_model_len,
         shapes=((1,),),

@@ -43,16 +43,19 @@ class SnapshotPolicy:
     """
 
     page_size: int
-    branch_min_tokens: int
+    branch_min_tokens: int = 256
     """Minimum distance of a branch point from the last usable snapshot; a quarter of
     that snapshot's own position is enough as well: the first shared page matters, one
     more hardly does."""
-    prompt_end_min_tokens: int
-    """The same minimum for a prompt end, which only an identical prompt can use."""
-    chunk_end_min_tokens: int
-    """The same minimum for a chunk end, counted from any earlier snapshot."""
-    body_share: float = 0.0
-    """Position of the body snapshot as a share of the prompt; 0 for none."""
+    prompt_end_min_tokens: int = 1024
+    """The same minimum for a prompt end, which only an identical prompt can use,
+    rarer than a branch."""
+    chunk_end_min_tokens: int = 1024
+    """The same minimum for a chunk end, counted from any earlier snapshot.  It adds no
+    forward pass, but takes a slot."""
+    body_share: float = 0.75
+    """Position of the body snapshot as a share of the prompt; 0 for none.  It stands
+    for the document that prompts share, before the question that differs."""
     delimiters: Delimiters | None = None
     """Message delimiters of the model's chat template, if known."""
     system_min_tokens: int = 64
@@ -60,9 +63,6 @@ class SnapshotPolicy:
     in_batch_prefix_min_tokens: int = 0
     """Minimum number of tokens that a sequence saves by waiting for another one to
     compute their common prefix; 0 disables waiting.  See `in_batch_sharing`."""
-    max_per_path: int | None = None
-    """Maximum number of snapshots on the path to a new one, itself included; beyond it
-    the one with the lowest priority is evicted.  None for no limit."""
 
     def prefill_positions(
         self,

@@ -400,22 +400,6 @@ class MambaRadixCache:
         ]
         return [node for _, node in sorted(found, key=lambda one: -one[0])]
 
-    def beyond_cap(self, node: Node, most: int) -> list[Node]:
-        """Nodes before `node` on its path whose snapshots exceed the limit `most`.
-
-        The lowest priority comes first; locked snapshots are never returned.
-        """
-        held: list[tuple[float, int, Node]] = []
-        count, above = 0, node.parent
-        while above is not None:
-            if above.snapshot is not None:
-                count += 1
-                if not above.state_lock:
-                    worth = self.eviction.snapshot(above, above.snapshot)
-                    held.append((worth, above.end, above))
-            above = above.parent
-        return [worst for _, _, worst in sorted(held)[: max(count - most, 0)]]
-
     def snapshots(self) -> Iterator[Node]:
         """Nodes with an unlocked snapshot, by segment and in eviction order."""
         for order in self._snapshots:

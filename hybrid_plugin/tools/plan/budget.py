@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.plan.model import stored_weight_bytes
 from hybrid_plugin.tools.plan.shape import ModelShape
-from hybrid_plugin.tools.plan.sizes import gib
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
+from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.plan.budget import CacheBudget
 from hybrid_plugin.tools.plan.estimate import (
     Estimate,
@@ -18,7 +19,6 @@ from hybrid_plugin.tools.plan.estimate import (
 )
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
-from hybrid_plugin.tools.plan.sizes import gib
 
 MOST_TOKENS = 1 << 30
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, live_pages
+from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.plan.shape import ModelShape
-from hybrid_plugin.tools.plan.sizes import gib
 
 SGLANG_RATIO = 0.9
 """SGLang's default `mamba_full_memory_ratio`: bytes of states per byte of KV."""

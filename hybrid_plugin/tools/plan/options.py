@@ -7,10 +7,10 @@ import argparse
 from pathlib import Path
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sizes import parse_bytes
 from hybrid_plugin.tools.plan.budget import CacheBudget, cache_budget
 from hybrid_plugin.tools.plan.model import load_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
-from hybrid_plugin.tools.plan.sizes import parse_bytes
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool) -> None:

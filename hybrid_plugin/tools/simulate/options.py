@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
+from hybrid_plugin.config import (
+    DEFAULT_PAGE_SIZE,
+    ConfigError,
+    HybridConfig,
+    parse_options,
+)
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
@@ -103,8 +107,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hybrid-config",
         metavar="JSON",
-        help="options as an engine takes them, such as "
-        "'{\"branch_snapshot_min_tokens\": 64}'",
+        help="options as an engine takes them, such as '{\"page_size\": 32}'",
     )
 
 
@@ -258,10 +261,4 @@ def _options(args: argparse.Namespace) -> HybridConfig:
 def _hybrid_config(text: str | None) -> HybridConfig:
     if text is None:
         return HybridConfig()
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--hybrid-config is no JSON: {text!r:.60}.") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"--hybrid-config must be a JSON object, got {text!r:.60}.")
-    return HybridConfig.from_mapping(options)
+    return HybridConfig.from_mapping(parse_options(text, "--hybrid-config"))

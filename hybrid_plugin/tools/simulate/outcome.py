@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from hybrid_plugin.tools.plan.sizes import gib
+from hybrid_plugin.sizes import gib
 
 
 @dataclass(slots=True)

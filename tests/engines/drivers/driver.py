@@ -27,6 +27,8 @@ class Setup:
     """Whether anything is cached across requests."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the plugin."""
+    pools: tuple[int, int] | None = None
+    """Exactly so many pages and slots, the reserved ones counted, and fixed."""
     max_running: int = 16
     flags: Sequence[str] = ()
     """In the engine's own words: from its driver only."""
@@ -60,6 +62,8 @@ class Variant:
     """Share of prompt tokens that must come from the cache."""
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    pools: tuple[int, int] | None = None
+    """As in `Setup`."""
     preempts: bool = False
     """Whether sequences must be preempted."""
 

@@ -23,7 +23,7 @@ from tests.engines.drivers.driver import (
     Variant,
 )
 from tests.engines.drivers.process import environment, overheard
-from tests.engines.faults import fault_environment
+from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
 
 ON_GPU = torch.cuda.is_available()
@@ -32,11 +32,6 @@ CACHE_TOKENS = 8192
 STATE_SLOTS = 64
 PUBLISH_S = 1.5
 """A scheduler that falls asleep publishes its last numbers a second later."""
-
-SIZES = (
-    f"--max-total-tokens={CACHE_TOKENS}",
-    f"--max-mamba-cache-size={STATE_SLOTS}",
-)
 
 FLAGS = (
     "--host=127.0.0.1",
@@ -82,8 +77,9 @@ if ON_GPU:
 
 VARIANTS = {
     PREEMPTION: Variant(
-        {"kv_pages": 1280 // PAGE_SIZE, "state_slots": 12},
+        {},
         0.05,
+        pools=(1280 // PAGE_SIZE, 12),
         # SGLang reserves pages for answers; by itself it preempts hardly ever.
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
         preempts=True,
@@ -95,10 +91,6 @@ VARIANTS = {
 }
 
 REFUSALS = {
-    "pool larger than the memory": Refusal(
-        "kv_pages 4096 needs room for 65520 tokens",
-        {"kv_pages": 4096, "state_slots": 12},
-    ),
     "elastic pools of a fixed size": Refusal(
         "elastic pools have no fixed slots; drop --max-mamba-cache-size.",
         {"elastic": True},
@@ -201,7 +193,7 @@ class SglangDriver:
             f"--dtype={setup.dtype}",
             f"--max-running-requests={setup.max_running}",
             *FLAGS,
-            *(() if setup.options.get("elastic") else SIZES),
+            *_sizes(setup),
             *_flags(setup),
         ]
         variables = {
@@ -214,7 +206,7 @@ class SglangDriver:
         if setup.dtype == "float32":
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
         variables |= setup.environment
-        return Launch(command, variables | fault_environment(setup.fault))
+        return Launch(command, variables | planted(setup.fault))
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
         """Over /generate, whose every event repeats what came before it."""
@@ -255,6 +247,17 @@ class SglangDriver:
         """After a moment."""
         time.sleep(PUBLISH_S)
         return httpx.get(f"{url}/metrics", timeout=10, follow_redirects=True).text
+
+
+def _sizes(setup: Setup) -> tuple[str, ...]:
+    """Of the pools; SGLang leaves the reserved page and slot out."""
+    if setup.options.get("elastic"):
+        return ()
+    tokens, slots = CACHE_TOKENS, STATE_SLOTS
+    if setup.pools is not None:
+        tokens = (setup.pools[0] - 1) * setup.options.get("page_size", PAGE_SIZE)
+        slots = setup.pools[1] - 1
+    return f"--max-total-tokens={tokens}", f"--max-mamba-cache-size={slots}"
 
 
 def _flags(setup: Setup) -> list[str]:

@@ -23,7 +23,7 @@ from tests.engines.drivers.driver import (
     Variant,
 )
 from tests.engines.drivers.process import environment, overheard
-from tests.engines.faults import fault_environment
+from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
 
 ON_GPU = torch.cuda.is_available()
@@ -60,8 +60,9 @@ MODELS = {
 VARIANTS = {
     "smallest page, preemption": Variant(
         # Pages for few of the eleven sequences it has slots for.
-        {"kv_pages": 1280 // PAGE_SIZE, "state_slots": 12},
+        {},
         0.05,
+        pools=(1280 // PAGE_SIZE, 12),
         preempts=True,
     ),
     "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
@@ -179,9 +180,11 @@ class VllmDriver:
             *(() if setup.prefix_cache else ("--no-enable-prefix-caching",)),
             *setup.flags,
         ]
-        if setup.options:
-            options = {"hybrid_plugin": dict(setup.options)}
-            command += ["--additional-config", json.dumps(options)]
+        options = dict(setup.options)
+        if setup.pools is not None:
+            options["elastic"] = False
+        if options:
+            command += ["--additional-config", json.dumps({"hybrid_plugin": options})]
         variables = {
             "HYBRID_PLUGIN": "1" if setup.plugin else "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -193,7 +196,7 @@ class VllmDriver:
             # Without it, Triton rounds float32 operands to 10 bits of mantissa.
             variables["TRITON_F32_DEFAULT"] = "ieee"
         variables |= setup.environment
-        return Launch(command, variables | fault_environment(setup.fault))
+        return Launch(command, variables | planted(setup.fault, setup.pools))
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
         """Over /v1/completions."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that tests plant into server processes; `sitecustomize` says which."""
+"""What tests plant into server processes; `sitecustomize` says which there are."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ import os
 from pathlib import Path
 
 
-def fault_environment(name: str | None) -> dict[str, str]:
-    """The environment variables that plant a fault; none for None."""
-    if name is None:
+def planted(fault: str | None, pools: tuple[int, int] | None = None) -> dict[str, str]:
+    """The environment variables that plant a fault, or sizes of fixed pools.
+
+    Args:
+        fault: its name; None for none.
+        pools: pages and slots; None for what the memory holds.
+    """
+    if fault is None and pools is None:
         return {}
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(paths), "HYBRID_TEST_FAULT": name}
+    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    if fault is not None:
+        variables["HYBRID_TEST_FAULT"] = fault
+    if pools is not None:
+        variables["HYBRID_TEST_POOLS"] = ",".join(map(str, pools))
+    return variables

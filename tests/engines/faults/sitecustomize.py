@@ -3,7 +3,8 @@
 
 A test that must fail when the cache is wrong proves it by failing under
 `zero_snapshots`; a server that must refuse to run half-patched proves it under
-`exclude_workers`.
+`exclude_workers`.  HYBRID_TEST_POOLS has pools of an exact size, for tests that count
+what is evicted; for users there is memory to divide.
 """
 
 import os
@@ -32,6 +33,23 @@ def _exclude_workers() -> None:
         os.environ["VLLM_PLUGINS"] = ""
         os.environ["SGLANG_PLUGINS"] = "hybrid_cpu"  # the platform alone
 
+
+def _fix_pools(pages: int, slots: int) -> None:
+    from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
+
+    split = CacheLayout.split
+
+    def exactly(self, budget, **options):  # type: ignore[no-untyped-def]
+        split(self, budget, **options)  # refuses what it refuses without us
+        sizes = PoolSizes(pages, slots)
+        assert self.bytes_of(sizes) <= budget, "the test's pools do not fit"
+        return sizes
+
+    CacheLayout.split = exactly  # type: ignore[method-assign]
+
+
+if "HYBRID_TEST_POOLS" in os.environ:
+    _fix_pools(*map(int, os.environ["HYBRID_TEST_POOLS"].split(",")))
 
 {"zero_snapshots": _zero_snapshots, "exclude_workers": _exclude_workers}.get(
     os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from hybrid_plugin.config import ConfigError
+from hybrid_plugin.errors import ConfigError
 
 _UNITS = {
     "": 1,

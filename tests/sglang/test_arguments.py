@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's arguments as its own resolution leaves them, with the plugin and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.sglang.arguments import _page_size
+from tests.engines.drivers.driver import MODEL, Setup
+from tests.engines.drivers.sglang import SglangDriver
+
+DRIVER = SglangDriver()
+
+
+class View:
+    """As much of SGLang's arguments as the page size depends on."""
+
+    def __init__(self, page_size: int | None, chunk: int | None) -> None:
+        self.page_size = page_size
+        self.chunked_prefill_size = chunk
+
+
+@pytest.mark.parametrize(
+    ("flag", "option", "chunk", "size"),
+    [
+        (None, None, 8192, 16),
+        (None, None, None, 16),
+        (None, None, 100, 4),
+        (None, None, 101, 1),
+        (None, None, 96, 16),
+        (64, None, 8192, 64),
+        (64, 64, 8192, 64),
+        (None, 32, 96, 32),
+    ],
+)
+def test_page_size(
+    flag: int | None, option: int | None, chunk: int | None, size: int
+) -> None:
+    assert _page_size(View(flag, chunk), HybridConfig(page_size=option)) == size
+
+
+@pytest.mark.parametrize(
+    ("flag", "option", "chunk", "sentence"),
+    [
+        (16, 32, 96, "--page-size 16 and the option page_size 32 contradict"),
+        (None, 16, 100, "--chunked-prefill-size 100 is no multiple of the option"),
+    ],
+)
+def test_page_sizes_that_contradict(
+    flag: int | None, option: int, chunk: int, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        _page_size(View(flag, chunk), HybridConfig(page_size=option))
+
+
+def test_a_chunk_of_100_tokens_starts_as_it_does_without_the_plugin() -> None:
+    flags = ("--chunked-prefill-size=100",)
+    stock = DRIVER.decide(Setup(plugin=False, flags=flags))
+    ours = DRIVER.decide(Setup(flags=flags))
+    assert (stock.refusal, ours.refusal) == (None, None)
+    assert ours.active
+    assert ours.settings["chunked_prefill_size"] == 100
+    assert ours.settings["page_size"] == 4
+
+
+def test_enabled_false_is_stock() -> None:
+    stock = DRIVER.decide(Setup(plugin=False))
+    ours = DRIVER.decide(Setup(options={"enabled": False}))
+    assert not ours.active
+    assert ours.settings == stock.settings
+    assert ours.lines == ('hybrid-plugin is inactive: the option "enabled" is false.',)
+
+
+RESOLVE = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups import overrides
+from sglang.srt.server_args import prepare_server_args
+arguments = prepare_server_args(sys.argv[1:])
+arguments.resolve_once()
+view = overrides.resolved_view(arguments)
+print(json.dumps([view.radix_cache_backend, view.page_size]))
+"""
+
+
+def resolve(*flags: str, **variables: str) -> list[Any]:
+    """Backend and page size of a server with these flags, in a process of its own."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HYBRID_")}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, "--skip-tokenizer-init", *flags],
+        env=clean | {"SGLANG_PLATFORM": "hybrid_cpu"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_configuration_file_asks_for_the_plugin(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        f"model-path: {MODEL}\n"
+        "enable-hybrid-plugin: true\n"
+        "hybrid-config:\n  page_size: 32\n"
+    )
+    assert resolve("--config", str(file)) == ["hybrid", 32]
+
+
+def test_an_abbreviated_flag_asks_for_the_plugin() -> None:
+    assert resolve(f"--model-path={MODEL}", "--enable-hyb") == ["hybrid", 16]
+
+
+def test_the_environment_gives_options_to_the_command_line() -> None:
+    flags = (f"--model-path={MODEL}", "--enable-hybrid-plugin")
+    variables = {"HYBRID_CONFIG": '{"page_size": 64}'}
+    assert resolve(*flags, **variables) == ["hybrid", 64]
+    more = ("--hybrid-config", '{"page_size": 32}')
+    assert resolve(*flags, *more, **variables) == ["hybrid", 32]

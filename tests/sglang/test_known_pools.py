@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools that keep more than the plugin copies are refused, by what is in them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.sglang import known_pools, planning
+from hybrid_plugin.sglang.pool_memory import PoolMemory
+
+ATTENTION = {
+    "size": 64,
+    "dtype": torch.bfloat16,
+    "page_size": 16,
+    "head_num": 2,
+    "head_dim": 8,
+    "full_attention_layer_ids": [1, 3],
+    "device": "cpu",
+}
+COMPRESSED = {
+    "qsa_index_kv_heads": 1,
+    "qsa_index_head_dim": 8,
+    "qsa_compress_ratio": 4,
+    "qsa_token_topk": 16,
+    "num_request_slots": 5,
+}
+SHORT_CONVOLUTION = {
+    "short_conv_layer_ids": [0],
+    "short_conv_state_shape": (8, 3),
+    "ngram_context_len": 2,
+}
+
+
+def states(**more: Any) -> Any:
+    """SGLang's slots of two state layers."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=64,
+        n_groups=1,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        conv_kernel=4,
+    )
+    return HybridReqToTokenPool(
+        size=40,
+        mamba_size=6,
+        mamba_spec_state_size=4,
+        max_context_len=64,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        enable_mamba_extra_buffer=False,
+        **more,
+    )
+
+
+def check(kv_pool: Any, slots: Any) -> None:
+    """As `take_over` does."""
+    stock = SimpleNamespace(get_kvcache=lambda: kv_pool)
+    known_pools.require(kv_pool, slots, planning._copied(stock, slots))
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"use_mla": True, "kv_lora_rank": 16, "qk_rope_head_dim": 8}]
+)
+def test_what_commands_copy_is_all_there_is(more: dict[str, Any]) -> None:
+    slots = states()
+    check(HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **more), slots)
+
+
+def test_compressed_keys_beside_the_kv() -> None:
+    """Qwen4-Exp's: keys of several tokens, and a ring of those that wait."""
+    slots = states()
+    pool = QSATokenToKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **COMPRESSED)
+    with pytest.raises(ConfigError, match="it cannot serve this: SGLang keeps more"):
+        check(pool, slots)
+    found = set(known_pools.unknown_tensors([pool, slots], [*planning_of(pool, slots)]))
+    for name in ("qsa_key_state_buffer_pool.0", "qsa_compressed_k_buffer_pool.1"):
+        assert f"QSATokenToKVPool.{name}" in found
+    assert "QSATokenToKVPool.qsa_rope_position_buffer" in found
+
+
+def planning_of(pool: Any, slots: Any) -> list[torch.Tensor]:
+    """The tensors that commands copy."""
+    stock = SimpleNamespace(get_kvcache=lambda: pool)
+    return planning._copied(stock, slots)
+
+
+def test_states_beside_the_slots() -> None:
+    slots = states(**SHORT_CONVOLUTION)
+    pool = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
+    with pytest.raises(ConfigError, match="conv_state"):
+        check(pool, slots)
+
+
+def test_a_tensor_that_a_later_version_adds() -> None:
+    slots = states()
+    pool = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
+    pool.full_kv_pool.summaries = {"of_pages": [torch.zeros(5, 8)]}
+    with pytest.raises(ConfigError, match=r"full_kv_pool\.summaries\.of_pages\.0"):
+        check(pool, slots)
+
+
+def test_nothing_is_built_on_such_pools() -> None:
+    """The check comes before anything of the plugin's is put in place."""
+    slots = states()
+    pool = QSATokenToKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **COMPRESSED)
+    stock = SimpleNamespace(get_kvcache=lambda: pool)
+    own = slots.mamba_allocator
+    pools: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=stock, req_to_token_pool=slots
+    )
+    with pytest.raises(ConfigError, match="SGLang keeps more"):
+        planning.take_over(pools, HybridConfig(), PoolMemory())
+    assert slots.mamba_allocator is own
+
+
+@pytest.mark.parametrize(
+    ("config", "is_windowed", "found"),
+    [
+        ({}, False, None),
+        ({}, True, "a cache for sliding windows"),
+        (
+            {
+                "indexer_n_heads": 4,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 128,
+                "indexer_budget": 2048,
+                "indexer_compress_ratio": 4,
+            },
+            False,
+            "compressed keys",
+        ),
+    ],
+    ids=["KV and states", "windows", "compressed keys"],
+)
+def test_it_is_known_before_weights_are_loaded(
+    config: dict[str, int], is_windowed: bool, found: str | None
+) -> None:
+    hf_config = SimpleNamespace(architectures=["SomeModel"], **config)
+    model: Any = SimpleNamespace(hf_config=hf_config, is_hybrid_swa=is_windowed)
+    sentence = known_pools.side_memory(model)
+    assert (sentence is None) == (found is None)
+    if found is not None:
+        assert sentence is not None and found in sentence
