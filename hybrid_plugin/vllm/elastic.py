@@ -91,7 +91,7 @@ def plan(
                 "hybrid-plugin: elastic pools are for full attention and states, and "
                 "this model has other pools; set elastic to false."
             )
-        logger.info(
+        log.info(
             "hybrid-plugin gives each pool its own memory: elastic pools are for full "
             "attention and states"
         )
