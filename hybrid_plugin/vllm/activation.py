@@ -156,6 +156,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported."
+    if model.is_mm_prefix_lm:
+        yield (
+            "it would cut images whose tokens all see each other; serve text alone "
+            "with --language-model-only."
+        )
     if model.runner_type != "generate":
         yield f"it serves text generation, not the runner {model.runner_type!r}."
     if getattr(cache, "use_replayssm", False):

@@ -34,7 +34,7 @@ class HybridConfigBuilder(KVCacheConfigBuilder):
         kv_cache_groups: list[KVCacheGroupSpec],
         num_blocks: int,
     ) -> KVCacheConfig:
-        """Both pools with `num_blocks` ids."""
-        return planning.make_config(
-            vllm_config, kv_cache_groups, PoolSizes(num_blocks, num_blocks)
-        )
+        """Every pool with `num_blocks` ids."""
+        windows = planning.make_layout(kv_cache_groups).attention_windows
+        sizes = PoolSizes(num_blocks, num_blocks, tuple(num_blocks for _ in windows))
+        return planning.make_config(vllm_config, kv_cache_groups, sizes)

@@ -35,6 +35,9 @@ CONFIG_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint("vllm.config:VllmConfig.model_config"),
     HookPoint("vllm.config.model:ModelConfig.is_hybrid"),
+    HookPoint("vllm.config.model:ModelConfig", mentions=("hf_text_config",)),
+    HookPoint("vllm.config.vllm:VllmConfig.scheduler_config"),
+    HookPoint("vllm.config.scheduler:SchedulerConfig.disable_hybrid_kv_cache_manager"),
 )
 """Without them the plugin cannot tell whether a model is its business."""
 
@@ -58,6 +61,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     *_fields(
         _MODEL,
         "is_encoder_decoder",
+        "is_mm_prefix_lm",
         "max_model_len",
         "tokenizer",
         "tokenizer_revision",
@@ -83,7 +87,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "kv_cache_max_concurrency",
     ),
     *_fields(_SCHEDULING, "scheduler_cls", "async_scheduling", "max_num_seqs"),
-    *_fields(_SCHEDULING, "enable_chunked_prefill"),
+    *_fields(_SCHEDULING, "enable_chunked_prefill", "max_num_batched_tokens"),
     HookPoint(
         f"{_SCHEDULING}.get_scheduler_cls", ("self",), mentions=("scheduler_cls",)
     ),
@@ -159,6 +163,9 @@ PLANNING_HOOKS: tuple[Contract, ...] = (
     *_fields(f"{_SPECS}:KVCacheSpec", "block_size", "page_size_bytes"),
     HookPoint(f"{_SPECS}:FullAttentionSpec"),
     HookPoint(f"{_SPECS}:MLAAttentionSpec"),
+    HookPoint(f"{_SPECS}:SlidingWindowSpec.sliding_window"),
+    *_fields(f"{_SPECS}:SlidingWindowMLASpec", "bounded_replay", "model_version"),
+    HookPoint(f"{_SPECS}:ChunkedLocalAttentionSpec.attention_chunk_size"),
     HookPoint(f"{_SPECS}:MambaSpec.page_size_padded"),
     HookPoint(f"{_MANAGERS}:FullAttentionManager"),
     HookPoint(f"{_MANAGERS}:MambaManager"),

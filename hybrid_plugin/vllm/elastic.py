@@ -78,12 +78,24 @@ def plan(
         log: where to say why pools do not share, if they do not.
 
     Raises:
-        ConfigError: if the options ask for elastic pools that do not fit.
+        ConfigError: if the options ask for elastic pools that do not fit, or for
+            a model whose pools cannot share memory.
     """
     if not is_wanted(vllm_config, log):
         return None
     options = read_options(vllm_config)
     budget = limited(available, options)
+    if not _can_share(layout):
+        if options.elastic:
+            raise ConfigError(
+                "hybrid-plugin: elastic pools are for full attention and states, and "
+                "this model has other pools; set elastic to false."
+            )
+        log.info(
+            "hybrid-plugin gives each pool its own memory: elastic pools are for full "
+            "attention and states"
+        )
+        return None
     with _named():
         return elastic_memory.plan(
             layout,
@@ -108,6 +120,11 @@ def refuse_slots_out_of_reach(vllm_config: VllmConfig, most: int) -> None:
     )
     with _named():
         elastic_memory.is_wanted(read_options(vllm_config), found, logger)
+
+
+def _can_share(layout: CacheLayout) -> bool:
+    """Whether the core moves memory between just these pools."""
+    return bool(layout.page_bytes and layout.states) and not layout.attention_windows
 
 
 def _block_bytes(vllm_config: VllmConfig) -> int:

@@ -8,7 +8,7 @@ start-up.  No decision is made here: each method translates to `HybridCache`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,11 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache, LookUp
-from hybrid_plugin.core.commands import Command
+from hybrid_plugin.core.commands import Command, Pool, PoolId
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.layout import CacheLayout
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
     InBatchPrefixSharing,
@@ -33,12 +35,15 @@ from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
 from hybrid_plugin.engine.hints import Hints
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.keys import RequestKeys
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout
-from hybrid_plugin.vllm.specs import is_page_spec
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout, pools_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
+
+
+_LONG = 1 << 30
+"""Tokens that fill any window."""
 
 
 class _GroupView:
@@ -77,28 +82,38 @@ def build_cache(
     delimiters: Delimiters | None = None,
 ) -> HybridCache:
     """The core cache for the pools that were planned."""
-    page_size = next(
-        g.kv_cache_spec.block_size
-        for g in config.kv_cache_groups
-        if is_page_spec(g.kv_cache_spec)
-    )
-    pools: CachePools = (
-        FixedPools(PagePool(config.pages), SlotPool(config.slots))
-        if config.shared is None
-        else config.shared.build()
-    )
     layout = make_layout(config.kv_cache_groups)
+    pools = (
+        _fixed_pools(config, layout) if config.shared is None else config.shared.build()
+    )
     return HybridCache(
         pages=pools.pages,
         slots=pools.slots,
         windows=pools.windows,
         broker=pools.broker,
-        page_size=page_size,
-        policy=options.snapshot_policy(page_size, delimiters),
+        page_size=layout.page_size,
+        policy=options.snapshot_policy(layout.page_size, delimiters),
         eviction=options.eviction(
             token_bytes=layout.page_bytes / layout.page_size,
-            slot_bytes=layout.slot_bytes,
+            slot_bytes=_snapshot_bytes(layout),
         ),
+    )
+
+
+def _fixed_pools(config: HybridKVCacheConfig, layout: CacheLayout) -> CachePools:
+    groups = zip(layout.attention_windows, config.windows, strict=True)
+    return FixedPools(
+        PagePool(config.pages),
+        SlotPool(config.slots) if layout.states else NoSlots(),
+        tuple(WindowGroup(window, PagePool(count)) for window, count in groups),
+    )
+
+
+def _snapshot_bytes(layout: CacheLayout) -> int:
+    """What a snapshot keeps besides KV of full attention: a slot, and its windows."""
+    windows = zip(layout.attention_windows, layout.window_page_bytes, strict=True)
+    return layout.slot_bytes + sum(
+        layout.live_pages(window, _LONG) * size for window, size in windows
     )
 
 
@@ -132,7 +147,7 @@ class HybridKVCacheManager:
         self.block_pool = _Blocks()
         self.keys = RequestKeys()
         self._hints = Hints(logger)
-        self._is_page_group = [is_page_spec(spec) for spec in specs]
+        self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self._found: dict[str, LookUp] = {}
@@ -141,8 +156,10 @@ class HybridKVCacheManager:
         """All tokens of requests until they are computed: they are looked up again
         at each retry, and read at the end of each chunk."""
         self.prefix_cache_stats = PrefixCacheStats()
-        self._page_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.pages)]
-        self._slot_blocks = [KVCacheBlock(i) for i in range(kv_cache_config.slots)]
+        most = max(
+            kv_cache_config.pages, kv_cache_config.slots, *kv_cache_config.windows
+        )
+        self._id_blocks = [KVCacheBlock(i) for i in range(most)]
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in specs))
 
     # --------------------------------------------------------------- admission
@@ -150,10 +167,13 @@ class HybridKVCacheManager:
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
-        """Look the request up; returns (its shared pages, tokens hit, 0)."""
+        """Look the request up; returns (its shared pages, tokens hit, 0).
+
+        The pages are those of full attention: nobody reads the others here.
+        """
         found = self._look_up(request, max_cache_hit_length)
         self._found[request.request_id] = found
-        return self._blocks(found.match.pages, None), found.match.length, 0
+        return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
 
     def allocate_slots(
         self,
@@ -173,7 +193,7 @@ class HybridKVCacheManager:
             fresh = self.cache.grow(seq_id, cover)
             if fresh is None:
                 return None
-            return self._blocks(fresh, None) if fresh else self.empty_kv_cache_blocks
+            return self._last_pages(seq_id, len(fresh))
         found = self._found.pop(seq_id)
         if not self.cache.is_current(found):
             found = self._look_up(request, num_new_computed_tokens)
@@ -190,8 +210,8 @@ class HybridKVCacheManager:
         )
         if admission is None:
             return None
-        fresh_pages = admission.pages[len(found.match.pages) :]
-        return self._blocks(fresh_pages, admission.slot)
+        count = len(admission.pages) - len(found.match.pages)
+        return self._last_pages(seq_id, count, slot=True)
 
     def _look_up(self, request: Request, limit: int | None) -> LookUp:
         if request.skip_reading_prefix_cache or not self.keys.cacheable(request):
@@ -262,6 +282,9 @@ class HybridKVCacheManager:
                 )
                 if not self.cache.is_prefilling(seq_id):
                     del self._prompts[seq_id]
+            elif self.cache.windows and self.cache.is_live(seq_id):
+                # Without drafts, which are refused, what is scheduled is final.
+                self.cache.trim(seq_id, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """End the request's sequence: finished, aborted or preempted."""
@@ -288,11 +311,13 @@ class HybridKVCacheManager:
     # -------------------------------------------------------------- inspection
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All pages and the slot of a request."""
+        """All pages and the slot of a request.
+
+        A page that has left its window is the reserved one, vLLM's null block.
+        """
         if not self.cache.is_live(request_id):
             return self.empty_kv_cache_blocks
-        sequence = self.cache.sequence(request_id)
-        return self._blocks(sequence.pages, sequence.slot)
+        return self._blocks(self._held(request_id))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Ids of `get_blocks`, per group."""
@@ -304,9 +329,9 @@ class HybridKVCacheManager:
         """The same, pages clipped to those with computed tokens."""
         pages = -(-num_computed_tokens // self.cache.page_size)
         return tuple(
-            ids[:pages] if is_page else ids
-            for ids, is_page in zip(
-                self.get_block_ids(request_id), self._is_page_group, strict=True
+            ids if pool == Pool.STATE else ids[:pages]
+            for ids, pool in zip(
+                self.get_block_ids(request_id), self._pools, strict=True
             )
         )
 
@@ -318,7 +343,7 @@ class HybridKVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share in use of the fuller pool, or of the memory that the pools share.
+        """Share in use of the fullest pool, or of the memory that the pools share.
 
         What is cached does not count.
         """
@@ -349,7 +374,7 @@ class HybridKVCacheManager:
         """Decoded tokens enter the tree when the request ends."""
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """No page leaves a window before its request ends."""
+        """Pages leave their windows when a step is scheduled: `step_scheduled`."""
 
     def take_events(self) -> list[Any]:
         """KV cache events are refused at start-up."""
@@ -375,12 +400,37 @@ class HybridKVCacheManager:
         """Wrap per-group blocks."""
         return KVCacheBlocks(blocks)
 
-    def _blocks(self, pages: Sequence[int], slot: int | None) -> KVCacheBlocks:
-        page_blocks = [self._page_blocks[page] for page in pages]
-        slot_blocks = [] if slot is None else [self._slot_blocks[slot]]
-        return KVCacheBlocks(
-            tuple(
-                page_blocks if is_page else slot_blocks
-                for is_page in self._is_page_group
-            )
+    def _held(self, seq_id: str) -> dict[PoolId, Sequence[int]]:
+        """Ids by pool of what a live sequence has, one entry per page of tokens."""
+        sequence = self.cache.sequence(seq_id)
+        held: dict[PoolId, Sequence[int]] = {
+            Pool.KV: sequence.pages,
+            Pool.STATE: (sequence.slot,),
+        }
+        for index, table in enumerate(sequence.windows):
+            held[Pool.window(index)] = table.pages
+        return held
+
+    def _last_pages(
+        self, seq_id: str, count: int, *, slot: bool = False
+    ) -> KVCacheBlocks:
+        """The last pages of every group, and the slot if it is new."""
+        if not count and not slot:
+            return self.empty_kv_cache_blocks
+        held = self._held(seq_id)
+        return self._blocks(
+            {
+                pool: (ids if slot else ()) if pool == Pool.STATE else _last(ids, count)
+                for pool, ids in held.items()
+            }
         )
+
+    def _blocks(self, ids: Mapping[PoolId, Sequence[int]]) -> KVCacheBlocks:
+        blocks = {
+            pool: [self._id_blocks[i] for i in some] for pool, some in ids.items()
+        }
+        return KVCacheBlocks(tuple(blocks.get(pool, []) for pool in self._pools))
+
+
+def _last(ids: Sequence[int], count: int) -> Sequence[int]:
+    return ids[len(ids) - count :]

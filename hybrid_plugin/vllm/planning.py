@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the memory vLLM found free becomes a KV pool and a state pool."""
+"""How the memory vLLM found free becomes pools of pages and of states."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from logging import CRITICAL, Logger
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.commands import Pool, PoolId
+from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, ChunkedLocal
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
@@ -28,7 +31,7 @@ from hybrid_plugin.engine.elastic_memory import describe
 from hybrid_plugin.vllm import addressing, elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.servable import UnservableError
-from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec
+from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec, window_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,23 +49,26 @@ _SILENT = Logger("hybrid_plugin.silent", CRITICAL)
 
 @dataclass
 class PoolTensor(KVCacheTensor):
-    """Placement of layers in one of the two pools' memory."""
+    """Placement of layers in one pool's memory."""
 
     ids: int = 0
     """Pages or slots of the pool."""
-    is_state: bool = False
+    pool: PoolId = Pool.KV
 
 
 @dataclass
 class HybridKVCacheConfig(KVCacheConfig):
-    """vLLM's cache configuration with two pools instead of one.
+    """vLLM's cache configuration with several pools instead of one.
 
-    `num_blocks` is the smaller pool, or what both have memory for at the start:
+    `num_blocks` is the smallest pool, or what all have memory for at the start:
     warm-up and dummy runs hand out ids up to it in every group.
     """
 
     pages: int = 0
+    """Of the layers with full attention; where there are none, they cost nothing."""
     slots: int = 0
+    windows: tuple[int, ...] = ()
+    """Pages of each window group, in the order of `CacheLayout.attention_windows`."""
     shared: ElasticPlan | None = None
     """How the pools share their memory; None where each has its own."""
 
@@ -87,37 +93,78 @@ class HybridKVCacheConfig(KVCacheConfig):
 
 
 def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
-    """Group layers with equal specs; attention groups come first.
+    """Group layers with equal specs: full attention, windows, states.
 
-    Every attention group uses the sequence's page ids, every state group its
-    slot id, so layers that cannot share a group cost no second allocation.
+    All groups with one window use the same page ids, all state groups the
+    sequence's slot id, so layers that cannot share a group cost no second
+    allocation.
+
+    Raises:
+        UnservableError: for layers that the plugin has no pools for.
     """
     by_spec: defaultdict[KVCacheSpec, list[str]] = defaultdict(list)
     for layer, spec in specs.items():
         by_spec[to_pool_spec(layer, spec)].append(layer)
-    ordered = sorted(by_spec.items(), key=lambda item: not is_page_spec(item[0]))
+    ordered = sorted(by_spec.items(), key=lambda item: _rank(item[0]))
     groups = [KVCacheGroupSpec(layers, spec) for spec, layers in ordered]
-    if len({g.kv_cache_spec.block_size for g in _page_groups(groups)}) != 1:
+    page_sizes = {g.kv_cache_spec.block_size for g in _page_groups(groups)}
+    if len(page_sizes) != 1:
         raise UnservableError(
             "the plugin needs attention layers that agree on one page size."
         )
+    _check_chunks(groups, page_sizes.pop())
     return groups
 
 
+def _rank(spec: KVCacheSpec) -> int:
+    window = window_of(spec)
+    return 2 if window is None else int(window != FULL_ATTENTION)
+
+
+def _check_chunks(groups: list[KVCacheGroupSpec], page_size: int) -> None:
+    """vLLM's attention within chunks wants each to begin with a page."""
+    for group in groups:
+        window = window_of(group.kv_cache_spec)
+        if isinstance(window, ChunkedLocal) and window.chunk % page_size:
+            raise UnservableError(
+                f"pages of {page_size} tokens do not fill chunks of {window.chunk}; "
+                "choose another page_size."
+            )
+
+
 def make_layout(groups: list[KVCacheGroupSpec]) -> CacheLayout:
-    """Sizes of a page and a slot over the groups' layers."""
+    """Sizes of a page of each pool and of a slot, over the groups' layers."""
     pages = _page_groups(groups)
     states = [g for g in groups if not is_page_spec(g.kv_cache_spec)]
     return CacheLayout(
         page_size=pages[0].kv_cache_spec.block_size,
         attention=tuple(
-            AttentionGroup(tuple(g.layer_names), g.kv_cache_spec.page_size_bytes)
+            AttentionGroup(
+                tuple(g.layer_names),
+                g.kv_cache_spec.page_size_bytes,
+                window_of(g.kv_cache_spec) or FULL_ATTENTION,
+            )
             for g in pages
         ),
         states=tuple(
             StateGroup(tuple(g.layer_names), _aligned_state_bytes(g)) for g in states
         ),
     )
+
+
+def pools_of(groups: list[KVCacheGroupSpec]) -> list[PoolId]:
+    """The pool of each group."""
+    windows = make_layout(groups).attention_windows
+    pools: list[PoolId] = []
+    for group in groups:
+        window = window_of(group.kv_cache_spec)
+        if window is None:
+            pools.append(Pool.STATE)
+        elif window == FULL_ATTENTION:
+            pools.append(Pool.KV)
+        else:
+            pools.append(Pool.window(windows.index(window)))
+    return pools
 
 
 def make_config(
@@ -135,50 +182,48 @@ def make_config(
         shared: how the pools share their memory, if they do.
     """
     layout = make_layout(groups) if shared is None else shared.layout
-    tensors: list[KVCacheTensor] = []
-    page_offset = slot_offset = 0
-    for group in groups:
-        count = len(group.layer_names)
-        if is_page_spec(group.kv_cache_spec):
-            page_bytes = group.kv_cache_spec.page_size_bytes
-            tensors.append(
-                PoolTensor(
-                    size=sizes.pages * layout.page_bytes,
-                    layers=group.layer_names,
-                    layer_stride=page_bytes * sizes.pages,
-                    block_stride=page_bytes,
-                    offset=page_offset,
-                    ids=sizes.pages,
-                )
-            )
-            page_offset += count * page_bytes * sizes.pages
-        else:
-            state_bytes = _aligned_state_bytes(group)
-            tensors.append(
-                PoolTensor(
-                    size=sizes.slots * layout.slot_bytes,
-                    layers=group.layer_names,
-                    layer_stride=state_bytes,
-                    block_stride=layout.slot_bytes,
-                    offset=slot_offset,
-                    ids=sizes.slots,
-                    is_state=True,
-                )
-            )
-            slot_offset += count * state_bytes
     return HybridKVCacheConfig(
         num_blocks=(
-            min(sizes.pages, sizes.slots) if shared is None else shared.usable_at_start
+            min(sizes.of(pool) for pool in pools_of(groups))
+            if shared is None
+            else shared.usable_at_start
         ),
-        kv_cache_tensors=tensors,
+        kv_cache_tensors=list(_tensors(groups, layout, sizes)),
         kv_cache_groups=groups,
         prefix_cache_retention_interval=(
             vllm_config.cache_config.prefix_cache_retention_interval
         ),
         pages=sizes.pages,
         slots=sizes.slots,
+        windows=sizes.windows,
         shared=shared,
     )
+
+
+def _tensors(
+    groups: list[KVCacheGroupSpec], layout: CacheLayout, sizes: PoolSizes
+) -> Iterator[PoolTensor]:
+    """Where each group's layers lie in the memory of their pool."""
+    used: Counter[PoolId] = Counter()
+    for pool, group in zip(pools_of(groups), groups, strict=True):
+        ids = sizes.of(pool)
+        if pool == Pool.STATE:
+            bytes_each = layer_stride = _aligned_state_bytes(group)
+            block_stride = layout.slot_bytes
+        else:
+            bytes_each = group.kv_cache_spec.page_size_bytes
+            layer_stride, block_stride = bytes_each * ids, bytes_each
+        yield PoolTensor(
+            size=ids * layout.row_bytes[pool],
+            # A copy: vLLM adds layers that read another's KV to the group.
+            layers=list(group.layer_names),
+            layer_stride=layer_stride,
+            block_stride=block_stride,
+            offset=used[pool],
+            ids=ids,
+            pool=pool,
+        )
+        used[pool] += len(group.layer_names) * layer_stride
 
 
 def plan(
@@ -217,8 +262,12 @@ def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int,
         return tokens, config.shared.sequences(max_model_len)
     layout = make_layout(config.kv_cache_groups)
     longest = layout.pages_for(max_model_len)
-    sequences = min((config.pages - 1) / longest, config.slots - 1)
-    return (config.pages - 1) * layout.page_size, sequences
+    sequences = [(config.pages - 1) / longest]
+    if layout.states:
+        sequences.append(config.slots - 1)
+    for window, count in zip(layout.attention_windows, config.windows, strict=True):
+        sequences.append((count - 1) / layout.live_pages(window, max_model_len))
+    return (config.pages - 1) * layout.page_size, min(sequences)
 
 
 def pool_sizes(
@@ -234,6 +283,7 @@ def pool_sizes(
             budget,
             max_model_len=vllm_config.model_config.max_model_len,
             state_memory_ratio=options.state_memory_ratio,
+            chunk=vllm_config.scheduler_config.max_num_batched_tokens,
         )
     except ValueError as error:
         raise ConfigError(f"hybrid-plugin: {error}") from error
@@ -310,6 +360,15 @@ def _log_pools(layout: CacheLayout, sizes: PoolSizes) -> None:
         layout.slot_bytes / 2**10,
         sizes.slots * layout.slot_bytes / 2**20,
     )
+    for window, count, page_bytes in zip(
+        layout.attention_windows, sizes.windows, layout.window_page_bytes, strict=True
+    ):
+        logger.info(
+            "hybrid-plugin pool of %s: %d KV pages (%.1f MiB)",
+            window,
+            count,
+            count * page_bytes / 2**20,
+        )
 
 
 def _page_groups(groups: list[KVCacheGroupSpec]) -> list[KVCacheGroupSpec]:

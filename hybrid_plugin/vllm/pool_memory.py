@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker side: allocates the two pools and gives each layer its view of them."""
+"""Worker side: allocates the pools and gives each layer its view of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheLayout
-
-    from hybrid_plugin.core.commands import PoolId
 
 
 class PoolMemory:
@@ -64,23 +62,22 @@ class PoolMemory:
             layout: vLLM's, of a layer's pages.
             kernel_block_sizes: tokens of a block of each group's attention kernels.
         """
-        places: dict[bool, AddressRange] = {}
+        places: dict[PoolId, AddressRange] = {}
         if config.shared is not None:
             assert self._shared is not None, "the worker took it before"
             places = _reserve(config, self._shared)
         elif self._shared is not None:
             self._shared.close()
             self._shared = None
-        memory = {is_state: place.memory for is_state, place in places.items()}
+        memory = {pool: place.memory for pool, place in places.items()}
         for tensor in _tensors(config):
-            if tensor.is_state not in memory:
-                memory[tensor.is_state] = torch.zeros(
+            if tensor.pool not in memory:
+                memory[tensor.pool] = torch.zeros(
                     tensor.size, dtype=torch.int8, device=device
                 )
-        rows: dict[PoolId, list[torch.Tensor]] = {
-            Pool.KV: _page_rows(config, memory[False]),
-            Pool.STATE: [memory[True].view(config.slots, -1)],
-        }
+        rows = {pool: _rows(config, pool, part) for pool, part in memory.items()}
+        if Pool.KV not in rows:  # without full attention its pages are but numbers
+            rows[Pool.KV] = [torch.zeros((config.pages, 0), dtype=torch.int8)]
         if self._shared is None:
             arenas = {pool: Arena(parts) for pool, parts in rows.items()}
         else:
@@ -97,11 +94,11 @@ def _tensors(config: HybridKVCacheConfig) -> Iterator[PoolTensor]:
 
 def _views(
     config: HybridKVCacheConfig,
-    memory: Mapping[bool, torch.Tensor],
+    memory: Mapping[PoolId, torch.Tensor],
     layout: KVCacheLayout,
     kernel_block_sizes: list[int] | None,
 ) -> dict[str, torch.Tensor]:
-    """What each layer sees of the pages (False) and of the slots (True)."""
+    """What each layer sees of its pool."""
     views: dict[str, torch.Tensor] = {}
     for tensor in _tensors(config):
         group_id = next(
@@ -111,11 +108,11 @@ def _views(
         )
         kernel_block_size = (
             kernel_block_sizes[group_id]
-            if kernel_block_sizes is not None and not tensor.is_state
+            if kernel_block_sizes is not None and tensor.pool != Pool.STATE
             else None
         )
         layer_views = create_kv_cache_views(
-            memory[tensor.is_state],
+            memory[tensor.pool],
             config.kv_cache_groups[group_id].kv_cache_spec,
             tensor.ids,
             layout,
@@ -128,19 +125,19 @@ def _views(
 
 def _reserve(
     config: HybridKVCacheConfig, memory: VirtualArena
-) -> dict[bool, AddressRange]:
-    """Addresses of the pages (False) and the slots (True)."""
-    places: dict[bool, AddressRange] = {}
+) -> dict[PoolId, AddressRange]:
+    """Addresses of each pool."""
+    places: dict[PoolId, AddressRange] = {}
     for tensor in _tensors(config):
-        if tensor.is_state not in places:
-            places[tensor.is_state] = memory.reserve(tensor.size)
+        if tensor.pool not in places:
+            places[tensor.pool] = memory.reserve(tensor.size)
     return places
 
 
 def _map_start(
     config: HybridKVCacheConfig,
     rows: Mapping[PoolId, list[torch.Tensor]],
-    places: Mapping[bool, AddressRange],
+    places: Mapping[PoolId, AddressRange],
     memory: VirtualArena,
 ) -> dict[PoolId, Arena]:
     """Arenas with the memory that the scheduler takes for granted at the start."""
@@ -149,8 +146,7 @@ def _map_start(
     memory.lower(shared.budget)
     arenas: dict[PoolId, Arena] = {}
     for pool, plan in shared.pools.items():
-        place = places[pool == Pool.STATE]
-        arena = ElasticArena(rows[pool], place, memory, plan.per_granule)
+        arena = ElasticArena(rows[pool], places[pool], memory, plan.per_granule)
         refusal = arena.map(range(plan.start))
         if refusal is not None:
             raise MemoryError(str(refusal))
@@ -158,11 +154,15 @@ def _map_start(
     return arenas
 
 
-def _page_rows(config: HybridKVCacheConfig, memory: torch.Tensor) -> list[torch.Tensor]:
-    """One `[pages, bytes]` matrix per attention layer."""
+def _rows(
+    config: HybridKVCacheConfig, pool: PoolId, memory: torch.Tensor
+) -> list[torch.Tensor]:
+    """`[ids, bytes]` matrices: one per attention layer, or one of whole slots."""
+    if pool == Pool.STATE:
+        return [memory.view(config.slots, -1)]
     rows = []
     for tensor in _tensors(config):
-        if tensor.is_state:
+        if tensor.pool != pool:
             continue
         for layer in range(len(tensor.layers)):
             start = tensor.offset + layer * tensor.layer_stride

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-KINDS_WITH_POOLS = frozenset({"FullAttentionSpec", "MLAAttentionSpec", "MambaSpec"})
+KINDS_WITH_POOLS = frozenset(
+    {
+        "FullAttentionSpec",
+        "MLAAttentionSpec",
+        "SlidingWindowSpec",
+        "SlidingWindowMLASpec",
+        "ChunkedLocalAttentionSpec",
+        "MambaSpec",
+    }
+)
 """Names of vLLM's cache specs that `specs.to_pool_spec` knows a pool for."""
 
 _NO_CACHE = frozenset(
@@ -56,17 +65,6 @@ class StockSpecs(dict[str, "KVCacheSpec"]):
 def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
     """Sentences about what the model needs and the plugin has not, if known early."""
     model = vllm_config.model_config
-    if "SlidingWindowSpec" not in KINDS_WITH_POOLS:
-        window = vllm_config.cache_config.sliding_window
-        if window:
-            yield (
-                f"all attention layers have a sliding window of {window} tokens, which "
-                "is not supported yet."
-            )
-        kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-        limited = sorted({k for k in map(str, kinds) if _looks_back_a_part(k)})
-        if limited:
-            yield f"layers of the type {limited[0]} are not supported yet."
     unknown = sorted(_built_by(_module_of(vllm_config)) - KINDS_WITH_POOLS - _NO_CACHE)
     if unknown:
         yield (
@@ -119,10 +117,6 @@ def reason_among(specs: Sequence[Mapping[str, KVCacheSpec]]) -> str | None:
             f"{next(filter(None, reasons))} Set HYBRID_PLUGIN=0 to serve without it."
         )
     return reasons[0] if reasons else None
-
-
-def _looks_back_a_part(layer_type: str) -> bool:
-    return "sliding" in layer_type or "chunked_attention" in layer_type
 
 
 def _module_of(vllm_config: VllmConfig) -> str | None:

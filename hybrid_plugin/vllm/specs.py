@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache specs of the two pools, registered with vLLM's spec registry.
+"""KV cache specs of the pools, registered with vLLM's spec registry.
 
 They are what the layers declare, less the padding and the alignment that a
 single pool would force on them.  The registry wants a manager for each spec;
@@ -19,13 +19,22 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     register_all_kvcache_specs,
 )
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from hybrid_plugin.core.memory.attention_windows import (
+    FULL_ATTENTION,
+    AttentionWindow,
+    ChunkedLocal,
+    SlidingWindow,
+)
 from hybrid_plugin.vllm.servable import UnservableError
 
 # The registry takes a first entry for proof that vLLM's own are there.
@@ -66,6 +75,30 @@ class LatentPageSpec(MLAAttentionSpec):
     """Latent KV of one MLA layer, in pages of the KV pool."""
 
 
+@register_kv_cache_spec(
+    manager_class=_NoPageManager, uniform_type_base_spec=SlidingWindowSpec
+)
+@dataclass(frozen=True, kw_only=True)
+class WindowPageSpec(SlidingWindowSpec):
+    """KV of one layer with a sliding window, in pages of that window's pool."""
+
+
+@register_kv_cache_spec(
+    manager_class=_NoPageManager, uniform_type_base_spec=SlidingWindowMLASpec
+)
+@dataclass(frozen=True, kw_only=True)
+class LatentWindowPageSpec(SlidingWindowMLASpec):
+    """Latent KV of one MLA layer with a sliding window, in pages of its pool."""
+
+
+@register_kv_cache_spec(
+    manager_class=_NoPageManager, uniform_type_base_spec=ChunkedLocalAttentionSpec
+)
+@dataclass(frozen=True, kw_only=True)
+class ChunkPageSpec(ChunkedLocalAttentionSpec):
+    """KV of one layer that attends within chunks, in pages of that chunk's pool."""
+
+
 @register_kv_cache_spec(manager_class=_NoSlotManager, uniform_type_base_spec=MambaSpec)
 @dataclass(frozen=True)
 class SlotSpec(MambaSpec):
@@ -75,6 +108,9 @@ class SlotSpec(MambaSpec):
 _OURS: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
     FullAttentionSpec: PageSpec,
     MLAAttentionSpec: LatentPageSpec,
+    SlidingWindowSpec: WindowPageSpec,
+    SlidingWindowMLASpec: LatentWindowPageSpec,
+    ChunkedLocalAttentionSpec: ChunkPageSpec,
     MambaSpec: SlotSpec,
 }
 
@@ -91,21 +127,41 @@ def to_pool_spec(layer: str, spec: KVCacheSpec) -> KVCacheSpec:
             f"the plugin cannot serve layer {layer}, which keeps its cache as "
             f"{type(spec).__name__}."
         )
+    if isinstance(spec, SlidingWindowMLASpec) and (
+        spec.bounded_replay or spec.model_version is not None
+    ):
+        raise UnservableError(
+            f"the plugin cannot serve layer {layer}, whose window holds more than the "
+            "KV of its tokens."
+        )
     values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
     if isinstance(spec, MambaSpec):
         values["page_size_padded"] = None
     return ours(**values)
 
 
+def window_of(spec: KVCacheSpec) -> AttentionWindow | None:
+    """How far back the layers of a spec of ours look; None for state layers."""
+    if isinstance(spec, SlidingWindowSpec):
+        return SlidingWindow(spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return ChunkedLocal(spec.attention_chunk_size)
+    return FULL_ATTENTION if isinstance(spec, PageSpec | LatentPageSpec) else None
+
+
 def is_page_spec(spec: KVCacheSpec) -> bool:
-    """Whether the spec's layers live in the KV pool."""
-    return isinstance(spec, PageSpec | LatentPageSpec)
+    """Whether the spec's layers keep KV in pages, of whichever pool."""
+    return window_of(spec) is not None
 
 
 __all__ = [
+    "ChunkPageSpec",
     "LatentPageSpec",
+    "LatentWindowPageSpec",
     "PageSpec",
     "SlotSpec",
+    "WindowPageSpec",
     "is_page_spec",
     "to_pool_spec",
+    "window_of",
 ]

@@ -121,6 +121,6 @@ def nothing_kept(of: HybridKVCacheManager) -> bool:
         not of._found
         and not of._prompts
         and of.cache.live == 0
-        and levels["pages_used"] == 0
-        and levels["slots_used"] == 0
+        and levels["kv"].used == 0
+        and levels["state"].used == 0
     )

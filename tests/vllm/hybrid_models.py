@@ -129,14 +129,6 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """Text models whose layers all have pools."""
 
-STEPPED_ASIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "NemotronHForCausalLM": (
-        SERVED["NemotronHForCausalLM"] | {"sliding_window": 64},
-        "all attention layers have a sliding window of 64 tokens",
-    ),
-}
-"""Models with something that has no pool, and what the plugin says."""
-
 
 def write(folder: Path, architecture: str, config: dict[str, Any]) -> Path:
     """Write a folder as vLLM takes it, without weights; returns it."""

@@ -288,7 +288,7 @@ def test_reset_with_running_requests_is_refused_until_they_are_preempted() -> No
     of.free(waiting)
     of.free(request("two", 40))
     levels = of.cache.levels()
-    assert (levels["pages_cached"], levels["slots_cached"]) == (0, 0)
+    assert (levels["kv"].cached, levels["state"].cached) == (0, 0)
     assert nothing_kept(of)
 
 

@@ -15,10 +15,10 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheLayout,
     MambaSpec,
-    SlidingWindowSpec,
 )
 
 from hybrid_plugin.core.commands import Copy, Pool, Zero
@@ -104,16 +104,12 @@ def test_commands_touch_no_random_generator(config: HybridKVCacheConfig) -> None
 
 
 def test_a_kind_of_layer_without_a_pool_is_refused() -> None:
-    window = SlidingWindowSpec(
-        block_size=16,
-        num_kv_heads=2,
-        head_size=8,
-        dtype=torch.float32,
-        sliding_window=64,
+    cross = CrossAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32
     )
-    with pytest.raises(UnservableError, match="cannot serve layer w0") as refusal:
-        make_groups({"a0": ATTENTION, "w0": window})
-    assert "SlidingWindowSpec" in str(refusal.value)
+    with pytest.raises(UnservableError, match="cannot serve layer c0") as refusal:
+        make_groups({"a0": ATTENTION, "c0": cross})
+    assert "CrossAttentionSpec" in str(refusal.value)
 
 
 def test_memory_that_is_not_ours_is_noticed() -> None:

@@ -17,29 +17,25 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
-    SlidingWindowSpec,
 )
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.outlook import Prospect
 from hybrid_plugin.vllm import activation, outlook, page_size, servable, specs
 from tests.engines.drivers.process import environment, overheard
-from tests.vllm.hybrid_models import SERVED, STEPPED_ASIDE, write
+from tests.vllm.hybrid_models import SERVED, write
 
 FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
 
 ATTENTION = FullAttentionSpec(
     block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32
 )
-WINDOW = SlidingWindowSpec(
-    block_size=32,
-    num_kv_heads=2,
-    head_size=8,
-    dtype=torch.float32,
-    sliding_window=64,
+CROSS = CrossAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32
 )
 STATE = MambaSpec(block_size=512, shapes=((3, 5),), dtypes=(torch.float32,))
 
@@ -113,20 +109,6 @@ def test_obstacle_in_the_source(module: str | None, sentence: str | None) -> Non
     assert sentence is None or sentence in found[0]
 
 
-@pytest.mark.parametrize("kind", ["sliding_attention", "chunked_attention"])
-def test_obstacle_in_the_layer_types(kind: str) -> None:
-    model = SimpleNamespace(
-        architecture="A",
-        hf_text_config=SimpleNamespace(layer_types=["linear_attention", kind]),
-        registry=SimpleNamespace(models={}),
-    )
-    cache = SimpleNamespace(sliding_window=None)
-    config: Any = SimpleNamespace(model_config=model, cache_config=cache)
-    assert list(servable.obstacles(config)) == [
-        f"layers of the type {kind} are not supported yet."
-    ]
-
-
 # ------------------------------------------------------- known once it is built
 
 
@@ -156,7 +138,7 @@ def test_served_as_built(built: Any) -> None:
 @pytest.mark.parametrize(
     ("layers", "sentence"),
     [
-        ({"a": ATTENTION, "w": WINDOW, "s": STATE}, "cannot serve layer w"),
+        ({"a": ATTENTION, "w": CROSS, "s": STATE}, "cannot serve layer w"),
         (
             {"a": ATTENTION, "b": ATTENTION.copy_with_new_block_size(64), "s": STATE},
             "agree on one page size",
@@ -220,13 +202,13 @@ def worker_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_worker_steps_aside_and_the_engine_core_follows(
     built: Any, worker_of: Any
 ) -> None:
-    worker = worker_of(built, {"a": ATTENTION, "w": WINDOW, "s": STATE})
+    worker = worker_of(built, {"a": ATTENTION, "w": CROSS, "s": STATE})
     worker.load_model()
     assert not activation.is_active(built)
     told = pickle.loads(pickle.dumps(worker.get_kv_cache_spec()))
     assert told == worker.layers
     reason = servable.reason_among([told, told])
-    assert reason is not None and "SlidingWindowSpec" in reason
+    assert reason is not None and "CrossAttentionSpec" in reason
     assert worker.determine_available_memory() == 7
     worker.initialize_from_config("stock")
     assert worker.ran == ["load", "initialize stock"]
@@ -245,13 +227,13 @@ def test_worker_refuses_where_the_plugin_was_asked_for(
     built: Any, worker_of: Any
 ) -> None:
     built.additional_config = {"hybrid_plugin": {"enabled": True}}
-    worker = worker_of(built, {"a": ATTENTION, "w": WINDOW, "s": STATE})
+    worker = worker_of(built, {"a": ATTENTION, "w": CROSS, "s": STATE})
     with pytest.raises(ConfigError, match=r"cannot serve this: .* layer w"):
         worker.load_model()
 
 
 def test_ranks_that_disagree_are_an_error() -> None:
-    aside = servable.StockSpecs({"w": WINDOW}, "no pool.")
+    aside = servable.StockSpecs({"w": CROSS}, "no pool.")
     with pytest.raises(ConfigError, match=r"some ranks only: no pool\."):
         servable.reason_among([aside, {"a": ATTENTION}])
 
@@ -264,20 +246,3 @@ def test_hybrid_model_is_served(architecture: str, tmp_path: Path) -> None:
     folder = write(tmp_path, architecture, SERVED[architecture])
     found = outlook.foresee(str(folder), FLAGS, 1 << 30)
     assert (found.prospect, found.reason) == (Prospect.SERVED, "")
-
-
-@pytest.mark.parametrize("architecture", STEPPED_ASIDE)
-def test_hybrid_model_without_pools_starts_as_without_the_plugin(
-    architecture: str, tmp_path: Path
-) -> None:
-    contents, sentence = STEPPED_ASIDE[architecture]
-    folder = write(tmp_path, architecture, contents)
-    config, lines = configured(folder)
-    stock, _ = configured(folder, plugin=False)
-    assert len(lines) == 1
-    assert lines[0].startswith("hybrid-plugin is inactive: ") and sentence in lines[0]
-    for part in ("cache_config", "scheduler_config"):
-        ours, theirs = vars(getattr(config, part)), vars(getattr(stock, part))
-        assert ours == theirs
-    with pytest.raises(ValueError, match="cannot serve this"):
-        configured(folder, enabled=True)

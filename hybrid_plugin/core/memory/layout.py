@@ -109,7 +109,7 @@ class CacheLayout:
         return (
             self.slot_bytes
             + self.pages_for(length) * self.page_bytes
-            + sum(self._live(window, length) * size for window, size in windows)
+            + sum(self.live_pages(window, length) * size for window, size in windows)
         )
 
     def pages_for(self, tokens: int) -> int:
@@ -197,11 +197,13 @@ class CacheLayout:
         """
         longest = self.pages_for(max_model_len)
         step = self.pages_for(min(chunk, max_model_len)) + 1
-        live = [self._live(window, max_model_len) for window in self.attention_windows]
+        live = [
+            self.live_pages(window, max_model_len) for window in self.attention_windows
+        ]
         windows = tuple(min(pages + step, longest) + 1 for pages in live)
         return PoolSizes(pages=longest + 1, slots=2, windows=windows)
 
-    def _live(self, window: AttentionWindow, length: int) -> int:
+    def live_pages(self, window: AttentionWindow, length: int) -> int:
         """Most pages that a sequence of up to `length` tokens holds in a window."""
         if isinstance(window, FullAttention):
             return self.pages_for(length)
@@ -218,7 +220,7 @@ class CacheLayout:
         for window, size in zip(
             self.attention_windows, self.window_page_bytes, strict=True
         ):
-            taken += 2 * self._live(window, length) * size
+            taken += 2 * self.live_pages(window, length) * size
         return max(taken, 1)
 
     def _window_pages(
@@ -226,7 +228,7 @@ class CacheLayout:
     ) -> tuple[int, ...]:
         """Pages of each window group: the least, and two windows a sequence more."""
         return tuple(
-            pages + 2 * more * self._live(window, length)
+            pages + 2 * more * self.live_pages(window, length)
             for pages, window in zip(least.windows, self.attention_windows, strict=True)
         )
 
