@@ -14,7 +14,7 @@ import torch
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.memory.layout import CacheLayout
+from hybrid_plugin.core.memory.layout import DEFAULT_CHUNK, CacheLayout
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.device.virtual_arena import VirtualArena
@@ -104,6 +104,7 @@ def plan(
     max_model_len: int,
     max_sequences: int,
     log: Logger,
+    chunk: int = DEFAULT_CHUNK,
 ) -> ElasticPlan | None:
     """How both pools share the memory; None where each gets its own.
 
@@ -115,6 +116,7 @@ def plan(
         max_model_len: tokens of the longest sequence.
         max_sequences: that run at once, at most.
         log: where to say why pools do not share, if they do not.
+        chunk: tokens of a prefill step at most.
 
     Raises:
         ConfigError: if the options ask for elastic pools and they do not fit.
@@ -126,6 +128,7 @@ def plan(
             block_bytes=block_bytes,
             max_model_len=max_model_len,
             max_sequences=max_sequences,
+            chunk=chunk,
         )
     except ValueError as error:
         if options.elastic:

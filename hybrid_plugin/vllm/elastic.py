@@ -88,12 +88,12 @@ def plan(
     if not _can_share(layout):
         if options.elastic:
             raise ConfigError(
-                "hybrid-plugin: elastic pools are for full attention and states, and "
-                "this model has other pools; set elastic to false."
+                "hybrid-plugin: elastic pools need layers with full attention, and "
+                "layers with states or windows beside them; set elastic to false."
             )
         log.info(
-            "hybrid-plugin gives each pool its own memory: elastic pools are for full "
-            "attention and states"
+            "hybrid-plugin gives each pool its own memory: elastic pools need layers "
+            "with full attention, and layers with states or windows beside them"
         )
         return None
     with _named():
@@ -104,6 +104,7 @@ def plan(
             block_bytes=_block_bytes(vllm_config),
             max_model_len=vllm_config.model_config.max_model_len,
             max_sequences=vllm_config.scheduler_config.max_num_seqs,
+            chunk=vllm_config.scheduler_config.max_num_batched_tokens,
             log=log,
         )
 
@@ -123,8 +124,8 @@ def refuse_slots_out_of_reach(vllm_config: VllmConfig, most: int) -> None:
 
 
 def _can_share(layout: CacheLayout) -> bool:
-    """Whether the core moves memory between just these pools."""
-    return bool(layout.page_bytes and layout.states) and not layout.attention_windows
+    """Whether there are several pools, and pages to move memory to."""
+    return bool(layout.page_bytes and (layout.states or layout.attention_windows))
 
 
 def _block_bytes(vllm_config: VllmConfig) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
-from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
+from hybrid_plugin.core.memory.layout import DEFAULT_CHUNK, CacheLayout, PoolSizes
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 
@@ -125,6 +125,7 @@ def plan_elastic(
     block_bytes: int,
     max_model_len: int,
     max_sequences: int,
+    chunk: int = DEFAULT_CHUNK,
 ) -> ElasticPlan:
     """Cut a budget into granules.
 
@@ -134,11 +135,13 @@ def plan_elastic(
         block_bytes: bytes that the device maps at a time.
         max_model_len: tokens of the longest sequence.
         max_sequences: that run at once, at most; warm-up takes that many ids.
+        chunk: tokens of a prefill step at most; a window group holds them besides
+            its window.
 
     Raises:
         ValueError: if one sequence of `max_model_len` tokens does not fit.
     """
-    least = layout.least(max_model_len)
+    least = layout.least(max_model_len, chunk)
     rows: dict[PoolId, tuple[int, int, int]] = {}
     for name, window in layout.page_pools.items():
         rows[name] = (

@@ -13,6 +13,9 @@ from hybrid_plugin.core.memory.attention_windows import (
     SlidingWindow,
 )
 
+DEFAULT_CHUNK = 8192
+"""Tokens of a prefill step at most, where the engine does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
@@ -122,7 +125,7 @@ class CacheLayout:
         *,
         max_model_len: int,
         state_memory_ratio: float | None = None,
-        chunk: int = 8192,
+        chunk: int = DEFAULT_CHUNK,
     ) -> PoolSizes:
         """Divide `budget` bytes between pages, slots and the pages of windows.
 
@@ -188,7 +191,7 @@ class CacheLayout:
             g.page_bytes * len(g.layers) for g in self.attention if g.window == window
         )
 
-    def least(self, max_model_len: int, chunk: int = 8192) -> PoolSizes:
+    def least(self, max_model_len: int, chunk: int = DEFAULT_CHUNK) -> PoolSizes:
         """What one sequence of the greatest length takes, with the reserved ids.
 
         Args:
