@@ -29,109 +29,18 @@ _MAMBA2: dict[str, Any] = {
     "expand": 2,
     "chunk_size": 64,
 }
-_GATED_DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-}
 
-SERVED: dict[str, dict[str, Any]] = {
-    "Qwen3NextForCausalLM": {
-        "model_type": "qwen3_next",
-        **_GATED_DELTA,
-        **_EXPERTS,
-    },
-    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_GATED_DELTA},
-    "Qwen3_5MoeForCausalLM": {
-        "model_type": "qwen3_5_moe_text",
-        **_GATED_DELTA,
-        **_EXPERTS,
-    },
-    "NemotronHForCausalLM": {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M-M*-",
-        "num_hidden_layers": 5,
-        "mamba_n_groups": 2,
-        **_MAMBA2,
-    },
-    "FalconH1ForCausalLM": {
-        "model_type": "falcon_h1",
-        "num_hidden_layers": 2,
-        "mamba_d_ssm": 256,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 64,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 64,
-        "mamba_chunk_size": 64,
-    },
-    "GraniteMoeHybridForCausalLM": {
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 3,
-        "layer_types": ["mamba", "attention", "mamba"],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 64,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 64,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "shared_intermediate_size": 256,
-        "attention_multiplier": 0.25,
-    },
-    "Zamba2ForCausalLM": {
-        "model_type": "zamba2",
-        "num_hidden_layers": 3,
-        "layers_block_type": ["mamba", "hybrid", "mamba"],
-        "attention_head_dim": 64,
-        "num_key_value_heads": 4,
-        "num_mem_blocks": 1,
-        "mamba_d_state": 64,
-        "n_mamba_heads": 4,
-        "mamba_ngroups": 1,
-    },
-    "JambaForCausalLM": {
-        "model_type": "jamba",
-        "num_hidden_layers": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-    },
-    "Lfm2ForCausalLM": {
-        "model_type": "lfm2",
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "block_ff_dim": 256,
-        "conv_L_cache": 3,
-    },
-    "Lfm2MoeForCausalLM": {
-        "model_type": "lfm2_moe",
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "conv_L_cache": 3,
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    },
-    "OlmoHybridForCausalLM": {"model_type": "olmo_hybrid", **_GATED_DELTA},
+NEMOTRON_H: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*-",
+    "num_hidden_layers": 5,
+    "mamba_n_groups": 2,
+    **_MAMBA2,
 }
-"""Text models whose layers all have pools."""
 
 STEPPED_ASIDE: dict[str, tuple[dict[str, Any], str]] = {
     "NemotronHForCausalLM": (
-        SERVED["NemotronHForCausalLM"] | {"sliding_window": 64},
+        NEMOTRON_H | {"sliding_window": 64},
         "all attention layers have a sliding window of 64 tokens",
     ),
 }

@@ -24,12 +24,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.outlook import Prospect
-from hybrid_plugin.vllm import activation, outlook, page_size, servable, specs
+from hybrid_plugin.vllm import activation, page_size, servable, specs
 from tests.engines.drivers.process import environment, overheard
-from tests.vllm.hybrid_models import SERVED, STEPPED_ASIDE, write
-
-FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
+from tests.vllm.hybrid_models import STEPPED_ASIDE, write
 
 ATTENTION = FullAttentionSpec(
     block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32
@@ -257,13 +254,6 @@ def test_ranks_that_disagree_are_an_error() -> None:
 
 
 # ---------------------------------------------- whole models, without weights
-
-
-@pytest.mark.parametrize("architecture", SERVED)
-def test_hybrid_model_is_served(architecture: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, architecture, SERVED[architecture])
-    found = outlook.foresee(str(folder), FLAGS, 1 << 30)
-    assert (found.prospect, found.reason) == (Prospect.SERVED, "")
 
 
 @pytest.mark.parametrize("architecture", STEPPED_ASIDE)
