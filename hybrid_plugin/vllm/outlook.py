@@ -77,21 +77,43 @@ def _failure(error: BaseException) -> Outlook:
 def _why_not(config: VllmConfig) -> Outlook:
     options = activation.read_options(config)
     idle = activation.reason_to_stay_idle(config, options)
+    if idle is not None and config.model_config.using_transformers_backend():
+        return _without_an_implementation(config, idle)
     if idle is not None:
         return Outlook(Prospect.LEFT_ALONE, idle)
     return Outlook(Prospect.REFUSED, next(activation.conflicts(config)))
 
 
-def _lay_out(config: VllmConfig) -> CacheLayout:
-    """Build the model without memory, and plan for the layers that it has."""
+def _without_an_implementation(config: VllmConfig, idle: str) -> Outlook:
+    """A model that vLLM runs by transformers' code, which it can for attention only.
+
+    Such a model counts as one without state layers, whatever it has.
+    """
+    architectures = getattr(config.model_config.hf_config, "architectures", None)
+    missing = f"vLLM has no implementation of {', '.join(architectures or ())}"
+    if config.parallel_config.world_size == 1:
+        try:
+            _build(config)
+        except ValueError as error:
+            return Outlook(
+                Prospect.FAILS,
+                f"{missing}, and its Transformers backend cannot run it: {error}",
+            )
+    return Outlook(
+        Prospect.LEFT_ALONE, f"{missing}; for its Transformers backend {idle}"
+    )
+
+
+def _build(config: VllmConfig) -> None:
+    """Build the model without memory; its layers enter the configuration."""
     import torch
     from vllm.config.vllm import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.distributed import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from hybrid_plugin.vllm import page_size, planning, servable
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -100,9 +122,18 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
     ):
         meeting_point = f"file://{Path(folder, 'rank0')}"
         init_distributed_environment(1, 0, meeting_point, 0, "gloo")
-        initialize_model_parallel(1, 1)
+        ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"):
             initialize_model(config)
+
+
+def _lay_out(config: VllmConfig) -> CacheLayout:
+    """Plan for the layers that the model has."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    from hybrid_plugin.vllm import page_size, planning, servable
+
+    _build(config)
     layers = config.compilation_config.static_forward_context
 
     def specs() -> dict[str, KVCacheSpec]:
