@@ -52,7 +52,7 @@ class Watch:
             return {}
         self.budget = memory.usable
         found = {
-            f"resident_{pool.value}": resident(arenas[pool]._place)  # type: ignore[attr-defined]
+            f"resident_{pool}": resident(arenas[pool]._place)  # type: ignore[attr-defined]
             for pool in (Pool.KV, Pool.STATE)
         }
         self.most_mapped = max(self.most_mapped, memory.mapped)

@@ -26,10 +26,10 @@ def _watch(report: str) -> None:
 
         arenas = seen[0]._arenas
         memory = arenas[Pool.KV]._memory
-        found = {f"resident_{p.value}": resident(arenas[p]._place) for p in pools}
+        found = {f"resident_{p}": resident(arenas[p]._place) for p in pools}
         for pool in pools:
             mapped = sum(arenas[pool]._place.backed) * memory.block_bytes
-            found[f"mapped_{pool.value}"] = mapped
+            found[f"mapped_{pool}"] = mapped
         most["most_mapped"] = max(most["most_mapped"], memory.mapped)
         resident_now = found["resident_kv"] + found["resident_state"]
         most["most_resident"] = max(most["most_resident"], resident_now)
@@ -51,7 +51,7 @@ def _watch(report: str) -> None:
             for command in commands:
                 kind = type(command).__name__
                 if kind == "Map":
-                    most[f"grown_{command.pool.value}"] += len(command.granules)
+                    most[f"grown_{command.pool}"] += len(command.granules)
                 run(executor, [command])
                 if seen:
                     look()
