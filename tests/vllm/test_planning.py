@@ -36,7 +36,7 @@ def config_of(longest: int = 1024, *, auto: bool = False, **options: Any) -> Any
         cache_config=SimpleNamespace(
             prefix_cache_retention_interval=None, kv_cache_memory_bytes=None
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     )
 
 

@@ -191,7 +191,6 @@ def worker_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     from hybrid_plugin.vllm.worker import RunsCommands
 
     monkeypatch.setattr(patches, "is_applied", lambda: True)
-    monkeypatch.setattr(patches, "patch_worker", lambda: None)
 
     class Worker(RunsCommands, _LoadedWorker):
         pass

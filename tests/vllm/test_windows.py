@@ -132,12 +132,6 @@ def test_a_split_gives_windows_less_than_full_attention() -> None:
     assert layout.bytes_of(sizes) <= 4 << 20
 
 
-def test_exact_pages_are_for_windows_too() -> None:
-    layout = make_layout(make_groups(MIXED))
-    options = HybridConfig(kv_pages=20, state_slots=3)
-    assert pool_sizes(layout, vllm_config(), options, 4 << 20).windows == (20, 20)
-
-
 def test_capacity_counts_the_pool_that_fills_first() -> None:
     config = config_of({"f0": FULL, "w0": NEAR}, PoolSizes(65, 2, (7,)))
     tokens, sequences = capacity(vllm_config(), config)
