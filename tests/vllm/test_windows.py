@@ -163,12 +163,11 @@ def test_the_builder_gives_every_pool_as_many_ids() -> None:
     assert (config.pages, config.slots, config.windows) == (4, 4, (4, 4))
 
 
-@pytest.mark.parametrize("specs", [MIXED, {"f0": FULL, "w0": NEAR}])
-def test_pools_of_windows_share_no_memory(
-    specs: dict[str, KVCacheSpec], monkeypatch: pytest.MonkeyPatch
+def test_pools_without_full_attention_share_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(elastic, "is_wanted", lambda *_: True)
-    layout = make_layout(make_groups(specs))
+    layout = make_layout(make_groups({"w0": NEAR, "s0": STATE}))
     assert elastic.plan(vllm_config(), layout, 64 << 20) is None
     asked = vllm_config()
     asked.additional_config = {"hybrid_plugin": {"elastic": True}}
