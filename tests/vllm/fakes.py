@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,14 +87,17 @@ def pools(pages: int = 9, slots: int = 5) -> HybridKVCacheConfig:
 def manager(
     pages: int = 9, slots: int = 5, *, watermark: float = 0.0, **options: Any
 ) -> HybridKVCacheManager:
-    """A manager on such pools."""
-    defaults = {"prompt_snapshot_min_tokens": 32, "prompt_body_share": 0.0}
-    return HybridKVCacheManager(
+    """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
+    made = HybridKVCacheManager(
         pools(pages, slots),
-        HybridConfig.from_mapping(defaults | options),
+        HybridConfig.from_mapping(options),
         watermark=watermark,
         log_stats=True,
     )
+    made.cache.policy = replace(
+        made.cache.policy, prompt_end_min_tokens=32, body_share=0.0
+    )
+    return made
 
 
 def admit(of: HybridKVCacheManager, one: Any, tokens: int, **arguments: Any) -> Any:

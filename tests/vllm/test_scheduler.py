@@ -12,9 +12,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
 from hybrid_plugin.vllm.scheduler import COMMANDS, HybridScheduler
-from tests.vllm.fakes import admit, compute, manager, nothing_kept, request
+from tests.vllm.fakes import PAGE, admit, compute, manager, nothing_kept, request
 
 
 @pytest.fixture
@@ -152,14 +153,13 @@ def test_preemptions_are_counted(
 
 
 def test_a_repeated_prompt_is_cut_where_the_third_one_resumes(scheduler: Any) -> None:
-    """A prompt below `prompt_snapshot_min_tokens` leaves KV and no state inside it.
+    """A prompt below `prompt_end_min_tokens` leaves KV and no state inside it.
 
     Its second sending hits nothing and is cut at its last page end, for a snapshot
     that the third one resumes from: that one split is the branch point's.
     """
-    scheduler.kv_cache_manager = of = manager(
-        pages=200, prompt_snapshot_min_tokens=1024, prompt_body_share=0.75
-    )
+    scheduler.kv_cache_manager = of = manager(pages=200)
+    of.cache.policy = HybridConfig().snapshot_policy(PAGE)
     cuts, hits = [], []
     for name in ("first", "second", "third"):
         one = request(name, 1000)
