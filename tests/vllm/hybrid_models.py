@@ -100,32 +100,6 @@ SERVED: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 4,
         "mamba_ngroups": 1,
     },
-    "JambaForCausalLM": {
-        "model_type": "jamba",
-        "num_hidden_layers": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-    },
-    "Lfm2ForCausalLM": {
-        "model_type": "lfm2",
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "block_ff_dim": 256,
-        "conv_L_cache": 3,
-    },
-    "Lfm2MoeForCausalLM": {
-        "model_type": "lfm2_moe",
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "conv_L_cache": 3,
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    },
-    "OlmoHybridForCausalLM": {"model_type": "olmo_hybrid", **_GATED_DELTA},
 }
 """Text models whose layers all have pools."""
 
