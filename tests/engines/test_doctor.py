@@ -92,9 +92,11 @@ def test_granules_of_elastic_pools_are_foreseen(driver: Driver) -> None:
     status, engine = _ask(driver, Setup(options={"elastic": True}))
     assert (status, engine["problems"]) == (0, [])
     model = engine["model"]
-    for kind in ("page", "slot"):
-        assert model[f"{kind}_granule_bytes"] > model[f"{kind}s_per_granule"] > 0
-    most = model["pages"] // model["pages_per_granule"] * model["page_granule_bytes"]
+    granules = model["granules"]
+    assert set(granules) == {"kv", "state"}
+    for granule in granules.values():
+        assert granule["bytes"] > granule["ids"] > 0
+    most = model["pages"] // granules["kv"]["ids"] * granules["kv"]["bytes"]
     assert 0.9 * CACHE_MIB < most / 2**20 <= CACHE_MIB
 
 
