@@ -111,8 +111,8 @@ def main(model: str, options: dict[str, Any], ranks: int, count: int) -> None:
     if ranks == 1:
         core: Any = llm.llm_engine.engine_core
         cache = getattr(core.engine_core.scheduler.kv_cache_manager, "cache", None)
-        if cache is not None and cache.elastic is not None:
-            found["stats"] = cache.elastic.stats.as_dict()
+        if cache is not None and cache.broker.moves_memory:
+            found["stats"] = cache.broker.stats.as_dict()
     found["most_mapped"] = watch.most_mapped
     found["most_resident"] = watch.most_resident
     found["budget"] = watch.budget

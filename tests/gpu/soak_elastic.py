@@ -40,7 +40,7 @@ class Shaker:
     """Has the pools of a scheduler take memory from each other before each step."""
 
     def __init__(self, scheduler: Any, seed: int, times: int) -> None:
-        self.elastic: ElasticBroker = scheduler.kv_cache_manager.cache.elastic
+        self.elastic: ElasticBroker = scheduler.kv_cache_manager.cache.broker
         self._rng, self._times = random.Random(seed), times
         self._schedule = scheduler.schedule
         scheduler.schedule = self.schedule
@@ -49,7 +49,7 @@ class Shaker:
         """Ask for ids of random pools, then schedule."""
         for _ in range(self._times):
             pool = self._rng.choice([Pool.KV, Pool.STATE])
-            most = self.elastic.most(pool)
+            most = self.elastic.max_free(pool)
             if most > 0:
                 self.elastic.provide({pool: self._rng.randint(1, most)})
             mapped = sum(self.elastic.mapped_bytes().values())
