@@ -70,7 +70,7 @@ def test_dashboard_is_explained() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     titles = [p["title"] for p in board["panels"] if p["type"] != "row"]
     text = (ROOT / "docs" / "operations.md").read_text()
-    section = text.partition("## Watching")[2].partition("\n## ")[0]
+    section = text.partition("## Monitoring")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if "|" in line][2:]
     explained = [name.strip() for row in rows for name in row.split(",")]
     assert sorted(explained) == sorted(titles)

@@ -23,6 +23,12 @@ _COPY_BYTES = 16 << 20
 _WORD = 8
 
 
+_LARGE_ROW = 1 << 20
+"""Bytes of a row from which its copy takes the device longer than its launch."""
+_FEW_ROWS = 8
+"""Launches that cost the host no more than the ids' way to the device."""
+
+
 class Arena:
     """Bytes of one pool.
 
@@ -67,13 +73,15 @@ class Arena:
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy ids over others, in order on the current stream.
 
-        A GPU copies all of them in one launch.
+        A GPU copies all of them in one launch; a slot whose states lie side by side
+        is one plain copy, which the device's copy engine does faster
+        (`benchmarks/results/state-moves-h200.md`).
 
         Args:
             sources: ids to read, none of which is written here.
             destinations: one for each, all different.
         """
-        if self._on_gpu:
+        if self._on_gpu and not self._is_plain_copy(sources):
             from hybrid_kernels import state_copy
 
             ids = torch.tensor([sources, destinations], dtype=torch.int64)
@@ -83,6 +91,15 @@ class Arena:
             self._copy_each(sources, destinations)
         else:
             self._copy_together(sources, destinations)
+
+    def _is_plain_copy(self, sources: Sequence[int]) -> bool:
+        """Whether few large rows are copied, each of them contiguous."""
+        part = self.parts[0]
+        return (
+            len(self.parts) == 1
+            and part.shape[1] >= _LARGE_ROW
+            and len(sources) <= _FEW_ROWS
+        )
 
     def _describe(self) -> Parts:
         """What the kernels read; they are compiled here, not when first needed."""
