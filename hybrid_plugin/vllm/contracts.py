@@ -34,8 +34,8 @@ CONFIG_HOOKS: tuple[Contract, ...] = (
         "vllm.config:VllmConfig.try_verify_and_update_config", ("self",), closed=True
     ),
     HookPoint("vllm.config:VllmConfig.model_config"),
-    HookPoint("vllm.config.model:ModelConfig.is_hybrid"),
     HookPoint("vllm.config.model:ModelConfig", mentions=("hf_text_config",)),
+    HookPoint("vllm.config.model:ModelConfig.is_hybrid"),
     HookPoint("vllm.config.vllm:VllmConfig.scheduler_config"),
     HookPoint("vllm.config.scheduler:SchedulerConfig.disable_hybrid_kv_cache_manager"),
 )
