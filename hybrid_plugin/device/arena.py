@@ -23,12 +23,6 @@ _COPY_BYTES = 16 << 20
 _WORD = 8
 
 
-_LARGE_ROW = 1 << 20
-"""Bytes of a row from which its copy takes the device longer than its launch."""
-_FEW_ROWS = 8
-"""Launches that cost the host no more than the ids' way to the device."""
-
-
 class Arena:
     """Bytes of one pool.
 
@@ -81,7 +75,7 @@ class Arena:
             sources: ids to read, none of which is written here.
             destinations: one for each, all different.
         """
-        if self._on_gpu and not self._is_plain_copy(sources):
+        if self._on_gpu and len(self.parts) > 1:
             from hybrid_kernels import state_copy
 
             ids = torch.tensor([sources, destinations], dtype=torch.int64)
@@ -91,15 +85,6 @@ class Arena:
             self._copy_each(sources, destinations)
         else:
             self._copy_together(sources, destinations)
-
-    def _is_plain_copy(self, sources: Sequence[int]) -> bool:
-        """Whether few large rows are copied, each of them contiguous."""
-        part = self.parts[0]
-        return (
-            len(self.parts) == 1
-            and part.shape[1] >= _LARGE_ROW
-            and len(sources) <= _FEW_ROWS
-        )
 
     def _describe(self) -> Parts:
         """What the kernels read; they are compiled here, not when first needed."""
