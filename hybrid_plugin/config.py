@@ -35,8 +35,9 @@ class HybridConfig:
     enabled: bool | None = _option(
         None,
         "false: leave the engine alone. true: refuse to start rather than step aside "
-        "where the plugin cannot serve. By default vLLM steps aside with a warning; "
-        "SGLang, where a flag asks for the plugin, refuses.",
+        "where the plugin cannot serve, and in vLLM also serve models that have "
+        "attention windows but no state layers. By default vLLM steps aside with a "
+        "warning; SGLang, where a flag asks for the plugin, refuses.",
     )
     page_size: int | None = _option(
         None,

@@ -119,11 +119,43 @@ def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str |
         return "HYBRID_PLUGIN=0 is set"
     if options.enabled is False:
         return 'the option "enabled" is false'
-    if not vllm_config.model_config.is_hybrid:
-        return "the model has no state layers beside its attention layers"
+    if not is_candidate(vllm_config, options):
+        return (
+            "the model has no state layers, and vLLM caches its windows itself; set "
+            'the option "enabled" to true to have the plugin serve it'
+            if mixes_windows(vllm_config)
+            else "the model has no state layers beside its attention layers"
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is switched off"
     return None
+
+
+def is_candidate(vllm_config: VllmConfig, options: HybridConfig) -> bool:
+    """Whether the plugin serves models of this kind.
+
+    A model with windows but no state layers is served on request only: vLLM's own cache
+    can resume it at the end of any page that was computed, the plugin at snapshots.
+    """
+    return vllm_config.model_config.is_hybrid or (
+        options.enabled is True and mixes_windows(vllm_config)
+    )
+
+
+def mixes_windows(vllm_config: VllmConfig) -> bool:
+    """Whether some layers of a model look back further than others.
+
+    Decided before there are layers, by the `layer_types` of the model's configuration;
+    a model that expresses it in another way counts as one that does not.
+    """
+    text = vllm_config.model_config.hf_text_config
+    exists = {
+        "full_attention": True,
+        "sliding_attention": bool(getattr(text, "sliding_window", None)),
+        "chunked_attention": bool(getattr(text, "attention_chunk_size", None)),
+    }
+    kinds = set(getattr(text, "layer_types", None) or ())
+    return kinds <= exists.keys() and sum(exists[kind] for kind in kinds) > 1
 
 
 def conflicts(vllm_config: VllmConfig) -> Iterator[str]:

@@ -37,7 +37,6 @@ CONFIG_HOOKS: tuple[Contract, ...] = (
     HookPoint("vllm.config.model:ModelConfig", mentions=("hf_text_config",)),
     HookPoint("vllm.config.model:ModelConfig.is_hybrid"),
     HookPoint("vllm.config.vllm:VllmConfig.scheduler_config"),
-    HookPoint("vllm.config.scheduler:SchedulerConfig.disable_hybrid_kv_cache_manager"),
 )
 """Without them the plugin cannot tell whether a model is its business."""
 
@@ -291,6 +290,7 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
 
 _ALLOCATE = ("kv_cache_config", "device", "layout", "kernel_block_sizes")
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_ATTENTION = "vllm.model_executor.layers.attention"
 
 WORKER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
@@ -304,6 +304,16 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         mentions=("_align_hybrid_block_size",),
     ),
     HookPoint(f"{_PLATFORM}._find_non_ssm_backends", ("vllm_config",)),
+    HookPoint(
+        f"{_ATTENTION}.attention:Attention.get_kv_cache_spec",
+        ("self", "vllm_config"),
+        mentions=("block_size",),
+    ),
+    HookPoint(
+        f"{_ATTENTION}.chunked_local_attention:ChunkedLocalAttention.get_kv_cache_spec",
+        ("self", "vllm_config"),
+        mentions=("block_size",),
+    ),
     HookPoint(
         "vllm.v1.attention.backend:AttentionBackend.supports_block_size",
         ("block_size",),

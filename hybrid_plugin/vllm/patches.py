@@ -109,7 +109,9 @@ def patch_config() -> None:
         if model is not None and not getattr(model, "config_updated", False):
             from hybrid_plugin.vllm import activation
 
-            if model.is_hybrid and not switched_off_by_environment():
+            if not switched_off_by_environment() and activation.is_candidate(
+                config, activation.read_options(config)
+            ):
                 require(contracts.OPTION_HOOKS)
             activation.activate(config)
             if activation.is_active(config):

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybrid_plugin.vllm import activation, elastic, patches, reports, servable
+from hybrid_plugin.vllm import (
+    activation,
+    elastic,
+    page_size,
+    patches,
+    reports,
+    servable,
+)
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.scheduler import COMMANDS
@@ -44,11 +51,15 @@ class RunsCommands:
         self._stepped_aside = reason
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What the layers declare; marked where the plugin stepped aside."""
-        specs = self._specs()
+        """What the layers declare; marked where the plugin stepped aside.
+
+        vLLM has its platform choose the block size after the model is loaded, and
+        leaves us a say in it only for hybrid models.
+        """
         if self._stepped_aside is None:
-            return specs
-        return servable.StockSpecs(specs, self._stepped_aside)
+            page_size.choose(self.vllm_config)
+            return self._specs()
+        return servable.StockSpecs(self._specs(), self._stepped_aside)
 
     def _specs(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]

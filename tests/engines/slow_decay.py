@@ -35,7 +35,13 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_nemotron_h(folder: Path, seed: int = 0) -> Path:
+WINDOW = 64
+"""Tokens that layers with a window, or with chunks, look back at most."""
+
+
+def write_nemotron_h(
+    folder: Path, seed: int = 0, sliding_window: int | None = None
+) -> Path:
     """Write a Nemotron-H (Mamba-2, attention, MLP) of about a million weights."""
     from transformers import NemotronHConfig
 
@@ -64,7 +70,43 @@ def write_nemotron_h(folder: Path, seed: int = 0) -> Path:
         layers_block_type=None,
         hybrid_override_pattern=pattern,
         mamba_n_groups=config.n_groups,
+        sliding_window=sliding_window,
     )
+
+
+def write_nemotron_h_window(folder: Path, seed: int = 0) -> Path:
+    """Write the same with a window on all attention layers, as some are published."""
+    return write_nemotron_h(folder, seed, WINDOW)
+
+
+def write_gemma3(folder: Path, seed: int = 0) -> Path:
+    """Write a Gemma-3 (full attention and sliding windows, no states) of that size."""
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **SMALL,
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        query_pre_attn_scalar=32,
+        tie_word_embeddings=False,  # the last token would decide the next one alone
+    )
+    return _write(config, folder, seed)
+
+
+def write_llama4(folder: Path, seed: int = 0) -> Path:
+    """Write a Llama-4 (full attention and local chunks) without experts."""
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **SMALL,
+        intermediate_size_mlp=256,
+        num_hidden_layers=4,
+        no_rope_layers=[1, 0, 1, 0],
+        attention_chunk_size=WINDOW,
+        interleave_moe_layer_step=8,
+    )
+    return _write(config, folder, seed)
 
 
 def write_falcon_h1(folder: Path, seed: int = 0) -> Path:

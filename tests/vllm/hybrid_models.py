@@ -103,6 +103,29 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """Text models whose layers all have pools."""
 
+_WINDOW: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 32,
+        **_WINDOW,
+    },
+    "Llama4ForCausalLM": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 256,
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": 128,
+        "interleave_moe_layer_step": 8,
+    },
+}
+"""The same of models with windows and no state layers."""
+
 
 def write(folder: Path, architecture: str, config: dict[str, Any]) -> Path:
     """Write a folder as vLLM takes it, without weights; returns it."""

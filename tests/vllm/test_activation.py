@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hybrid_plugin.vllm.activation import SCHEDULER, is_active, read_options
 from hybrid_plugin.vllm.page_size import _asked_for
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
+from tests.vllm.hybrid_models import WINDOWS, write
 
 DRIVER = VllmDriver()
 
@@ -51,6 +53,24 @@ def test_option_and_environment_switch_it_off_alike() -> None:
     assert by_environment.lines == (
         "hybrid-plugin is inactive: HYBRID_PLUGIN=0 is set.",
     )
+
+
+def test_windows_without_states_are_left_to_vllm_unless_asked_for(
+    tmp_path: Path,
+) -> None:
+    model = write(tmp_path, "Gemma3ForCausalLM", WINDOWS["Gemma3ForCausalLM"])
+    stock = DRIVER.decide(Setup(model=model, plugin=False))
+    left = DRIVER.decide(Setup(model=model))
+    assert not left.active and left.settings == stock.settings
+    assert left.lines == (
+        "hybrid-plugin is inactive: the model has no state layers, and vLLM caches its "
+        'windows itself; set the option "enabled" to true to have the plugin serve it.',
+    )
+    assert DRIVER.decide(Setup(model=model), demanded=True).active
+    refused = DRIVER.decide(
+        Setup(model=model, flags=CONFLICTS["scheduler class"][0]), demanded=True
+    )
+    assert refused.refusal is not None and "--scheduler-cls" in refused.refusal
 
 
 @pytest.mark.parametrize(("flags", "sentence"), CONFLICTS.values(), ids=CONFLICTS)

@@ -24,10 +24,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.memory.attention_windows import (
+    FULL_ATTENTION,
+    ChunkedLocal,
+    SlidingWindow,
+)
 from hybrid_plugin.engine.outlook import Prospect
 from hybrid_plugin.vllm import activation, outlook, page_size, servable, specs
 from tests.engines.drivers.process import environment, overheard
-from tests.vllm.hybrid_models import SERVED, write
+from tests.vllm.hybrid_models import SERVED, WINDOWS, write
 
 FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
 
@@ -251,3 +256,21 @@ def test_hybrid_model_is_served(architecture: str, tmp_path: Path) -> None:
         assert stock.prospect is Prospect.FAILS
         pytest.skip(f"vLLM alone cannot configure it here: {stock.reason}")
     assert (found.prospect, found.reason) == (Prospect.SERVED, "")
+
+
+@pytest.mark.parametrize("architecture", WINDOWS)
+def test_model_with_windows_is_served_where_the_plugin_was_asked_for(
+    architecture: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, architecture, WINDOWS[architecture])
+    asked = ("--additional-config", '{"hybrid_plugin": {"enabled": true}}')
+    with environment(True):
+        found = outlook.foresee(str(folder), (*FLAGS, *asked), 1 << 30)
+    assert (found.prospect, found.reason) == (Prospect.SERVED, "")
+    assert found.layout is not None
+    full, local = found.layout.attention
+    assert (full.window, len(full.layers)) == (FULL_ATTENTION, 2)
+    assert (local.window, len(local.layers)) in (
+        (SlidingWindow(128), 2),
+        (ChunkedLocal(128), 2),
+    )

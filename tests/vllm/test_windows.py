@@ -26,6 +26,7 @@ from hybrid_plugin.core.commands import Copy, Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import ChunkedLocal, SlidingWindow
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.vllm import elastic
+from hybrid_plugin.vllm.activation import is_candidate, mixes_windows
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.planning import (
     HybridKVCacheConfig,
@@ -314,3 +315,44 @@ def test_a_model_without_states_needs_no_slots() -> None:
         compute(manager, request(name, [ord(name)] * 40), 40)
     assert not manager.cache.slots.needed
     assert len(manager.get_block_ids("c")) == 2
+
+
+# ----------------------------------------------------------------- activation
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"]}
+CHUNKED = {"layer_types": ["chunked_attention", "full_attention"]}
+
+
+def model_of(is_hybrid: bool = False, **fields: Any) -> Any:
+    text = SimpleNamespace(**fields)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=is_hybrid, hf_text_config=text)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (SLIDING | {"sliding_window": 128}, True),
+        (CHUNKED | {"attention_chunk_size": 8192}, True),
+        (SLIDING, False),
+        (SLIDING | {"sliding_window": None, "attention_chunk_size": 64}, False),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 128}, False),
+        ({"layer_types": ["full_attention"], "sliding_window": 128}, False),
+        ({"layer_types": [*SLIDING["layer_types"], "x"], "sliding_window": 8}, False),
+        ({"layer_types": None, "sliding_window": 4096}, False),
+        ({"sliding_window": 4096}, False),
+    ],
+)
+def test_models_that_mix_windows_are_known_by_their_layer_types(
+    fields: dict[str, Any], expected: bool
+) -> None:
+    assert mixes_windows(model_of(**fields)) == expected
+
+
+def test_windows_without_states_are_served_on_request_only() -> None:
+    windows = model_of(**SLIDING, sliding_window=128)
+    assert is_candidate(windows, HybridConfig(enabled=True))
+    assert not is_candidate(windows, HybridConfig())
+    assert not is_candidate(model_of(), HybridConfig(enabled=True))
+    assert is_candidate(model_of(is_hybrid=True), HybridConfig())
