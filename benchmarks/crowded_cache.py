@@ -191,7 +191,7 @@ class Bookkeeper:
     def _compute(self, request: Request, end: int) -> None:
         request.computed = end
         if self.cache.is_prefilling(request.name):
-            self.cache.advance(request.name, request.tokens, end)
+            self.cache.advance(request.name, end)
         if end < len(request.tokens):
             return
         request.tokens.append(self._rng.randrange(1 << 15))

@@ -73,18 +73,15 @@ class _OnTwoPools(Scheduler):
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        end = self.kv_cache_manager.cache.chunk_end(
-            self.kv_cache_manager.snapshot_positions(request),
-            start,
-            start + num_new_tokens,
-            request.num_tokens,
+        return (
+            self.kv_cache_manager.chunk_end(request, start, start + num_new_tokens)
+            - start
         )
-        return end - start
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a request may be admitted in this step."""
         may: bool = super()._handle_blocked_waiting_request(request)
-        return may and not self.kv_cache_manager.follows(request)
+        return may and not self.kv_cache_manager.must_wait(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
@@ -119,7 +116,7 @@ class _OnTwoPools(Scheduler):
         )
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.kv_cache_manager.cache.stats.preemptions += 1
+        self.kv_cache_manager.front_door.count_preemption()
         super()._preempt_request(request, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

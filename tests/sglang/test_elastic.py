@@ -258,7 +258,7 @@ def serve(cache: HybridCache, rid: str, tokens: list[int], *, end: bool) -> bool
     if cache.admit(rid, found, num_tokens=len(tokens)) is None:
         return False
     cache.drain_commands()
-    cache.advance(rid, tokens, len(tokens))
+    cache.advance(rid, len(tokens))
     if end:
         cache.finish(rid, tokens, len(tokens))
     return True
