@@ -47,7 +47,18 @@ _SCHEDULING = "vllm.config.scheduler:SchedulerConfig"
 _PARALLEL = "vllm.config.parallel:ParallelConfig"
 _PLATFORM = "vllm.platforms.interface:Platform"
 
+ARGUMENT_HOOKS: tuple[Contract, ...] = (
+    HookPoint("vllm.engine.arg_utils:EngineArgs.from_cli_args", ("args",)),
+    HookPoint("vllm.engine.arg_utils:EngineArgs.additional_config"),
+    HookPoint(
+        "vllm.renderers.chat_utils:load_chat_template",
+        ("chat_template",),
+    ),
+)
+"""How the chat template of the server gets to the engine core."""
+
 OPTION_HOOKS: tuple[Contract, ...] = (
+    *ARGUMENT_HOOKS,
     *_fields(
         "vllm.config.vllm:VllmConfig",
         "additional_config",

@@ -16,6 +16,9 @@ NEEDED = {
             mentions=("try_verify_and_update_config",),
         )
     ),
+    "patches.patch_arguments": Need(
+        HookPoint("vllm.entrypoints.launchers.cli_args:BaseFrontendArgs.chat_template")
+    ),
     "patches.patch_engine": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_configs",)),
     ),
