@@ -144,6 +144,19 @@ def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
         raise ConfigError(f"hybrid-plugin cannot serve this: {reason}")
 
 
+def refuse_session(vllm_config: VllmConfig) -> None:
+    """Do not begin a streaming-input session that would go on from a wrong state.
+
+    Raises:
+        ConfigError: where the plugin is active and steps are scheduled ahead.
+    """
+    if is_active(vllm_config) and vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "hybrid-plugin serves streaming input only with synchronous scheduling: "
+            "start the server with --no-async-scheduling."
+        )
+
+
 def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str | None:
     """Why this engine is not the plugin's business, a phrase; None if it is."""
     if switched_off_by_environment():

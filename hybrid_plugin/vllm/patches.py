@@ -31,6 +31,7 @@ HALF_LOADED = (
 
 _ARGUMENTS = "vllm.engine.arg_utils"
 _ENGINE_CORE = "vllm.v1.engine.core"
+_INPUT = "vllm.v1.engine.input_processor"
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 _WRAPPED = "_hybrid_plugin_original"
 
@@ -121,6 +122,7 @@ def patch_config() -> None:
                 )
                 _warn_if_untested()
                 patch_engine()
+                patch_sessions()
         original(config)
 
     _wrap("vllm.config:VllmConfig.try_verify_and_update_config", wrapper)
@@ -186,6 +188,28 @@ def patch_engine() -> None:
     _wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
     _patch_specs()
     _patch_builder()
+
+
+def patch_sessions() -> None:
+    """Symptom: a streaming-input session goes on from a state that is too far.
+
+    Cause: under asynchronous scheduling a turn may end while the step behind its last
+    token is running.  vLLM drops that step's token, but the step has changed the state.
+    Fix: refuse such sessions, in the process that takes requests.  Synchronous
+    scheduling serves them.
+    Delete when: vLLM runs no step beyond the end of a session's turn.
+    """
+
+    def take(
+        original: Callable[..., Any], processor: Any, *args: Any, **more: Any
+    ) -> Any:
+        from hybrid_plugin.vllm import activation
+
+        if more.get("resumable"):
+            activation.refuse_session(processor.vllm_config)
+        return original(processor, *args, **more)
+
+    _wrap(f"{_INPUT}:InputProcessor.process_inputs", take)
 
 
 def _patch_specs() -> None:
