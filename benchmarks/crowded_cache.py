@@ -233,7 +233,8 @@ def make_cache(
         broker=pools.broker,
     )
     if not kept:
-        cache.tree.is_hot = lambda node: False  # type: ignore[method-assign]
+        retention = cache.tree.retention
+        retention.is_hot = lambda snapshot, now: False  # type: ignore[method-assign]
     return cache
 
 

@@ -11,7 +11,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.vllm import patches, reports
-from hybrid_plugin.vllm.activation import logger, read_options
+from hybrid_plugin.vllm.activation import (
+    carried_chat_template,
+    logger,
+    read_options,
+)
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
@@ -153,4 +157,5 @@ def _delimiters(vllm_config: VllmConfig, options: HybridConfig) -> Delimiters | 
         revision=model.tokenizer_revision,
         trust_remote_code=model.trust_remote_code,
         logger=logger,
+        server_template_text=carried_chat_template(vllm_config),
     )

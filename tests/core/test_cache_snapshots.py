@@ -277,3 +277,23 @@ def test_the_end_of_a_turn_that_two_went_on_from_stays() -> None:
         tokens = span(0, 10) + span(100 * n + 100, 100 * n + 110)
         cache.finish(f"turn 2, {n}", tokens, len(tokens))
     assert [node.end for node in cache.tree.snapshots()] == [20, 20, 10]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_repeated_prompt_is_split_once_for_the_third_one(evicted: bool) -> None:
+    """The second sending hits nothing and is cut where its KV is known to end.
+
+    Whether its state was evicted or lies at its last token makes no difference.
+    The third sending resumes there.
+    """
+    cache = make_cache(branch=8)
+    prompt, answer = span(0, 14), span(90, 93)
+    positions = []
+    for name in ("first", "second", "third"):
+        positions.append(cache.look_up(prompt).snapshot_positions)
+        serve(cache, name, prompt, answer)
+        if name == "first" and evicted:
+            assert cache.memory.evict_snapshot()
+    assert positions == [(), (12,), ()]
+    assert cache.stats.hit_tokens == 12
+    audit(cache)
