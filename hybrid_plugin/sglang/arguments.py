@@ -11,6 +11,7 @@ from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
+from hybrid_plugin.engine import sizing
 from hybrid_plugin.sglang import known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.log import logger
@@ -89,20 +90,16 @@ def _page_size(view: Any, options: HybridConfig) -> int:
     Raises:
         ConfigError: if two sources contradict each other, or chunks do not fit.
     """
-    chunk = view.chunked_prefill_size or DEFAULT_PAGE_SIZE
-    if options.page_size is None:
-        return int(view.page_size or math.gcd(DEFAULT_PAGE_SIZE, chunk))
-    if view.page_size not in (None, options.page_size):
+    chunk = view.chunked_prefill_size or 0
+    asked = sizing.asked_page_size(options, "--page-size", view.page_size)
+    if asked is None:
+        return math.gcd(DEFAULT_PAGE_SIZE, chunk)
+    if chunk % asked:
         raise ConfigError(
-            f"--page-size {view.page_size} and the option page_size "
-            f"{options.page_size} contradict each other: give one of them."
+            f"--chunked-prefill-size {chunk} is no multiple of the page size {asked}: "
+            "change one of them."
         )
-    if chunk % options.page_size:
-        raise ConfigError(
-            f"--chunked-prefill-size {chunk} is no multiple of the option page_size "
-            f"{options.page_size}: change one of them."
-        )
-    return options.page_size
+    return asked
 
 
 def _conflicts(view: Any) -> Iterator[str]:

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import EngineArgs
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.vllm import page_size
 from hybrid_plugin.vllm.activation import SCHEDULER, is_active, read_options
-from hybrid_plugin.vllm.page_size import _asked_for
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
 
@@ -85,12 +85,12 @@ def test_a_bad_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         config_of()
 
 
-def test_page_sizes_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_sizes_that_contradict() -> None:
     config = config_of(
         block_size=64, additional_config={"hybrid_plugin": {"page_size": 32}}
     )
     with pytest.raises(ConfigError, match="--block-size 64 and the option"):
-        _asked_for(config)
+        page_size.choose(config)
 
 
 def test_options_are_an_object() -> None:
