@@ -12,6 +12,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
 from hybrid_plugin.engine import sizing
+from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.log import logger
@@ -36,10 +37,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
             "attention layers, or SGLang caches nothing of it."
         )
     else:
-        try:
+        with ending_the_server():
             settle(server_args, read_options())
-        except ConfigError as error:
-            raise SystemExit(f"hybrid-plugin: {error}") from error
     previous(server_args)
 
 
@@ -65,10 +64,10 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     view = overrides.resolved_view(server_args)
     conflict = next(_conflicts(view), None)
     if conflict is not None:
-        raise ConfigError(f"it cannot serve this: {conflict}")
+        raise cannot_serve(conflict)
     unknown = known_pools.side_memory(overrides.model_config_of(view))
     if unknown is not None:
-        raise ConfigError(f"it cannot serve this: {unknown}")
+        raise cannot_serve(unknown)
     page_size = _page_size(view, options)
     overrides.declare_resolution(
         server_args,
