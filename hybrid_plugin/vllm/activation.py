@@ -19,6 +19,7 @@ from hybrid_plugin.config import (
     environment_options,
     switched_off_by_environment,
 )
+from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.vllm import servable
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
         ConfigError: with the `reason`, a sentence.
     """
     if options.enabled:
-        raise ConfigError(f"hybrid-plugin cannot serve this: {reason}")
+        raise cannot_serve(reason)
 
 
 def refuse_session(vllm_config: VllmConfig) -> None:

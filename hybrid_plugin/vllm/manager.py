@@ -16,25 +16,17 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Pool, PoolId
-from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
-from hybrid_plugin.core.memory.layout import CacheLayout
-from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
-from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.vllm.activation import logger
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout, pools_of
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.requests import VllmRequest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
-
-
-_LONG = 1 << 30
-"""Tokens that fill any window."""
 
 
 class _GroupView:
@@ -67,47 +59,6 @@ class _Blocks:
             raise NotImplementedError("hybrid-plugin defers no block's free")
 
 
-def build_cache(
-    config: HybridKVCacheConfig,
-    options: HybridConfig,
-    delimiters: Delimiters | None = None,
-) -> HybridCache:
-    """The core cache for the pools that were planned."""
-    layout = make_layout(config.kv_cache_groups)
-    pools = (
-        _fixed_pools(config, layout) if config.shared is None else config.shared.build()
-    )
-    return HybridCache(
-        pages=pools.pages,
-        slots=pools.slots,
-        windows=pools.windows,
-        broker=pools.broker,
-        page_size=layout.page_size,
-        policy=options.snapshot_policy(layout.page_size, delimiters),
-        eviction=options.eviction(
-            token_bytes=layout.page_bytes / layout.page_size,
-            slot_bytes=_snapshot_bytes(layout),
-        ),
-    )
-
-
-def _fixed_pools(config: HybridKVCacheConfig, layout: CacheLayout) -> CachePools:
-    groups = zip(layout.attention_windows, config.windows, strict=True)
-    return FixedPools(
-        PagePool(config.pages),
-        SlotPool(config.slots) if layout.states else NoSlots(),
-        tuple(WindowGroup(window, PagePool(count)) for window, count in groups),
-    )
-
-
-def _snapshot_bytes(layout: CacheLayout) -> int:
-    """What a snapshot keeps besides KV of full attention: a slot, and its windows."""
-    windows = zip(layout.attention_windows, layout.window_page_bytes, strict=True)
-    return layout.slot_bytes + sum(
-        layout.live_pages(window, _LONG) * size for window, size in windows
-    )
-
-
 class HybridKVCacheManager:
     """Speaks vLLM's manager interface for a `HybridCache`."""
 
@@ -132,7 +83,7 @@ class HybridKVCacheManager:
                 other requests run.
             log_stats: whether vLLM collects statistics.
         """
-        self.cache = build_cache(kv_cache_config, options, delimiters)
+        self.cache = build_cache(kv_cache_config.plan, options, delimiters)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError, switched_off_by_environment
+from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.upstream.hookpoints import Contract, resolve
 from hybrid_plugin.upstream.standing import untested
 from hybrid_plugin.vllm import contracts
@@ -68,7 +69,7 @@ def require(*groups: tuple[Contract, ...]) -> None:
         from vllm import __version__
 
         raise ConfigError(
-            f"hybrid-plugin does not fit vLLM {__version__}: {'; '.join(found)}. "
+            f"it does not fit vLLM {__version__}: {'; '.join(found)}. "
             "Install a version it supports, or set HYBRID_PLUGIN=0 to serve without it."
         )
 
@@ -353,7 +354,8 @@ def _wrap_classmethod(owner: type, name: str, wrapper: Callable[..., Any]) -> No
     function = original.__func__
 
     def method(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(function.__get__(cls), *args, **kwargs)
+        with named():
+            return wrapper(function.__get__(cls), *args, **kwargs)
 
     functools.update_wrapper(method, function)
     setattr(method, _WRAPPED, function)
@@ -363,7 +365,8 @@ def _wrap_classmethod(owner: type, name: str, wrapper: Callable[..., Any]) -> No
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+        with named():
+            return wrapper(original, *args, **kwargs)
 
     setattr(function, _WRAPPED, original)
     return function

@@ -16,13 +16,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.vllm import page_size
 from hybrid_plugin.vllm.activation import (
     SCHEDULER,
     TEMPLATE_KEY,
     is_active,
     read_options,
 )
-from hybrid_plugin.vllm.page_size import _asked_for
 from hybrid_plugin.vllm.scheduler import _delimiters
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
@@ -95,12 +95,12 @@ def test_a_bad_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         config_of()
 
 
-def test_page_sizes_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_sizes_that_contradict() -> None:
     config = config_of(
         block_size=64, additional_config={"hybrid_plugin": {"page_size": 32}}
     )
     with pytest.raises(ConfigError, match="--block-size 64 and the option"):
-        _asked_for(config)
+        page_size.choose(config)
 
 
 def test_options_are_an_object() -> None:
