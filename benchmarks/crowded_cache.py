@@ -32,14 +32,14 @@ from benchmarks.prefix_workloads import WORKLOADS, Reply
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Unmap
-from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
     InBatchPrefixSharing,
     waiting_prefill,
 )
-from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.engine.cache_assembly import build_cache, build_pools
+from hybrid_plugin.engine.memory_blocks import block_bytes
+from hybrid_plugin.engine.sizing import EngineLimits, divide
 
 PAGE, LONGEST = 16, 8192
 MAX_RUNNING, MAX_STEP_TOKENS = 64, 8192
@@ -191,7 +191,7 @@ class Bookkeeper:
     def _compute(self, request: Request, end: int) -> None:
         request.computed = end
         if self.cache.is_prefilling(request.name):
-            self.cache.advance(request.name, request.tokens, end)
+            self.cache.advance(request.name, end)
         if end < len(request.tokens):
             return
         request.tokens.append(self._rng.randrange(1 << 15))
@@ -206,34 +206,29 @@ def make_cache(
 ) -> HybridCache:
     """A cache as an engine's adapter makes it."""
     options = HybridConfig() if follows else HybridConfig(in_batch_prefix_min_tokens=0)
-    layout = cache_layout(model, PAGE)
-    if elastic:
-        shared = elastic_memory.plan(
-            layout,
-            budget,
-            HybridConfig(elastic=True),  # refuse rather than fall back
-            block_bytes=elastic_memory.block_bytes(budget, "cuda"),
+    plan = divide(
+        cache_layout(model, PAGE),
+        budget,
+        HybridConfig(elastic=elastic),  # refuse rather than fall back
+        EngineLimits(
             max_model_len=LONGEST,
             max_sequences=MAX_RUNNING,
-            log=logging.getLogger(__name__),
-        )
-        assert shared is not None
-        pools: CachePools = shared.build()
-    else:
-        sizes = layout.split(budget, max_model_len=LONGEST)
-        pools = FixedPools(PagePool(sizes.pages), SlotPool(sizes.slots))
-    cache = (HybridCache if kept else GreedyCache)(
+            block_bytes=block_bytes(budget, "cuda"),
+        ),
+        logging.getLogger(__name__),
+    )
+    if kept:
+        return build_cache(plan, options)
+    pools = build_pools(plan)
+    cache = GreedyCache(
         pages=pools.pages,
         slots=pools.slots,
         page_size=PAGE,
         policy=options.snapshot_policy(PAGE),
-        eviction=options.eviction(
-            token_bytes=layout.page_bytes / PAGE, slot_bytes=layout.slot_bytes
-        ),
         broker=pools.broker,
     )
-    if not kept:
-        cache.tree.is_hot = lambda node: False  # type: ignore[method-assign]
+    retention = cache.tree.retention
+    retention.is_hot = lambda snapshot, now: False  # type: ignore[method-assign]
     return cache
 
 

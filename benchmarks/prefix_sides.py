@@ -65,9 +65,21 @@ class Side:
     """A configuration, its engine process, and what was measured."""
 
     def __init__(
-        self, name: str, command: Sequence[str], variables: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        checkout: Path | None = None,
     ) -> None:
-        """Start the process, with some environment variables set."""
+        """Start the process.
+
+        Args:
+            name: of the configuration.
+            command: of the process.
+            variables: of its environment, besides those of this process.
+            checkout: of another version of this repository, with the metadata of the
+                plugin installed into it; the process runs that one's code.
+        """
         self.name = name
         self.outcomes: dict[str, list[dict[str, Any]]] = {}
         self.facts: dict[str, Any] | None = None
@@ -76,7 +88,8 @@ class Side:
         """The workload during which the engine ended."""
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, **variables},
+            env={**os.environ, **_imports(checkout), **variables},
+            cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -133,6 +146,15 @@ class Side:
             if line.startswith(MARK):
                 return dict(json.loads(line.removeprefix(MARK)))
         return None
+
+
+def _imports(checkout: Path | None) -> dict[str, str]:
+    """The variable that has Python import a checkout's modules before all others."""
+    if checkout is None:
+        return {}
+    others = os.environ.get("PYTHONPATH")
+    folders = [str(checkout), str(checkout / "kernels"), *([others] if others else [])]
+    return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def take_turns(

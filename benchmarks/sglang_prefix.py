@@ -39,6 +39,8 @@ from benchmarks.prefix_sides import (
 from benchmarks.prefix_workloads import WORKLOADS, Ask, Reply, warm_up
 
 DEFAULT, PLUGIN, FIXED = "stock, default", "plugin", "plugin, fixed pools"
+EARLIER = "plugin, earlier"
+"""The checkout that `--earlier` names."""
 
 
 def configurations(model: str) -> dict[str, dict[str, Any]]:
@@ -55,6 +57,7 @@ def configurations(model: str) -> dict[str, dict[str, Any]]:
         },
         "stock, lazy": {"mamba_radix_cache_strategy": "extra_buffer_lazy", **often},
         "stock, unified memory": {"enable_unified_memory": True, **often},
+        EARLIER: {},
         FIXED: {},
         PLUGIN: {},
     }
@@ -163,16 +166,17 @@ def asker(engine: Any) -> Ask:
 
 def start(name: str, args: argparse.Namespace) -> Side:
     """Start one configuration's engine."""
-    command = [sys.executable, "-m", "benchmarks.sglang_prefix", "--one", name]
+    one = PLUGIN if name == EARLIER else name
+    command = [sys.executable, "-m", "benchmarks.sglang_prefix", "--one", one]
     command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
-    options: dict[str, Any] = {"elastic": name == PLUGIN}
-    if name == PLUGIN:
+    options: dict[str, Any] = {"elastic": one == PLUGIN}
+    if one == PLUGIN:
         options["gpu_memory_budget"] = args.cache_gib << 30
     variables = {
-        "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED) else "0",
+        "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED, EARLIER) else "0",
         "HYBRID_CONFIG": json.dumps(options),
     }
-    return Side(name, command, variables)
+    return Side(name, command, variables, args.earlier if name == EARLIER else None)
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
@@ -182,6 +186,8 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         sides = []
         for name in args.only or configurations(args.model):
+            if name == EARLIER and not args.earlier:
+                continue
             sides.append(start(name, args))
             stack.callback(sides[-1].stop)
         for side in sides:
@@ -222,6 +228,11 @@ def main() -> int:
         "--cache-gib", type=int, default=8, help="of each engine (%(default)s)"
     )
     parser.add_argument("--only", nargs="*", help="configurations to run")
+    parser.add_argument(
+        "--earlier",
+        type=Path,
+        help="checkout of another version, with the plugin's metadata in it",
+    )
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--out", type=Path, help="path without suffix")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -47,6 +47,8 @@ STATE_DTYPES = {"qwen3.5-4b": "float32", "nemotron-h-8b": "float32"}
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
 
 DEFAULT, PLUGIN, FIXED = "stock, default", "plugin", "plugin, fixed pools"
+EARLIER = "plugin, earlier"
+"""The checkout that `--earlier` names."""
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "stock, cache off": {"enable_prefix_caching": False},
     DEFAULT: {},
@@ -55,6 +57,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "prefix_match_unit": 16,
         "prefix_cache_retention_interval": None,
     },
+    EARLIER: {},
     FIXED: {"additional_config": {"hybrid_plugin": {"elastic": False}}},
     PLUGIN: {"additional_config": {"hybrid_plugin": {"elastic": True}}},
 }
@@ -139,21 +142,24 @@ def asker(engine: Any) -> Ask:
 
 def start(name: str, args: argparse.Namespace, lane: int) -> Side:
     """Start one configuration's engine, the `lane`-th of those that run together."""
-    command = [sys.executable, "-m", "benchmarks.vllm_prefix", "--one", name]
+    one = PLUGIN if name == EARLIER else name
+    command = [sys.executable, "-m", "benchmarks.vllm_prefix", "--one", one]
     command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
     variables = {
-        "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED) else "0",
+        "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED, EARLIER) else "0",
         # Engines that start together must not write to one compile cache.
         "VLLM_CACHE_ROOT": str(SCRATCH / f"cache-{lane}"),
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
-    return Side(name, command, variables)
+    return Side(name, command, variables, args.earlier if name == EARLIER else None)
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every configuration, so many of them at a time as fit."""
     write_model(args.model, model_folder(args.model))
-    names = args.only or list(CONFIGURATIONS)
+    names = args.only or [
+        name for name in CONFIGURATIONS if name != EARLIER or args.earlier
+    ]
     results: dict[str, Any] = {}
     for begin in range(0, len(names), args.at_once):
         with ExitStack() as stack:
@@ -195,6 +201,11 @@ def main() -> int:
         "--cache-gib", type=int, default=8, help="of each engine (%(default)s)"
     )
     parser.add_argument("--only", nargs="*", help="configurations to run")
+    parser.add_argument(
+        "--earlier",
+        type=Path,
+        help="checkout of another version, with the plugin's metadata in it",
+    )
     parser.add_argument(
         "--at-once", type=int, default=8, help="engines that fit the device together"
     )

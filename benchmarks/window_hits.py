@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.engine.sizing import EngineLimits, divide
 from hybrid_plugin.vllm import planning
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 
@@ -106,20 +106,15 @@ def plugin(model: Model, tokens: int) -> HybridKVCacheManager:
     groups = planning.make_groups(model.specs())
     layout = planning.make_layout(groups)
     budget = tokens // PAGE * (layout.page_bytes // model.full * model.block)
-    shared = elastic_memory.plan(
-        layout,
-        budget,
-        HybridConfig(),
-        block_bytes=4096,
-        max_model_len=MAX_MODEL_LEN,
-        max_sequences=8,
-        chunk=STEP,
-        log=logging.getLogger(__name__),
+    limits = EngineLimits(
+        max_model_len=MAX_MODEL_LEN, max_sequences=8, block_bytes=4096, chunk=STEP
     )
-    assert shared is not None
+    log = logging.getLogger(__name__)
+    found = divide(layout, budget, HybridConfig(), limits, log)
+    assert found.shared is not None
     cache = SimpleNamespace(prefix_cache_retention_interval=None)
     engine: Any = SimpleNamespace(cache_config=cache)
-    config = planning.make_config(engine, groups, shared.sizes, shared)
+    config = planning.make_config(engine, groups, found.sizes, found.shared)
     return HybridKVCacheManager(config, HybridConfig(), watermark=0.0, log_stats=False)
 
 
@@ -135,8 +130,7 @@ def serve(manager: Any, name: str, prompt: Sequence[int], answer: list[int]) -> 
         while end < request.num_tokens:
             start, end = end, min(end + STEP, request.num_tokens)
             if ours:
-                positions = manager.snapshot_positions(request)
-                end = manager.cache.chunk_end(positions, start, end, request.num_tokens)
+                end = manager.chunk_end(request, start, end)
             assert manager.allocate_slots(request, end - start, *new) is not None
             new = (0, None)
             request.num_computed_tokens = end

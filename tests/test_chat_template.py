@@ -21,7 +21,10 @@ ASKED = HybridConfig(system_snapshot_min_tokens=64)
 
 
 def read(
-    options: HybridConfig, tokenizer: Path, server_template: str | None = None
+    options: HybridConfig,
+    tokenizer: Path,
+    server_template: str | None = None,
+    text: str | None = None,
 ) -> Delimiters | None:
     return delimiters(
         options,
@@ -30,6 +33,7 @@ def read(
         trust_remote_code=False,
         logger=logging.getLogger("test"),
         server_template=server_template,
+        server_template_text=text,
     )
 
 
@@ -47,6 +51,13 @@ def test_the_servers_own_template_counts(tmp_path: Path) -> None:
     file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}~{% endfor %}")
     found = read(ASKED, MODEL, str(file))
     assert found == Delimiters(tuple(b"[system]"), tuple(b"~"))
+
+
+def test_its_text_counts_as_much(caplog: pytest.LogCaptureFixture) -> None:
+    text = "{% for m in messages %}[{{ m.role }}]{{ m.content }}~{% endfor %}"
+    assert read(ASKED, MODEL, text=text) == Delimiters(tuple(b"[system]"), tuple(b"~"))
+    assert read(ASKED, MODEL, text="{{ messages[0].content }}") is None
+    assert "the chat template of --chat-template marks no end" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama-2", "missing.jinja", "conversation.json"])

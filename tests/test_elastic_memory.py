@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
-from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.device.virtual_arena import VirtualArena
@@ -18,11 +16,6 @@ from hybrid_plugin.engine import elastic_memory
 
 LOG = logging.getLogger("test")
 KIB, MIB = 1 << 10, 1 << 20
-LAYOUT = CacheLayout(
-    page_size=16,
-    attention=(AttentionGroup(("a", "b"), 4 * KIB),),
-    states=(StateGroup(("s",), 126 * KIB),),
-)
 
 
 def test_a_cpu_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,31 +109,3 @@ def test_less_memory_than_hoped_for_is_a_line_in_the_log(
     )
     assert memory.held == 32 * memory.block_bytes
     assert "refused: no more; the cache goes on with 0.5 MiB" in caplog.text
-
-
-def plan(budget: int, elastic: bool | None) -> ElasticPlan | None:
-    return elastic_memory.plan(
-        LAYOUT,
-        budget,
-        HybridConfig(elastic=elastic),
-        block_bytes=16 * KIB,
-        max_model_len=512,
-        max_sequences=4,
-        log=LOG,
-    )
-
-
-def test_a_plan_leaves_the_block_behind_holes_alone() -> None:
-    made = plan(4 * MIB + 100, True)
-    assert made is not None
-    assert made.budget == 4 * MIB - 16 * KIB
-
-
-def test_what_does_not_fit_is_refused_only_if_it_was_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with pytest.raises(ConfigError, match=r"^elastic pools do not fit: .*; give the"):
-        plan(300 * KIB, True)
-    with caplog.at_level(logging.INFO):
-        assert plan(300 * KIB, None) is None
-    assert "gives each pool its own memory" in caplog.text

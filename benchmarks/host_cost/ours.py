@@ -38,7 +38,7 @@ class Ours:
         laps.stop("admit")
         assert admission is not None
         for stop in (*found.snapshot_positions, length):
-            cache.advance(name, prompt, stop)
+            cache.advance(name, stop)
             cache.drain_commands()
         laps.stop("commit")
         computed = length + len(answer) - 1

@@ -298,7 +298,7 @@ class HybridCache:
             table.pages += group.pages.allocate(count)
         return fresh
 
-    def advance(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+    def advance(self, seq_id: str, computed: int) -> None:
         """Note that a step was scheduled which takes a sequence to `computed`.
 
         Call it after the step's commands were drained: a snapshot taken here
@@ -306,8 +306,7 @@ class HybridCache:
 
         Args:
             seq_id: a live sequence.
-            tokens: all its tokens known so far.
-            computed: tokens its KV and state num_tokens once the step has run.
+            computed: tokens that its KV and state cover once the step has run.
         """
         sequence = self._sequences[seq_id]
         sequence.computed = computed
@@ -316,13 +315,15 @@ class HybridCache:
             del self._branching[seq_id]
         if sequence.in_tree < sequence.prompt_length:
             if self._is_snapshot_position(sequence, computed):
-                taken = self._take_snapshot(sequence, tokens, computed)
+                taken = self._take_snapshot(sequence, computed)
                 if taken is not None and computed not in sequence.snapshot_positions:
                     self._supersede_chunk_end(sequence, taken)
                 sequence.last_snapshot = computed
             if computed >= sequence.prompt_length:
                 if sequence.cacheable and sequence.prompt_length >= self.page_size:
-                    self._insert_pages(sequence, tokens, sequence.prompt_length)
+                    self._insert_pages(
+                        sequence, sequence.prompt, sequence.prompt_length
+                    )
                 sequence.in_tree = sequence.prompt_length
                 sequence.snapshot_positions = ()
                 sequence.prompt = array("q")
@@ -352,7 +353,7 @@ class HybridCache:
         Args:
             seq_id: a live sequence.
             tokens: all its tokens that are known.
-            computed: tokens its KV and state num_tokens, with every step that was
+            computed: tokens that its KV and state cover, with every step that was
                 scheduled.  Where that is more than are known (a step in flight
                 has consumed a token nobody has seen), the state is worthless.
         """
@@ -570,9 +571,7 @@ class HybridCache:
                 self.tree.unlock(before)
             sequence.locked = node
 
-    def _take_snapshot(
-        self, sequence: LiveSequence, tokens: Sequence[int], length: int
-    ) -> Node | None:
+    def _take_snapshot(self, sequence: LiveSequence, length: int) -> Node | None:
         """Copy the running state into the tree, if a slot can be had for it.
 
         Returns:
@@ -580,7 +579,7 @@ class HybridCache:
         """
         if not sequence.cacheable or not self.tree.needs_snapshots:
             return None
-        node = self._insert_pages(sequence, tokens, length)
+        node = self._insert_pages(sequence, sequence.prompt, length)
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return None

@@ -14,7 +14,7 @@ from hybrid_plugin.device.virtual_arena import Refusal
 
 
 @dataclass(slots=True)
-class MoveStats:
+class MappingStats:
     """What mapping and unmapping cost this rank so far."""
 
     calls: int = 0
@@ -31,7 +31,7 @@ class Executor:
     def __init__(self, arenas: Mapping[PoolId, Arena]) -> None:
         """Work on pools, by their ids."""
         self._arenas = dict(arenas)
-        self.moves = MoveStats()
+        self.moves = MappingStats()
 
     def run(self, commands: Iterable[Command]) -> None:
         """Issue the commands; returns before a GPU has executed them.

@@ -22,6 +22,7 @@ def delimiters(
     trust_remote_code: bool,
     logger: logging.Logger,
     server_template: str | None = None,
+    server_template_text: str | None = None,
 ) -> Delimiters | None:
     """What ends a message, if the options want to know.
 
@@ -33,6 +34,8 @@ def delimiters(
         logger: the adapter's.
         server_template: what the server's own flag names in place of the tokenizer's
             template: a file, or a name that the engine knows.
+        server_template_text: the Jinja text of that template, where the engine has read
+            it already.
 
     Returns:
         None if no option asks for it, and, with a warning, if the template has no
@@ -56,13 +59,15 @@ def delimiters(
             f"has none that loads ({error}); leave the option out."
         ) from error
     if server_template is not None:
-        template.chat_template = _read(server_template)
+        server_template_text = _read(server_template)
+    if server_template_text is not None:
+        template.chat_template = server_template_text
     found = Delimiters.of_template(template)
     if found is None:
         logger.warning(
             "hybrid-plugin: the chat template of %s marks no end of a system message; "
             "system_snapshot_min_tokens does nothing.",
-            server_template or tokenizer,
+            tokenizer if server_template_text is None else "--chat-template",
         )
     return found
 

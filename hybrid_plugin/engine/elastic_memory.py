@@ -13,12 +13,11 @@ import torch
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Pool
-from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.memory.layout import DEFAULT_CHUNK, CacheLayout
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.device.virtual_arena import VirtualArena
-from hybrid_plugin.engine.memory_blocks import block_bytes, pool_budget
+from hybrid_plugin.engine.memory_blocks import block_bytes
 
 __all__ = [
     "block_bytes",
@@ -27,7 +26,6 @@ __all__ = [
     "is_wanted",
     "limited",
     "obstacle",
-    "plan",
     "take",
 ]
 
@@ -93,51 +91,6 @@ def limited(available: int, options: HybridConfig) -> int:
     if options.gpu_memory_budget is None:
         return available
     return min(available, options.gpu_memory_budget)
-
-
-def plan(
-    layout: CacheLayout,
-    budget: int,
-    options: HybridConfig,
-    *,
-    block_bytes: int,
-    max_model_len: int,
-    max_sequences: int,
-    log: Logger,
-    chunk: int = DEFAULT_CHUNK,
-) -> ElasticPlan | None:
-    """How both pools share the memory; None where each gets its own.
-
-    Args:
-        layout: of the pages and the slots.
-        budget: bytes that every rank has, the block behind holes included.
-        options: of the plugin.
-        block_bytes: of that memory.
-        max_model_len: tokens of the longest sequence.
-        max_sequences: that run at once, at most.
-        log: where to say why pools do not share, if they do not.
-        chunk: tokens of a prefill step at most.
-
-    Raises:
-        ConfigError: if the options ask for elastic pools and they do not fit.
-    """
-    try:
-        return plan_elastic(
-            layout,
-            pool_budget(budget, block_bytes),
-            block_bytes=block_bytes,
-            max_model_len=max_model_len,
-            max_sequences=max_sequences,
-            chunk=chunk,
-        )
-    except ValueError as error:
-        if options.elastic:
-            raise ConfigError(
-                f"elastic pools do not fit: {error}; give the cache more memory, or "
-                "set elastic to false."
-            ) from error
-        log.info("hybrid-plugin gives each pool its own memory: %s.", error)
-        return None
 
 
 def take(

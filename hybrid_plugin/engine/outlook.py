@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from logging import Logger
 
+from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
+from hybrid_plugin.engine.sizing import EngineLimits, divide
 
 
 class Prospect(StrEnum):
@@ -37,3 +40,36 @@ class Outlook:
     max_model_len: int = 0
     note: str = ""
     """Why there are no numbers, where there are none."""
+
+    @classmethod
+    def sized(
+        cls,
+        layout: CacheLayout,
+        cache_bytes: int,
+        options: HybridConfig,
+        limits: EngineLimits,
+        log: Logger,
+        *,
+        fixed_layout: CacheLayout | None = None,
+    ) -> Outlook:
+        """What becomes of a model that can be served, with so much memory.
+
+        Args: as of `sizing.divide`.
+        """
+        longest = limits.max_model_len
+        try:
+            plan = divide(
+                layout, cache_bytes, options, limits, log, fixed_layout=fixed_layout
+            )
+        except ConfigError as error:
+            shown = fixed_layout or layout
+            return cls(
+                Prospect.REFUSED, str(error), layout=shown, max_model_len=longest
+            )
+        return cls(
+            Prospect.SERVED,
+            layout=plan.layout,
+            sizes=plan.sizes,
+            shared=plan.shared,
+            max_model_len=longest,
+        )

@@ -24,6 +24,7 @@ from hybrid_plugin.config import (
     parse_options,
     switched_off_by_environment,
 )
+from hybrid_plugin.engine.refusals import ending_the_server
 from hybrid_plugin.sglang.log import logger
 
 FLAG = "--enable-hybrid-plugin"
@@ -102,11 +103,9 @@ def take_arguments(_cls: type, args: argparse.Namespace) -> None:
     """
     flag: bool = getattr(args, "enable_hybrid_plugin", False)
     text: str | None = getattr(args, "hybrid_config", None)
-    try:
+    with ending_the_server():
         if flag or text is not None:
             _pass_on(flag, {} if text is None else parse_options(text, OPTIONS_FLAG))
-    except ConfigError as error:
-        raise SystemExit(f"hybrid-plugin: {error}") from error
 
 
 def _pass_on(flag: bool, given: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
 
 LIMIT = 1 << 31
 """Elements that are certain to be addressed; unsigned offsets reach twice as far."""
@@ -33,28 +34,18 @@ def is_beyond(tensor: torch.Tensor) -> bool:
     return sum((size - 1) * step for size, step in steps) >= LIMIT
 
 
-def hindrance(configurator: Any, slots: int, slot_bytes: int) -> str | None:
-    """What the model's kernels have against so many slot-major states.
+def addressable_bytes(model: Any, params: Any) -> int | None:
+    """Bytes of slot-major states that the model's kernels reach; None for no limit.
 
     Args:
-        configurator: SGLang's `KVCacheConfigurator`.
-        slots: addresses there would be for.
-        slot_bytes: of one.
+        model: SGLang's `ModelConfig`.
+        params: of its states, SGLang's `BaseLinearStateParams`.
     """
-    params = configurator.mambaish_config.mamba2_cache_params
-    smallest = min(params.dtype.conv.itemsize, params.dtype.temporal.itemsize)
-    if slots * slot_bytes // smallest < LIMIT or _is_checked(configurator):
+    if hybrid_gdn_config(model) or hybrid_kda_config(model):
         return None
-    return (
-        f"of {slots * slot_bytes >> 30} GiB of states are beyond the 32-bit offsets "
-        "of this model's kernels; lower gpu_memory_budget, or set elastic to false."
-    )
-
-
-def _is_checked(configurator: Any) -> bool:
-    if configurator.hybrid_gdn_config or configurator.hybrid_kda_config:
-        return True
-    return type(configurator.model_config.hf_config).__name__ in _CHECKED
+    if type(model.hf_config).__name__ in _CHECKED:
+        return None
+    return LIMIT * min(params.dtype.conv.itemsize, params.dtype.temporal.itemsize)
 
 
 def convolve_prefill(

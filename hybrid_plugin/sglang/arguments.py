@@ -11,6 +11,8 @@ from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
+from hybrid_plugin.engine import sizing
+from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.log import logger
@@ -35,10 +37,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
             "attention layers, or SGLang caches nothing of it."
         )
     else:
-        try:
+        with ending_the_server():
             settle(server_args, read_options())
-        except ConfigError as error:
-            raise SystemExit(f"hybrid-plugin: {error}") from error
     previous(server_args)
 
 
@@ -64,10 +64,10 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     view = overrides.resolved_view(server_args)
     conflict = next(_conflicts(view), None)
     if conflict is not None:
-        raise ConfigError(f"it cannot serve this: {conflict}")
+        raise cannot_serve(conflict)
     unknown = known_pools.side_memory(overrides.model_config_of(view))
     if unknown is not None:
-        raise ConfigError(f"it cannot serve this: {unknown}")
+        raise cannot_serve(unknown)
     page_size = _page_size(view, options)
     overrides.declare_resolution(
         server_args,
@@ -89,20 +89,16 @@ def _page_size(view: Any, options: HybridConfig) -> int:
     Raises:
         ConfigError: if two sources contradict each other, or chunks do not fit.
     """
-    chunk = view.chunked_prefill_size or DEFAULT_PAGE_SIZE
-    if options.page_size is None:
-        return int(view.page_size or math.gcd(DEFAULT_PAGE_SIZE, chunk))
-    if view.page_size not in (None, options.page_size):
+    chunk = view.chunked_prefill_size or 0
+    asked = sizing.asked_page_size(options, "--page-size", view.page_size)
+    if asked is None:
+        return math.gcd(DEFAULT_PAGE_SIZE, chunk)
+    if chunk % asked:
         raise ConfigError(
-            f"--page-size {view.page_size} and the option page_size "
-            f"{options.page_size} contradict each other: give one of them."
+            f"--chunked-prefill-size {chunk} is no multiple of the page size {asked}: "
+            "change one of them."
         )
-    if chunk % options.page_size:
-        raise ConfigError(
-            f"--chunked-prefill-size {chunk} is no multiple of the option page_size "
-            f"{options.page_size}: change one of them."
-        )
-    return options.page_size
+    return asked
 
 
 def _conflicts(view: Any) -> Iterator[str]:

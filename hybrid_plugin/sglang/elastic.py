@@ -16,22 +16,16 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
 
-from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
-from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import elastic_memory
-from hybrid_plugin.sglang import addressing
-from hybrid_plugin.sglang.log import logger
-from hybrid_plugin.sglang.slots import slot_bytes
 
 _STRIDED = ("triton", "flashinfer", None)
 """Backends of linear attention whose kernels take slot-major states."""
-MOST_SEQUENCES = 2048
-"""SGLang runs so many at once, if there is room, unless told otherwise."""
 
 
 class SharedPools:
@@ -146,63 +140,6 @@ class SharedPools:
         return Executor(arenas)
 
 
-def share(
-    configurator: Any, available: int, token_bytes: int, options: HybridConfig
-) -> SharedPools | None:
-    """Take a rank's cache memory, and plan how both pools share it.
-
-    Args:
-        configurator: SGLang's `KVCacheConfigurator`.
-        available: bytes for both pools.
-        token_bytes: of a token's KV, over all attention layers.
-        options: of the plugin.
-
-    Returns:
-        None where each pool gets its own memory.
-
-    Raises:
-        ConfigError: if the options ask for elastic pools and they cannot be had.
-    """
-    device = torch.empty(0, device=configurator.device).device
-    found = hindrance(device.type) or _hindrance_of_pools(configurator)
-    if not elastic_memory.is_wanted(options, found, logger):
-        return None
-    budget = _least_of_all_ranks(elastic_memory.limited(available, options))
-    memory = elastic_memory.take(
-        available,
-        options,
-        device,
-        block_bytes=elastic_memory.block_bytes(budget, device.type),
-        log=logger,
-    )
-    plan = elastic_memory.plan(
-        _layout(configurator, token_bytes),
-        _least_of_all_ranks(memory.held) + memory.block_bytes,
-        options,
-        block_bytes=memory.block_bytes,
-        max_model_len=configurator.model_config.context_len,
-        max_sequences=get_schedule().max_running_requests or MOST_SEQUENCES,
-        log=logger,
-    )
-    if plan is None or not _addressed(configurator, plan, options):
-        memory.close()
-        return None
-    logger.info("%s", elastic_memory.describe(plan))
-    return SharedPools(plan, memory)
-
-
-def _addressed(configurator: Any, plan: ElasticPlan, options: HybridConfig) -> bool:
-    """Whether the model's kernels reach every slot.
-
-    Raises:
-        ConfigError: if they do not and the options ask for elastic pools.
-    """
-    device_type = torch.empty(0, device=configurator.device).device.type
-    found = addressing.hindrance(configurator, plan.sizes.slots, plan.layout.slot_bytes)
-    # The CPU's kernels are PyTorch's own.
-    return device_type == "cpu" or elastic_memory.is_wanted(options, found, logger)
-
-
 def hindrance(device_type: str) -> str | None:
     """What the machine or a flag has against elastic pools, to follow those words.
 
@@ -221,7 +158,7 @@ def hindrance(device_type: str) -> str | None:
     return None if device_type == "cpu" else _unstrided()
 
 
-def _hindrance_of_pools(configurator: Any) -> str | None:
+def hindrance_of_pools(configurator: Any) -> str | None:
     """What the pools that SGLang would build have against it."""
     if configurator.post_capture_kv_active:
         return (
@@ -251,37 +188,7 @@ def _unstrided() -> str | None:
     return None
 
 
-def layout_of(
-    params: Any, *, tensors: int, tensor_bytes: int, page_size: int
-) -> CacheLayout:
-    """Sizes of a page and of a slot-major slot.
-
-    Args:
-        params: of the states, SGLang's `BaseLinearStateParams`.
-        tensors: of the KV pool.
-        tensor_bytes: of a token in one of them.
-        page_size: tokens in a page.
-    """
-    names = tuple(f"KV tensor {i}" for i in range(tensors))
-    return CacheLayout(
-        page_size=page_size,
-        attention=(AttentionGroup(names, tensor_bytes * page_size),),
-        states=(StateGroup(("all state layers",), slot_bytes(params)),),
-    )
-
-
-def _layout(configurator: Any, token_bytes: int) -> CacheLayout:
-    layers = len(configurator.mambaish_config.full_attention_layer_ids)
-    tensors = layers if configurator.use_mla_backend else 2 * layers
-    return layout_of(
-        configurator.mambaish_config.mamba2_cache_params,
-        tensors=tensors,
-        tensor_bytes=token_bytes // tensors,
-        page_size=get_schedule().page_size,
-    )
-
-
-def _least_of_all_ranks(own: int) -> int:
+def least_of_all_ranks(own: int) -> int:
     """What every rank has at least: all plan with equal memory in equal blocks."""
     if get_parallel().launch_world_size == 1:
         return own

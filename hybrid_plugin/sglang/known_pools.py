@@ -17,7 +17,7 @@ import torch
 from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
 
-from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.sglang.activation import FLAG
 
 _OWN_TABLES = (
@@ -63,7 +63,7 @@ def require(kv_pool: Any, state_pools: Any, copied: Iterable[torch.Tensor]) -> N
     """
     unknown = list(unknown_tensors((kv_pool, state_pools), tuple(copied)))
     if unknown:
-        raise ConfigError(f"it cannot serve this: {_sentence(', '.join(unknown[:3]))}")
+        raise cannot_serve(_sentence(", ".join(unknown[:3])))
 
 
 def unknown_tensors(

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
-from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.engine import elastic_memory
-from hybrid_plugin.engine.elastic_memory import limited
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.sglang.activation import FLAG, read_options
 
@@ -85,91 +82,46 @@ def _view(server_args: Any) -> Any:
 
 
 def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
+    import torch
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import ModelConfig
 
-    model = ModelConfig.from_server_args(server_args)
-    hybrid = mambaish_config(model)
-    layout = CacheLayout(
-        page_size=page_size,
-        attention=(
-            AttentionGroup(
-                tuple(map(str, hybrid.full_attention_layer_ids)),
-                _token_bytes(model) * page_size,
-            ),
-        ),
-        states=(_states(hybrid.mamba2_cache_params),),
-        slot_alignment=1,
-    )
-    options, longest = read_options(), model.context_len
-    try:
-        shared = _shared(model, hybrid, page_size, cache_bytes, options)
-        if shared is not None:
-            return Outlook(
-                Prospect.SERVED,
-                layout=shared.layout,
-                sizes=shared.sizes,
-                shared=shared,
-                max_model_len=longest,
-            )
-        sizes = layout.split(
-            limited(cache_bytes, options),
-            max_model_len=longest,
-            state_memory_ratio=options.state_memory_ratio,
-        )
-    except ValueError as error:
-        return Outlook(
-            Prospect.REFUSED, str(error), layout=layout, max_model_len=longest
-        )
-    return Outlook(Prospect.SERVED, layout=layout, sizes=sizes, max_model_len=longest)
-
-
-def _shared(
-    model: Any, hybrid: Any, page_size: int, cache_bytes: int, options: HybridConfig
-) -> ElasticPlan | None:
-    """How the pools share the memory, if they do."""
-    import torch
-
-    from hybrid_plugin.sglang import elastic
+    from hybrid_plugin.sglang import elastic, planning
+    from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
 
+    model = ModelConfig.from_server_args(server_args)
+    attention_layers = len(mambaish_config(model).full_attention_layer_ids)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    if not elastic_memory.is_wanted(options, elastic.hindrance(device_type)):
-        return None
-    budget = limited(cache_bytes, options)
-    per_layer = 1 if _is_latent(model) else 2
-    return elastic_memory.plan(
-        elastic.layout_of(
-            hybrid.mamba2_cache_params,
-            tensors=per_layer * len(hybrid.full_attention_layer_ids),
-            tensor_bytes=_token_bytes(model) // per_layer,
-            page_size=page_size,
-        ),
-        budget,
-        options,
-        block_bytes=elastic_memory.block_bytes(budget, device_type),
-        max_model_len=model.context_len,
-        max_sequences=elastic.MOST_SEQUENCES,
-        log=logger,
+    options = read_options()
+    lay_out = partial(
+        make_layout,
+        model,
+        token_bytes=_token_bytes(model) * attention_layers,
+        page_size=page_size,
+        device_type=device_type,
     )
-
-
-def _states(params: Any) -> StateGroup:
-    layers = tuple(map(str, params.layers))
-    return StateGroup(layers, params.mamba_cache_per_req // len(layers))
+    return Outlook.sized(
+        lay_out(elastic=True),
+        cache_bytes,
+        options,
+        planning.limits_of(
+            model,
+            elastic_memory.limited(cache_bytes, options),
+            device_type,
+            elastic.hindrance(device_type),
+        ),
+        logger,
+        fixed_layout=lay_out(elastic=False),
+    )
 
 
 def _token_bytes(model: Any) -> int:
     """KV of one token in one attention layer, for unquantised caches."""
-    if _is_latent(model):
+    from hybrid_plugin.sglang.layout import is_latent
+
+    if is_latent(model):
         elements = model.kv_lora_rank + model.qk_rope_head_dim
     else:
         elements = model.get_num_kv_heads(1) * (model.head_dim + model.v_head_dim)
     return int(elements * model.dtype.itemsize)
-
-
-def _is_latent(model: Any) -> bool:
-    """Whether a layer keeps one tensor, and not keys and values."""
-    from sglang.srt.configs.model_config import AttentionArch
-
-    return bool(model.attention_arch == AttentionArch.MLA)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.refusals import ending_the_server, named
 from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.contracts import COMMAND_LINE_HOOKS, HOOKS
 from hybrid_plugin.sglang.log import logger
@@ -81,10 +82,8 @@ def _take_arguments(cls: type, args: Any) -> None:
     activation.take_arguments(cls, args)
     if not activation.requested():
         return
-    try:
+    with ending_the_server():
         hook_engine()
-    except ConfigError as error:
-        raise SystemExit(f"hybrid-plugin: {error}") from error
 
 
 # ------------------------------------------------------------------- the hooks
@@ -132,6 +131,7 @@ def _divide_memory(memory: PoolMemory) -> None:
     """
     configurator = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
+    @named()
     def slots(original: Callable[..., float], self: Any, memory_gib: float) -> float:
         from hybrid_plugin.sglang import planning
 
@@ -150,6 +150,7 @@ def _divide_memory(memory: PoolMemory) -> None:
             return result
         return planning.limit_tokens(result, memory)
 
+    @named()
     def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         from hybrid_plugin.sglang import planning
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,38 +12,35 @@ import torch
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang.srt.runtime_context import get_context, get_schedule, get_server_args
 
-from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
-from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.memory.pools import PagePool, SlotPool
-from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
-from hybrid_plugin.engine import chat_template
-from hybrid_plugin.engine.elastic_memory import limited
-from hybrid_plugin.sglang import known_pools
+from hybrid_plugin.device.virtual_arena import VirtualArena
+from hybrid_plugin.engine import chat_template, elastic_memory, sizing
+from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.sizing import EngineLimits, FixedCount
+from hybrid_plugin.sglang import elastic, known_pools
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
     most_slots,
 )
 from hybrid_plugin.sglang.elastic import SharedPools
+from hybrid_plugin.sglang.layout import make_layout
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
-from hybrid_plugin.sglang.pool_rows import (
-    bytes_of_rows,
-    kv_tensors,
-    page_rows,
-    slot_rows,
-)
+from hybrid_plugin.sglang.pool_rows import kv_tensors
 
 _GIB = 1 << 30
+_MAX_SEQUENCES = 2048
+"""SGLang runs so many at once, if there is room, unless told otherwise."""
 
 
 def reserve_slots(
     configurator: Any, memory_gib: float, options: HybridConfig, memory: PoolMemory
 ) -> float:
-    """Decide how many state slots there are, or how both pools share the memory.
+    """Divide a rank's cache memory; the slots, or what elastic pools share, is taken.
 
     Args:
         configurator: SGLang's `KVCacheConfigurator`.
@@ -50,52 +49,87 @@ def reserve_slots(
         memory: learns what was planned.
 
     Returns:
-        What is left for pages, in GiB.
+        What there is for pages, in GiB.
 
     Raises:
         ConfigError: if one sequence of the greatest length does not fit, or elastic
             pools are asked for that cannot be had.
     """
-    layout = _layout(configurator)
-    token_bytes = layout.page_bytes // layout.page_size
-    budget = limited(int(memory_gib * _GIB), options)
-    shared = memory.share(configurator, budget, token_bytes, options)
-    if shared is not None:
-        slots = shared.plan.sizes.slots
-        get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots - 1)
-        return shared.plan.sizes.pages * layout.page_bytes / _GIB
+    device = torch.empty(0, device=configurator.device).device
+    hindrance = elastic.hindrance(device.type)
+    hindrance = hindrance or elastic.hindrance_of_pools(configurator)
+    available = elastic_memory.limited(int(memory_gib * _GIB), options)
+    available = elastic.least_of_all_ranks(available)
+    model = configurator.model_config
+    limits = limits_of(model, available, device.type, hindrance)
+    taken: VirtualArena | None = None
+    if elastic_memory.is_wanted(options, hindrance):
+        taken = elastic_memory.take(
+            available, options, device, block_bytes=limits.block_bytes, log=logger
+        )
+        available = elastic.least_of_all_ranks(taken.held) + taken.block_bytes
+    lay_out = partial(
+        make_layout,
+        model,
+        token_bytes=create_memory_pool_configurator(configurator)._cell_size,
+        page_size=get_schedule().page_size,
+        device_type=device.type,
+    )
+    plan = sizing.divide(
+        lay_out(elastic=True),
+        available,
+        options,
+        limits,
+        logger,
+        fixed_layout=lay_out(elastic=False),
+    )
+    for line in plan.describe():
+        logger.info("%s", line)
+    memory.plan = plan
+    if plan.shared is not None and taken is not None:
+        memory.shared = SharedPools(plan.shared, taken)
+    elif taken is not None:
+        taken.close()
     # SGLang counts without the slot that takes the writes of padded rows.
-    named: int | None = get_schedule().max_mamba_cache_size
-    if named is not None:
-        slots = named + 1
-    else:
-        try:
-            slots = layout.split(
-                budget,
-                max_model_len=configurator.model_config.context_len,
-                state_memory_ratio=options.state_memory_ratio,
-            ).slots
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots - 1)
-    return (budget - slots * layout.slot_bytes) / _GIB
+    slots = plan.sizes.slots - 1
+    get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
+    return plan.sizes.pages * plan.layout.page_bytes / _GIB
 
 
-def _layout(configurator: Any) -> CacheLayout:
-    params = configurator.mambaish_config.mamba2_cache_params
-    page_size = get_schedule().page_size
-    token_bytes = create_memory_pool_configurator(configurator)._cell_size
-    return CacheLayout(
-        page_size=page_size,
-        attention=(AttentionGroup(("all attention layers",), token_bytes * page_size),),
-        states=(StateGroup(("all state layers",), params.mamba_cache_per_req),),
-        slot_alignment=1,
+def limits_of(
+    model: Any, available: int, device_type: str, hindrance: str | None
+) -> EngineLimits:
+    """What SGLang's arguments say about the cache.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        available: bytes that every rank has.
+        device_type: "cpu" or "cuda", as torch calls it.
+        hindrance: what stands against elastic pools.
+    """
+    schedule = get_schedule()
+    pages: FixedCount | None = None
+    if schedule.max_total_tokens is not None:
+        # SGLang counts without the page and the slot that take the writes of padding.
+        count = schedule.max_total_tokens // schedule.page_size + 1
+        pages = FixedCount(count, "--max-total-tokens")
+    slots: FixedCount | None = None
+    if schedule.max_mamba_cache_size is not None:
+        count = schedule.max_mamba_cache_size + 1
+        slots = FixedCount(count, "--max-mamba-cache-size")
+    return EngineLimits(
+        max_model_len=model.context_len,
+        max_sequences=schedule.max_running_requests or _MAX_SEQUENCES,
+        block_bytes=elastic_memory.block_bytes(available, device_type),
+        hindrance=hindrance,
+        pages=pages,
+        slots=slots,
     )
 
 
 def limit_tokens(tokens: int, memory: PoolMemory) -> int:
     """Tokens the KV pool is to hold, of the `tokens` that fit beside the slots."""
-    return tokens if memory.shared is None else memory.shared.tokens
+    return tokens if memory.plan is None else min(tokens, memory.plan.tokens)
 
 
 def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
@@ -116,34 +150,23 @@ def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
     states = pools.req_to_token_pool
     known_pools.require(stock.get_kvcache(), states, _copied(stock, states))
     executor = memory.executor(stock.get_kvcache(), states.mamba_pool, stock.page_size)
-    cache = _build(stock, states, options, memory.shared)
+    cache = _build(stock, states, options, memory)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
     allocator = HybridTokenAllocator(cache, stock, executor)
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
 
 
 def _build(
-    stock: Any, states: Any, options: HybridConfig, shared: SharedPools | None
+    stock: Any, states: Any, options: HybridConfig, memory: PoolMemory
 ) -> HybridCache:
     """The core, in charge of as many pages and slots as there are."""
-    pools: CachePools
-    if shared is None:
-        pools = FixedPools(
-            PagePool(stock.size // stock.page_size + 1),
-            SlotPool(states.mamba_pool.size + 1),
-        )
-    else:
-        pools = shared.plan.build()
-    cache = HybridCache(
-        pages=pools.pages,
-        slots=pools.slots,
-        windows=pools.windows,
-        broker=pools.broker,
-        page_size=stock.page_size,
-        policy=options.snapshot_policy(stock.page_size, _delimiters(options)),
-        eviction=_eviction(stock, states, options),
-    )
-    if shared is not None:
+    plan = memory.plan
+    assert plan is not None, "SGLang divides its memory before it builds pools"
+    if plan.shared is None:
+        pages, slots = stock.size // stock.page_size + 1, states.mamba_pool.size + 1
+        plan = replace(plan, sizes=PoolSizes(pages, slots))
+    cache = build_cache(plan, options, _delimiters(options))
+    if plan.shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache
 
@@ -157,15 +180,6 @@ def _delimiters(options: HybridConfig) -> Delimiters | None:
         trust_remote_code=server.trust_remote_code,
         logger=logger,
         server_template=server.chat_template,
-    )
-
-
-def _eviction(stock: Any, states: Any, options: HybridConfig) -> LeastRecentlyUsed:
-    """The policy that was asked for, by the sizes of the pools' tensors."""
-    pages = page_rows(stock.get_kvcache().full_kv_pool, stock.page_size)
-    return options.eviction(
-        token_bytes=bytes_of_rows(pages) // stock.page_size,
-        slot_bytes=bytes_of_rows(slot_rows(states.mamba_pool)),
     )
 
 

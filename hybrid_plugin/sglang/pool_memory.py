@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena
 from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.engine.sizing import CachePlan
 from hybrid_plugin.sglang.pool_rows import page_rows, slot_rows
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class PoolMemory:
     """
 
     def __init__(self) -> None:
+        self.plan: CachePlan | None = None
+        """Once the memory is divided."""
         self.shared: SharedPools | None = None
         """The memory of the pools, where they share it."""
         self._building = False
@@ -42,32 +44,6 @@ class PoolMemory:
     def lent(self) -> SharedPools | None:
         """The memory on which a pool that is being built must lie, or None."""
         return self.shared if self._building else None
-
-    def share(
-        self,
-        configurator: Any,
-        available: int,
-        token_bytes: int,
-        options: HybridConfig,
-    ) -> SharedPools | None:
-        """Take a rank's cache memory, and plan how both pools share it.
-
-        Args:
-            configurator: SGLang's `KVCacheConfigurator`.
-            available: bytes for both pools.
-            token_bytes: of a token's KV, over all attention layers.
-            options: of the plugin.
-
-        Returns:
-            None where each pool gets its own memory.
-
-        Raises:
-            ConfigError: if the options ask for elastic pools and they cannot be had.
-        """
-        from hybrid_plugin.sglang import elastic
-
-        self.shared = elastic.share(configurator, available, token_bytes, options)
-        return self.shared
 
     def executor(self, kv_pool: Any, state_pool: Any, page_size: int) -> Executor:
         """What runs commands on the pools that were built.

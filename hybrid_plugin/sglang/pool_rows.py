@@ -96,8 +96,3 @@ def kv_tensors(pool: Any) -> list[torch.Tensor]:
     else:
         raise ConfigError(f"a KV cache of the kind {name} is not supported yet.")
     return tensors
-
-
-def bytes_of_rows(rows: list[torch.Tensor]) -> int:
-    """Bytes of one page or slot over all parts."""
-    return sum(part.shape[1] for part in rows)

@@ -9,9 +9,7 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,25 +26,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_parallel
 
-from hybrid_plugin.core.cache import HybridCache, LookUp
-from hybrid_plugin.core.policy.in_batch_sharing import (
-    LOOK_AHEAD,
-    InBatchPrefixSharing,
-    Prefill,
-    waiting_prefill,
-)
+from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
-from hybrid_plugin.engine.hints import Hints
+from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
-from hybrid_plugin.sglang.requests import (
-    cacheable,
-    known_tokens,
-    namespace,
-    sequence_id,
-    wants_every_row,
-)
+from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -78,9 +64,7 @@ class HybridPrefixCache(BasePrefixCache):
         self.root_node = _OUTSIDE
         self.device = self.token_to_kv_pool_allocator.device
         self._executor = self.token_to_kv_pool_allocator.executor
-        self._hints = Hints(logger)
-        self._sharing = InBatchPrefixSharing(self.cache)
-        self._found: dict[str, LookUp] = {}
+        self.front_door = FrontDoor(self.cache, logger)
         self._requests: dict[str, Req] = {}
         """Of the live sequences, by their ids; the core says which are live."""
         self._paused: list[Req] = []
@@ -100,11 +84,11 @@ class HybridPrefixCache(BasePrefixCache):
         req, key = params.req, params.key
         if req is not None and self.is_live(req):
             return self._match_of_paused(req)
-        found = self._look_up(
-            req, key.token_ids, len(key), namespace(key.extra_key, key.cache_salt)
-        )
         if req is not None:
-            self._found[_id(req)] = found
+            found = self.front_door.look_up(SGLangRequest(req), len(key))
+        else:
+            space = namespace(key.extra_key, key.cache_salt)
+            found = self.cache.look_up(key.token_ids, space, len(key))
         node = found.match.node or _OUTSIDE
         length = found.match.length
         return MatchResult(
@@ -126,17 +110,6 @@ class HybridPrefixCache(BasePrefixCache):
             cache_protected_len=req.kv.cache_protected_len,
         )
 
-    def _look_up(
-        self, req: Req | None, tokens: Sequence[int], limit: int, space: Hashable
-    ) -> LookUp:
-        if req is None:
-            return self.cache.look_up(tokens, space, limit)
-        if not cacheable(req):
-            return self.cache.bypass(req.full_untruncated_fill_ids, space)
-        keep = self._hints.keep(req.sampling_params.custom_params)
-        keep = (*keep, *self._sharing.pauses_of(_id(req)))
-        return self.cache.look_up(tokens, space, limit, snapshot_at=keep)
-
     def chunk_end(self, req: Req, start: int, end: int) -> int:
         """Where a chunk of an admitted request's prompt should end.
 
@@ -145,11 +118,7 @@ class HybridPrefixCache(BasePrefixCache):
             start: its first token in the chunk.
             end: where SGLang would end it.
         """
-        positions = self.cache.snapshot_positions_of(_id(req))
-        if wants_every_row(req):
-            positions = ()
-        length = len(req.full_untruncated_fill_ids)
-        return self.cache.chunk_end(positions, start, end, length)
+        return self.front_door.chunk_end(SGLangRequest(req), start, end)
 
     def is_live(self, req: Req) -> bool:
         """Whether the request was admitted and has not been released."""
@@ -168,28 +137,14 @@ class HybridPrefixCache(BasePrefixCache):
         """
         if self.is_live(req):
             return True
-        found = self._found.get(_id(req))
-        if found is None or not self.cache.is_current(found):
-            found = self._look_up_again(req)
-        if found.match.length != req.prefix_len:
-            return False  # the scheduler asks again in the next step
-        cover = len(req.full_untruncated_fill_ids)
-        admission = self.cache.admit(
-            _id(req),
-            found,
-            num_tokens=cover,
-            cacheable=cacheable(req),
-            resumed=req.retracted_stain,
+        request = SGLangRequest(req)
+        admission = self.front_door.admit(
+            request, req.prefix_len, num_tokens=request.num_tokens
         )
         if admission is None:
             return False
-        self._found.pop(_id(req), None)
-        self._requests[_id(req)] = req
+        self._requests[request.seq_id] = req
         return True
-
-    def _look_up_again(self, req: Req) -> LookUp:
-        space = namespace(req.extra_key, req.cache_salt)
-        return self._look_up(req, req.full_untruncated_fill_ids, req.prefix_len, space)
 
     def grow(self, req: Req, num_tokens: int) -> bool:
         """Give a live request pages for `num_tokens` tokens; False if none is left."""
@@ -199,27 +154,15 @@ class HybridPrefixCache(BasePrefixCache):
         """Take back an admission that the scheduler did not use."""
         if self.is_live(req):
             del self._requests[_id(req)]
-            self.cache.finish(_id(req), (), 0)
-
-    # --------------------------------------------------------------- following
+            self.front_door.withdraw(_id(req))
 
     def plan_in_batch_sharing(self, queue: Iterable[Req]) -> None:
         """Decide which of the requests that wait follow another one."""
-        waiting = (req for req in queue if not self.is_live(req) and cacheable(req))
-        self._sharing.plan(
-            [
-                (_id(req), partial(self._prefill, req))
-                for req in islice(waiting, LOOK_AHEAD)
-            ]
-        )
+        self.front_door.plan_sharing(map(SGLangRequest, queue))
 
-    def follows(self, req: Req) -> bool:
+    def must_wait(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
-        return not self.is_live(req) and self._sharing.holds(_id(req))
-
-    def _prefill(self, req: Req) -> Prefill:
-        space = namespace(req.extra_key, req.cache_salt)
-        return waiting_prefill(self.cache, _id(req), known_tokens(req), space)
+        return self.front_door.must_wait(_id(req))
 
     # ---------------------------------------------------------------- progress
 
@@ -266,10 +209,7 @@ class HybridPrefixCache(BasePrefixCache):
         """Note how far the forward pass that was just launched takes each request."""
         if batch.forward_mode.is_extend():
             for req in batch.reqs:
-                name = _id(req)
-                if self.cache.is_live(name) and self.cache.is_prefilling(name):
-                    tokens = req.full_untruncated_fill_ids
-                    self.cache.advance(name, tokens, req.extend_end)
+                self.front_door.advance(_id(req), req.extend_end)
         if self._metrics is not None:
             self._metrics.publish_now_and_then()
 
@@ -283,11 +223,9 @@ class HybridPrefixCache(BasePrefixCache):
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """End the request's sequence: finished, aborted or retracted."""
-        self._found.pop(_id(req), None)
         self._parked.discard(_id(req))
-        if self.is_live(req):
-            del self._requests[_id(req)]
-            self.cache.finish(_id(req), known_tokens(req), req.kv.kv_committed_len)
+        self._requests.pop(_id(req), None)
+        self.front_door.end(SGLangRequest(req), req.kv.kv_committed_len)
         req.kv.mamba_pool_idx = None
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
@@ -298,14 +236,14 @@ class HybridPrefixCache(BasePrefixCache):
         every such path releases more; a parked request has a row, pages and a slot.
         """
         name = sequence_id(handle)
-        self._found.pop(name, None)
+        self.front_door.forget(name)
         req = self._requests.get(name)
         if req is not None:
             release_kv_cache(req, self, checkpoint=False)
 
     def retracted(self) -> None:
         """Count a running request that was put back into the queue."""
-        self.cache.stats.preemptions += 1
+        self.front_door.count_preemption()
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Pages go back with their sequence, in `on_release`."""
@@ -317,12 +255,11 @@ class HybridPrefixCache(BasePrefixCache):
             RuntimeError: if a request is live: SGLang would clear its row, and answer
                 that all is forgotten.
         """
-        if not self.cache.flush():
+        if not self.front_door.flush():
             raise RuntimeError(
                 f"SGLang flushes its cache while {', '.join(self._requests)} still "
                 "hold pages."
             )
-        self._found.clear()
 
     # ------------------------------------------------------------------- locks
 

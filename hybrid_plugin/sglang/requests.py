@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def sequence_id(handle: CacheRequestHandle) -> str:
 
 
 def namespace(extra_key: Any, cache_salt: Any) -> Hashable:
-    """What the whole request must have in common with another.
+    """What a whole request must have in common with another.
 
     SGLang puts the LoRA adapter into the extra key.  It replaces multimodal
     placeholders by a hash of their content, so tokens say the rest.
@@ -34,27 +35,62 @@ def namespace(extra_key: Any, cache_salt: Any) -> Hashable:
     return (_hashable(extra_key), _hashable(cache_salt))
 
 
-def known_tokens(req: Req) -> array[int]:
-    """All tokens of the request that are known by now, of type code `q`."""
-    tokens: array[int] = req.origin_input_ids + req.output_ids
-    return tokens
+@dataclass(frozen=True, slots=True)
+class SGLangRequest:
+    """A request of SGLang as the front door sees it."""
 
+    req: Req
 
-def cacheable(req: Req) -> bool:
-    """Whether the request's tokens say all about it: embeddings do not."""
-    return (
-        not req.skip_radix_cache_insert
-        and req.input_embeds is None
-        and req.positional_embed_overrides is None
-    )
+    @property
+    def seq_id(self) -> str:
+        """Name of its sequence."""
+        return sequence_id(self.req.cache_request_handle)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the output that are known by now."""
+        return len(self.req.origin_input_ids) + len(self.req.output_ids)
 
-def wants_every_row(req: Req) -> bool:
-    """Whether the client gets the hidden state of each token that is computed.
+    def tokens(self) -> array[int]:
+        """A copy of those tokens, of type code `q`."""
+        tokens: array[int] = self.req.origin_input_ids + self.req.output_ids
+        return tokens
 
-    SGLang returns those of a prompt's last chunk only.
-    """
-    return req.return_hidden_states is True
+    def namespace(self) -> Hashable:
+        """What the whole request must have in common with another."""
+        return namespace(self.req.extra_key, self.req.cache_salt)
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether the request's tokens say all about it: embeddings do not."""
+        return (
+            not self.req.skip_radix_cache_insert
+            and self.req.input_embeds is None
+            and self.req.positional_embed_overrides is None
+        )
+
+    @property
+    def may_hit(self) -> bool:
+        """True: SGLang has no request that writes to the cache and does not read."""
+        return True
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether the client is content with what a prompt's last chunk gives.
+
+        Of hidden states SGLang returns those of that chunk only.
+        """
+        return self.req.return_hidden_states is not True
+
+    @property
+    def hint(self) -> object:
+        """What came with the request for plugins."""
+        return self.req.sampling_params.custom_params
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it ran before and was retracted."""
+        return bool(self.req.retracted_stain)
 
 
 def _hashable(value: Any) -> Hashable:

@@ -33,7 +33,7 @@ class HybridPrefillAdder(PrefillAdder):
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
         """Admit a waiting request, or leave everything as it was."""
-        if self.tree_cache.follows(req):
+        if self.tree_cache.must_wait(req):
             return AddReqResult.CONTINUE  # with the next one
         self._resumes = self.tree_cache.is_live(req)
         if not self._resumes and not self._has_row():

@@ -19,15 +19,19 @@ from hybrid_plugin.config import (
     environment_options,
     switched_off_by_environment,
 )
+from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.vllm import servable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 # A name below "vllm" makes vLLM's log configuration show the lines.
 logger = init_logger("vllm.hybrid_plugin")
 
 OPTIONS_KEY = "hybrid_plugin"
+TEMPLATE_KEY = "hybrid_plugin_chat_template"
+"""Key of the text of `--chat-template` in the additional configuration."""
 SCHEDULER = "hybrid_plugin.vllm.scheduler.create_scheduler"
 CPU_WORKER = "hybrid_plugin.vllm.cpu_worker.HybridCPUWorker"
 GPU_WORKER = "hybrid_plugin.vllm.gpu_worker.HybridGPUWorker"
@@ -39,12 +43,40 @@ def read_options(vllm_config: VllmConfig) -> HybridConfig:
     Raises:
         ConfigError: for options that are not a mapping or not valid.
     """
-    return HybridConfig.from_mapping(_given_options(vllm_config))
+    return HybridConfig.from_mapping(_given_options(vllm_config.additional_config))
 
 
-def _given_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Both sources together; what the command line says of an option counts."""
+def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
+    """Have the server's chat template travel to the engine core, if an option reads it.
+
+    Args:
+        engine_args: of the server.
+        template: what `--chat-template` gives: a file, a name or the text itself.
+
+    Raises:
+        ConfigError: for options that are not a mapping.
+    """
+    extra = engine_args.additional_config
+    wanted = _given_options(extra).get("system_snapshot_min_tokens") is not None
+    if template is None or not wanted or not isinstance(extra, dict):
+        return
+    from vllm.renderers.chat_utils import load_chat_template
+
+    text = load_chat_template(template)
+    engine_args.additional_config = {**extra, TEMPLATE_KEY: text}
+
+
+def carried_chat_template(vllm_config: VllmConfig) -> str | None:
+    """The text of the server's chat template, if it was given one and it is read."""
     extra = vllm_config.additional_config
+    return extra.get(TEMPLATE_KEY) if isinstance(extra, dict) else None
+
+
+def _given_options(extra: Any) -> dict[str, Any]:
+    """The options of an additional configuration and of the environment together.
+
+    What the command line says of an option counts.
+    """
     options: Any = extra.get(OPTIONS_KEY, {}) if isinstance(extra, dict) else {}
     if not isinstance(options, dict):
         raise ConfigError(
@@ -62,7 +94,7 @@ def _carry_options(vllm_config: VllmConfig) -> None:
     if isinstance(vllm_config.additional_config, dict) and environment_options():
         vllm_config.additional_config = {
             **vllm_config.additional_config,
-            OPTIONS_KEY: _given_options(vllm_config),
+            OPTIONS_KEY: _given_options(vllm_config.additional_config),
         }
 
 
@@ -110,7 +142,20 @@ def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
         ConfigError: with the `reason`, a sentence.
     """
     if options.enabled:
-        raise ConfigError(f"hybrid-plugin cannot serve this: {reason}")
+        raise cannot_serve(reason)
+
+
+def refuse_session(vllm_config: VllmConfig) -> None:
+    """Do not begin a streaming-input session that would go on from a wrong state.
+
+    Raises:
+        ConfigError: where the plugin is active and steps are scheduled ahead.
+    """
+    if is_active(vllm_config) and vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "hybrid-plugin serves streaming input only with synchronous scheduling: "
+            "start the server with --no-async-scheduling."
+        )
 
 
 def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str | None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_plugin.vllm.activation import logger
-
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -20,14 +18,11 @@ LIMIT = 1 << 31
 """Elements that are certain to be addressed."""
 
 
-def most_slots(
-    groups: list[KVCacheGroupSpec], slot_bytes: int, device_type: str
-) -> int | None:
-    """Slots that the kernels of all groups reach; None for no limit.
+def addressable_bytes(groups: list[KVCacheGroupSpec], device_type: str) -> int | None:
+    """Bytes of slots that the kernels of all groups reach; None for no limit.
 
     Args:
-        groups: of the layers, whatever they keep.
-        slot_bytes: of a slot over all of them.
+        groups: of the state layers.
         device_type: "cpu" or "cuda", as torch calls it.
     """
     if device_type == "cpu":  # PyTorch's own operations
@@ -38,17 +33,4 @@ def most_slots(
         if getattr(kind, "name", str(kind)).lower() == "mamba1":
             dtypes: tuple[torch.dtype, ...] = getattr(group.kv_cache_spec, "dtypes", ())
             sizes += [dtype.itemsize for dtype in dtypes]
-    return LIMIT * min(sizes) // slot_bytes if sizes else None
-
-
-def capped(slots: int, most: int | None) -> int:
-    """As many slots as planned, or as can be reached; says so if that is less."""
-    if most is None or slots <= most:
-        return slots
-    logger.warning(
-        "hybrid-plugin uses %d of %d state slots: this model's kernels address no "
-        "more. Give pages the rest with state_memory_ratio.",
-        most,
-        slots,
-    )
-    return most
+    return LIMIT * min(sizes) if sizes else None

@@ -46,7 +46,18 @@ _SCHEDULING = "vllm.config.scheduler:SchedulerConfig"
 _PARALLEL = "vllm.config.parallel:ParallelConfig"
 _PLATFORM = "vllm.platforms.interface:Platform"
 
+ARGUMENT_HOOKS: tuple[Contract, ...] = (
+    HookPoint("vllm.engine.arg_utils:EngineArgs.from_cli_args", ("args",)),
+    HookPoint("vllm.engine.arg_utils:EngineArgs.additional_config"),
+    HookPoint(
+        "vllm.renderers.chat_utils:load_chat_template",
+        ("chat_template",),
+    ),
+)
+"""How the chat template of the server gets to the engine core."""
+
 OPTION_HOOKS: tuple[Contract, ...] = (
+    *ARGUMENT_HOOKS,
     *_fields(
         "vllm.config.vllm:VllmConfig",
         "additional_config",
@@ -194,7 +205,23 @@ PLANNING_HOOKS: tuple[Contract, ...] = (
 )
 """How the pools are planned in place of vLLM's one pool."""
 
+SESSION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        ("self", "request_id", "resumable"),
+    ),
+    HookPoint(
+        "vllm.v1.engine.input_processor:InputProcessor", mentions=("vllm_config",)
+    ),
+    HookPoint(
+        "vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request",
+        mentions=("process_inputs", "resumable"),
+    ),
+)
+"""Where streaming-input sessions come in."""
+
 SCHEDULER_HOOKS: tuple[Contract, ...] = (
+    *SESSION_HOOKS,
     HookPoint(f"{_SCHEDULER}:KVCacheManager"),
     HookPoint(
         f"{_SCHEDULER}:Scheduler.__init__",

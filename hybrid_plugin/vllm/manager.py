@@ -9,8 +9,6 @@ start-up.  No decision is made here: each method translates to `HybridCache`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -18,32 +16,17 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.core.cache import HybridCache, LookUp
 from hybrid_plugin.core.commands import Command, Pool, PoolId
-from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
-from hybrid_plugin.core.memory.layout import CacheLayout
-from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
-from hybrid_plugin.core.memory.window_tables import WindowGroup
-from hybrid_plugin.core.policy.in_batch_sharing import (
-    LOOK_AHEAD,
-    InBatchPrefixSharing,
-    Prefill,
-    waiting_prefill,
-)
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
-from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
-from hybrid_plugin.engine.hints import Hints
+from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.vllm.activation import logger
-from hybrid_plugin.vllm.keys import RequestKeys
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_layout, pools_of
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
+from hybrid_plugin.vllm.requests import VllmRequest
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
-
-
-_LONG = 1 << 30
-"""Tokens that fill any window."""
 
 
 class _GroupView:
@@ -76,47 +59,6 @@ class _Blocks:
             raise NotImplementedError("hybrid-plugin defers no block's free")
 
 
-def build_cache(
-    config: HybridKVCacheConfig,
-    options: HybridConfig,
-    delimiters: Delimiters | None = None,
-) -> HybridCache:
-    """The core cache for the pools that were planned."""
-    layout = make_layout(config.kv_cache_groups)
-    pools = (
-        _fixed_pools(config, layout) if config.shared is None else config.shared.build()
-    )
-    return HybridCache(
-        pages=pools.pages,
-        slots=pools.slots,
-        windows=pools.windows,
-        broker=pools.broker,
-        page_size=layout.page_size,
-        policy=options.snapshot_policy(layout.page_size, delimiters),
-        eviction=options.eviction(
-            token_bytes=layout.page_bytes / layout.page_size,
-            slot_bytes=_snapshot_bytes(layout),
-        ),
-    )
-
-
-def _fixed_pools(config: HybridKVCacheConfig, layout: CacheLayout) -> CachePools:
-    groups = zip(layout.attention_windows, config.windows, strict=True)
-    return FixedPools(
-        PagePool(config.pages),
-        SlotPool(config.slots) if layout.states else NoSlots(),
-        tuple(WindowGroup(window, PagePool(count)) for window, count in groups),
-    )
-
-
-def _snapshot_bytes(layout: CacheLayout) -> int:
-    """What a snapshot keeps besides KV of full attention: a slot, and its windows."""
-    windows = zip(layout.attention_windows, layout.window_page_bytes, strict=True)
-    return layout.slot_bytes + sum(
-        layout.live_pages(window, _LONG) * size for window, size in windows
-    )
-
-
 class HybridKVCacheManager:
     """Speaks vLLM's manager interface for a `HybridCache`."""
 
@@ -141,20 +83,14 @@ class HybridKVCacheManager:
                 other requests run.
             log_stats: whether vLLM collects statistics.
         """
-        self.cache = build_cache(kv_cache_config, options, delimiters)
+        self.cache = build_cache(kv_cache_config.plan, options, delimiters)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()
-        self.keys = RequestKeys()
-        self._hints = Hints(logger)
+        self.front_door = FrontDoor(self.cache, logger)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
-        self._found: dict[str, LookUp] = {}
-        self._sharing = InBatchPrefixSharing(self.cache)
-        self._prompts: dict[str, Tokens] = {}
-        """All tokens of requests until they are computed: they are looked up again
-        at each retry, and read at the end of each chunk."""
         self.prefix_cache_stats = PrefixCacheStats()
         most = max(
             kv_cache_config.pages, kv_cache_config.slots, *kv_cache_config.windows
@@ -171,8 +107,7 @@ class HybridKVCacheManager:
 
         The pages are those of full attention: nobody reads the others here.
         """
-        found = self._look_up(request, max_cache_hit_length)
-        self._found[request.request_id] = found
+        found = self.front_door.look_up(VllmRequest(request), max_cache_hit_length)
         return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
 
     def allocate_slots(
@@ -194,58 +129,23 @@ class HybridKVCacheManager:
             if fresh is None:
                 return None
             return self._last_pages(seq_id, len(fresh))
-        found = self._found.pop(seq_id)
-        if not self.cache.is_current(found):
-            found = self._look_up(request, num_new_computed_tokens)
-            if found.match.length != num_new_computed_tokens:
-                return None  # the scheduler asks again in the next step
-        admission = self.cache.admit(
-            seq_id,
-            found,
+        admission = self.front_door.admit(
+            VllmRequest(request),
+            num_new_computed_tokens,
             num_tokens=num_new_computed_tokens + num_new_tokens + num_lookahead_tokens,
             reserve_tokens=request.num_tokens if full_sequence_must_fit else 0,
             watermark_pages=self._watermark_pages if has_scheduled_reqs else 0,
-            cacheable=self.keys.cacheable(request),
-            resumed=request.num_preemptions > 0,
         )
         if admission is None:
             return None
-        count = len(admission.pages) - len(found.match.pages)
-        return self._last_pages(seq_id, count, slot=True)
+        shared = admission.hit // self.cache.page_size
+        return self._last_pages(seq_id, len(admission.pages) - shared, slot=True)
 
-    def _look_up(self, request: Request, limit: int | None) -> LookUp:
-        if request.skip_reading_prefix_cache or not self.keys.cacheable(request):
-            return self.cache.bypass(
-                self._prompt(request), self.keys.namespace(request)
-            )
-        parameters = request.sampling_params
-        return self.cache.look_up(
-            self._prompt(request),
-            self.keys.namespace(request),
-            limit,
-            snapshot_at=(
-                *(self._hints.keep(parameters.extra_args) if parameters else ()),
-                *self._sharing.pauses_of(request.request_id),
-            ),
-        )
-
-    def _prompt(self, request: Request) -> Tokens:
-        """All tokens of a request that is not computed yet, kept until it is."""
-        seq_id = request.request_id
-        tokens = self._prompts.get(seq_id)
-        if tokens is None or len(tokens) != request.num_tokens:
-            tokens = as_tokens(self.keys.tokens(request)[:])
-            self._prompts[seq_id] = tokens
-        return tokens
-
-    def snapshot_positions(self, request: Request) -> tuple[int, ...]:
-        """Where the request's prefill should pause for a snapshot."""
-        if self.cache.is_live(request.request_id):
-            return self.cache.snapshot_positions_of(request.request_id)
-        found = self._found.get(request.request_id)
-        return found.snapshot_positions if found is not None else ()
-
-    # -------------------------------------------------------------- following
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Where a chunk of the request's prefill from `start` should end, at `end`
+        by vLLM's own choice.
+        """
+        return self.front_door.chunk_end(VllmRequest(request), start, end)
 
     def plan_in_batch_sharing(self, waiting: Iterable[Request]) -> None:
         """Decide which of the requests that wait follow another one.
@@ -253,48 +153,23 @@ class HybridKVCacheManager:
         Args:
             waiting: in the order in which they are served.
         """
-        able = [
-            request
-            for request in islice(waiting, LOOK_AHEAD)
-            if not request.skip_reading_prefix_cache and self.keys.cacheable(request)
-        ]
-        self._sharing.plan([(r.request_id, partial(self._prefill, r)) for r in able])
+        self.front_door.plan_sharing(map(VllmRequest, waiting))
 
-    def follows(self, request: Request) -> bool:
+    def must_wait(self, request: Request) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
-        return self._sharing.holds(request.request_id)
-
-    def _prefill(self, request: Request) -> Prefill:
-        namespace = self.keys.namespace(request)
-        return waiting_prefill(
-            self.cache, request.request_id, self._prompt(request), namespace
-        )
+        return self.front_door.must_wait(request.request_id)
 
     # -------------------------------------------------------------- progress
 
     def step_scheduled(self, requests: Iterable[Request]) -> None:
         """Note how far the step that was just scheduled takes each request."""
         for request in requests:
-            seq_id = request.request_id
-            if self.cache.is_live(seq_id) and self.cache.is_prefilling(seq_id):
-                self.cache.advance(
-                    seq_id, self._prompt(request), request.num_computed_tokens
-                )
-                if not self.cache.is_prefilling(seq_id):
-                    del self._prompts[seq_id]
-            elif self.cache.windows and self.cache.is_live(seq_id):
-                # Without drafts, which are refused, what is scheduled is final.
-                self.cache.trim(seq_id, request.num_computed_tokens)
+            # Without drafts, which are refused, what is scheduled is final.
+            self.front_door.advance(request.request_id, request.num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """End the request's sequence: finished, aborted or preempted."""
-        seq_id = request.request_id
-        self._found.pop(seq_id, None)
-        self._prompts.pop(seq_id, None)
-        if self.cache.is_live(seq_id):
-            self.cache.finish(
-                seq_id, self.keys.tokens(request), request.num_computed_tokens
-            )
+        self.front_door.end(VllmRequest(request), request.num_computed_tokens)
 
     def drain_commands(self) -> list[Command]:
         """Take the device work that must run before the next forward pass."""
@@ -302,9 +177,8 @@ class HybridKVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests hold pages."""
-        flushed = self.cache.flush()
+        flushed = self.front_door.flush()
         if flushed:
-            self._found.clear()
             self.prefix_cache_stats.reset = True
         return flushed
 

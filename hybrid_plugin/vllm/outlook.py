@@ -152,24 +152,7 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
 
 
 def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:
-    from hybrid_plugin.vllm import elastic, planning
+    from hybrid_plugin.vllm import planning
 
-    longest = config.model_config.max_model_len
-    options = activation.read_options(config)
-    try:
-        shared = elastic.plan(config, layout, cache_bytes)
-        if shared is not None:
-            return Outlook(
-                Prospect.SERVED,
-                layout=shared.layout,
-                sizes=shared.sizes,
-                shared=shared,
-                max_model_len=longest,
-            )
-        budget = elastic.limited(cache_bytes, options)
-        sizes = planning.pool_sizes(layout, config, options, budget)
-    except ConfigError as error:
-        return Outlook(
-            Prospect.REFUSED, str(error), layout=layout, max_model_len=longest
-        )
-    return Outlook(Prospect.SERVED, layout=layout, sizes=sizes, max_model_len=longest)
+    options, limits = activation.read_options(config), planning.limits_of(config)
+    return Outlook.sized(layout, cache_bytes, options, limits, activation.logger)

@@ -16,8 +16,17 @@ NEEDED = {
             mentions=("try_verify_and_update_config",),
         )
     ),
+    "patches.patch_arguments": Need(
+        HookPoint("vllm.entrypoints.launchers.cli_args:BaseFrontendArgs.chat_template")
+    ),
     "patches.patch_engine": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_configs",)),
+    ),
+    "patches.patch_sessions": Need(
+        HookPoint(
+            "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
+            mentions=("num_output_placeholders",),
+        )
     ),
     "patches._patch_specs": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_specs",)),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError, switched_off_by_environment
+from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.upstream.hookpoints import Contract, resolve
 from hybrid_plugin.upstream.standing import untested
 from hybrid_plugin.vllm import contracts
@@ -29,7 +30,9 @@ HALF_LOADED = (
     "HYBRID_PLUGIN=0 to serve without it."
 )
 
+_ARGUMENTS = "vllm.engine.arg_utils"
 _ENGINE_CORE = "vllm.v1.engine.core"
+_INPUT = "vllm.v1.engine.input_processor"
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 _WRAPPED = "_hybrid_plugin_original"
 
@@ -41,6 +44,8 @@ def apply() -> None:
     is checked before a hybrid model is served, and other models need none of it.
     """
     patch_config()
+    if _ARGUMENTS in sys.modules and not contracts.problems(contracts.ARGUMENT_HOOKS):
+        patch_arguments()
     if _ENGINE_CORE in sys.modules and not contracts.problems(contracts.CORE_HOOKS):
         patch_engine()
     patch_platform()
@@ -64,7 +69,7 @@ def require(*groups: tuple[Contract, ...]) -> None:
         from vllm import __version__
 
         raise ConfigError(
-            f"hybrid-plugin does not fit vLLM {__version__}: {'; '.join(found)}. "
+            f"it does not fit vLLM {__version__}: {'; '.join(found)}. "
             "Install a version it supports, or set HYBRID_PLUGIN=0 to serve without it."
         )
 
@@ -120,9 +125,31 @@ def patch_config() -> None:
                 )
                 _warn_if_untested()
                 patch_engine()
+                patch_sessions()
         original(config)
 
     _wrap("vllm.config:VllmConfig.try_verify_and_update_config", wrapper)
+
+
+def patch_arguments() -> None:
+    """Symptom: `system_snapshot_min_tokens` reads another template than the server's.
+
+    Cause: what `--chat-template` gives stays in the API process.
+    Fix: where that option is set, have the text travel with the configuration.
+    Delete when: the engine's configuration carries the chat template.
+    """
+
+    def build(original: Callable[..., Any], args: Any) -> Any:
+        from hybrid_plugin.vllm import activation
+
+        engine_args = original(args)
+        if not switched_off_by_environment():
+            template = getattr(args, "chat_template", None)
+            activation.carry_chat_template(engine_args, template)
+        return engine_args
+
+    owner, name = resolve(f"{_ARGUMENTS}:EngineArgs.from_cli_args")
+    _wrap_classmethod(owner, name, build)
 
 
 def patch_engine() -> None:
@@ -164,6 +191,28 @@ def patch_engine() -> None:
     _wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
     _patch_specs()
     _patch_builder()
+
+
+def patch_sessions() -> None:
+    """Symptom: a streaming-input session goes on from a state that is too far.
+
+    Cause: under asynchronous scheduling a turn may end while the step behind its last
+    token is running.  vLLM drops that step's token, but the step has changed the state.
+    Fix: refuse such sessions, in the process that takes requests.  Synchronous
+    scheduling serves them.
+    Delete when: vLLM runs no step beyond the end of a session's turn.
+    """
+
+    def take(
+        original: Callable[..., Any], processor: Any, *args: Any, **more: Any
+    ) -> Any:
+        from hybrid_plugin.vllm import activation
+
+        if more.get("resumable"):
+            activation.refuse_session(processor.vllm_config)
+        return original(processor, *args, **more)
+
+    _wrap(f"{_INPUT}:InputProcessor.process_inputs", take)
 
 
 def _patch_specs() -> None:
@@ -307,7 +356,8 @@ def _wrap_classmethod(owner: type, name: str, wrapper: Callable[..., Any]) -> No
     function = original.__func__
 
     def method(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(function.__get__(cls), *args, **kwargs)
+        with named():
+            return wrapper(function.__get__(cls), *args, **kwargs)
 
     functools.update_wrapper(method, function)
     setattr(method, _WRAPPED, function)
@@ -317,7 +367,8 @@ def _wrap_classmethod(owner: type, name: str, wrapper: Callable[..., Any]) -> No
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+        with named():
+            return wrapper(original, *args, **kwargs)
 
     setattr(function, _WRAPPED, original)
     return function

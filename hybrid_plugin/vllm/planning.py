@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from logging import CRITICAL, Logger
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -17,7 +15,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, ChunkedLocal
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
@@ -27,7 +24,8 @@ from hybrid_plugin.core.memory.layout import (
     PoolSizes,
     StateGroup,
 )
-from hybrid_plugin.engine.elastic_memory import describe
+from hybrid_plugin.engine import elastic_memory, sizing
+from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
 from hybrid_plugin.vllm import addressing, elastic
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.servable import UnservableError
@@ -42,9 +40,6 @@ _STATE_ALIGNMENT = 128
 
 _AUTO = -1
 """`--max-model-len auto`, as vLLM keeps it."""
-
-_SILENT = Logger("hybrid_plugin.silent", CRITICAL)
-"""For attempts of which only the last is told of."""
 
 
 @dataclass
@@ -71,6 +66,15 @@ class HybridKVCacheConfig(KVCacheConfig):
     """Pages of each window group, in the order of `CacheLayout.attention_windows`."""
     shared: ElasticPlan | None = None
     """How the pools share their memory; None where each has its own."""
+
+    @property
+    def plan(self) -> CachePlan:
+        """The same without vLLM's types."""
+        layout = (
+            self.shared.layout if self.shared else make_layout(self.kv_cache_groups)
+        )
+        sizes = PoolSizes(self.pages, self.slots, self.windows)
+        return CachePlan(layout, sizes, self.shared)
 
     def num_blocks_of(self, tensor: KVCacheTensor) -> int:
         assert isinstance(tensor, PoolTensor)
@@ -148,6 +152,9 @@ def make_layout(groups: list[KVCacheGroupSpec]) -> CacheLayout:
         ),
         states=tuple(
             StateGroup(tuple(g.layer_names), _aligned_state_bytes(g)) for g in states
+        ),
+        addressable_slot_bytes=addressing.addressable_bytes(
+            states, elastic.device_type()
         ),
     )
 
@@ -238,137 +245,43 @@ def plan(
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
-    groups = make_groups(worker_specs[0])
-    layout = make_layout(groups)
+    layout = make_layout(make_groups(worker_specs[0]))
     available = min(available_memory)
-    most = addressing.most_slots(groups, layout.slot_bytes, elastic.device_type())
-    if vllm_config.model_config.original_max_model_len == _AUTO:
-        _fit_length(vllm_config, layout, available, most)
-    sizes, shared = _divide(vllm_config, layout, available, most, logger)
-    if shared is not None:
-        logger.info("%s", describe(shared))
-    else:
-        _log_pools(layout, sizes)
+    options, limits = read_options(vllm_config), limits_of(vllm_config)
+    model, longest = vllm_config.model_config, limits.max_model_len
+    if model.original_max_model_len == _AUTO:
+        limits = sizing.with_fitting_length(layout, available, options, limits)
+        model.max_model_len = limits.max_model_len
+    if limits.max_model_len < longest:
+        logger.info(
+            "hybrid-plugin fits the maximum length to the memory: %d of %d tokens",
+            limits.max_model_len,
+            longest,
+        )
+    found = sizing.divide(layout, available, options, limits, logger)
+    for line in found.describe():
+        logger.info("%s", line)
     return [
-        make_config(vllm_config, make_groups(s), sizes, shared) for s in worker_specs
+        make_config(vllm_config, make_groups(s), found.sizes, found.shared)
+        for s in worker_specs
     ]
+
+
+def limits_of(vllm_config: VllmConfig) -> EngineLimits:
+    """What the configuration says about the cache."""
+    return EngineLimits(
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_sequences=vllm_config.scheduler_config.max_num_seqs,
+        chunk=vllm_config.scheduler_config.max_num_batched_tokens,
+        block_bytes=elastic.block_bytes(vllm_config),
+        hindrance=elastic_memory.obstacle(elastic.device_type()),
+    )
 
 
 def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int, float]:
     """Return (KV tokens that fit, sequences of the maximum length that fit)."""
-    max_model_len = vllm_config.model_config.max_model_len
-    if config.shared is not None:
-        tokens = (config.pages - 1) * config.shared.layout.page_size
-        return tokens, config.shared.sequences(max_model_len)
-    layout = make_layout(config.kv_cache_groups)
-    longest = layout.pages_for(max_model_len)
-    sequences = [(config.pages - 1) / longest]
-    if layout.states:
-        sequences.append(config.slots - 1)
-    for window, count in zip(layout.attention_windows, config.windows, strict=True):
-        sequences.append((count - 1) / layout.live_pages(window, max_model_len))
-    return (config.pages - 1) * layout.page_size, min(sequences)
-
-
-def pool_sizes(
-    layout: CacheLayout, vllm_config: VllmConfig, options: HybridConfig, budget: int
-) -> PoolSizes:
-    """Divide `budget` bytes as the options say.
-
-    Raises:
-        ConfigError: if one sequence of the maximum length does not fit.
-    """
-    try:
-        return layout.split(
-            budget,
-            max_model_len=vllm_config.model_config.max_model_len,
-            state_memory_ratio=options.state_memory_ratio,
-            chunk=vllm_config.scheduler_config.max_num_batched_tokens,
-        )
-    except ValueError as error:
-        raise ConfigError(f"hybrid-plugin: {error}") from error
-
-
-def _divide(
-    vllm_config: VllmConfig,
-    layout: CacheLayout,
-    available: int,
-    most_slots: int | None,
-    log: Logger,
-) -> tuple[PoolSizes, ElasticPlan | None]:
-    """Ids of each pool, and how the pools share their memory, if they do.
-
-    Args:
-        vllm_config: of the engine.
-        layout: of the model's cache.
-        available: bytes on each rank.
-        most_slots: slots that the model's kernels can address; None for any number.
-        log: where to say why pools do not share.
-    """
-    shared = elastic.plan(vllm_config, layout, available, log)
-    if shared is not None and most_slots is not None:
-        if shared.sizes.slots <= most_slots:
-            return shared.sizes, shared
-        elastic.refuse_slots_out_of_reach(vllm_config, most_slots)
-    elif shared is not None:
-        return shared.sizes, shared
-    options = read_options(vllm_config)
-    budget = elastic.limited(available, options)
-    sizes = pool_sizes(layout, vllm_config, options, budget)
-    return replace(sizes, slots=addressing.capped(sizes.slots, most_slots)), None
-
-
-def _fit_length(
-    vllm_config: VllmConfig,
-    layout: CacheLayout,
-    available: int,
-    most_slots: int | None,
-) -> None:
-    """Lower the maximum length to the greatest of which one sequence fits."""
-    model = vllm_config.model_config
-    derived = model.max_model_len
-
-    def fits(length: int) -> bool:
-        model.max_model_len = length
-        try:
-            _divide(vllm_config, layout, available, most_slots, _SILENT)
-        except ConfigError:
-            return False
-        return True
-
-    if fits(derived):
-        return
-    # Where not even one token fits, planning for one says so.
-    model.max_model_len = max(
-        bisect_left(range(1, derived), True, key=lambda length: not fits(length)), 1
-    )
-    logger.info(
-        "hybrid-plugin fits the maximum length to the memory: %d of %d tokens",
-        model.max_model_len,
-        derived,
-    )
-
-
-def _log_pools(layout: CacheLayout, sizes: PoolSizes) -> None:
-    logger.info(
-        "hybrid-plugin pools: %d KV pages of %d tokens (%.1f MiB) and %d state slots "
-        "of %.1f KiB (%.1f MiB)",
-        sizes.pages,
-        layout.page_size,
-        sizes.pages * layout.page_bytes / 2**20,
-        sizes.slots,
-        layout.slot_bytes / 2**10,
-        sizes.slots * layout.slot_bytes / 2**20,
-    )
-    for window, count, page_bytes in zip(
-        layout.attention_windows, sizes.windows, layout.window_page_bytes, strict=True
-    ):
-        logger.info(
-            "hybrid-plugin pool of %s: %d KV pages (%.1f MiB)",
-            window,
-            count,
-            count * page_bytes / 2**20,
-        )
+    found = config.plan
+    return found.tokens, found.sequences(vllm_config.model_config.max_model_len)
 
 
 def _page_groups(groups: list[KVCacheGroupSpec]) -> list[KVCacheGroupSpec]:

@@ -11,7 +11,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.vllm import patches, reports
-from hybrid_plugin.vllm.activation import logger, read_options
+from hybrid_plugin.vllm.activation import (
+    carried_chat_template,
+    logger,
+    read_options,
+)
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
@@ -73,18 +77,15 @@ class _OnTwoPools(Scheduler):
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        end = self.kv_cache_manager.cache.chunk_end(
-            self.kv_cache_manager.snapshot_positions(request),
-            start,
-            start + num_new_tokens,
-            request.num_tokens,
+        return (
+            self.kv_cache_manager.chunk_end(request, start, start + num_new_tokens)
+            - start
         )
-        return end - start
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a request may be admitted in this step."""
         may: bool = super()._handle_blocked_waiting_request(request)
-        return may and not self.kv_cache_manager.follows(request)
+        return may and not self.kv_cache_manager.must_wait(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
@@ -119,7 +120,7 @@ class _OnTwoPools(Scheduler):
         )
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        self.kv_cache_manager.cache.stats.preemptions += 1
+        self.kv_cache_manager.front_door.count_preemption()
         super()._preempt_request(request, *args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -156,4 +157,5 @@ def _delimiters(vllm_config: VllmConfig, options: HybridConfig) -> Delimiters | 
         revision=model.tokenizer_revision,
         trust_remote_code=model.trust_remote_code,
         logger=logger,
+        server_template_text=carried_chat_template(vllm_config),
     )

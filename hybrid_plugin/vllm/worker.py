@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.vllm import (
     activation,
     elastic,
@@ -40,6 +41,7 @@ class RunsCommands:
         self._stepped_aside: str | None = None
         """Why vLLM's own code runs in this worker, None if it does not."""
 
+    @named()
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load it, and step aside where its layers need what there is no pool for."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -65,6 +67,7 @@ class RunsCommands:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         return specs
 
+    @named()
     def determine_available_memory(self) -> int:
         """Find the memory for the cache, and take it where the pools share it.
 

@@ -199,6 +199,19 @@ def audit_orders(tree: MambaRadixCache) -> None:
         assert node.snapshot is not None
         order = tree._snapshots[tree.eviction.segment(node.snapshot)]
         assert node in order, "a snapshot is in another segment's order"
+    assert tree.hot_snapshots() == hot_by_search(tree, snapshots)
+
+
+def hot_by_search(tree: MambaRadixCache, unlocked: list[Node]) -> list[Node]:
+    """The definition of `hot_snapshots`, by a search of all unlocked snapshots."""
+    found = [
+        (node.snapshot.used_at, node)
+        for node in unlocked
+        if node.snapshot is not None
+        and node.snapshot.hits > node.snapshot.is_turn_end
+        and tree.age(node.snapshot.used_at) < tree.retention.live
+    ]
+    return [node for _, node in sorted(found, key=lambda one: -one[0])]
 
 
 def audit_structure(tree: MambaRadixCache) -> None:

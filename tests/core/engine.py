@@ -194,8 +194,7 @@ class FakeEngine:
             request.computed = end
         for request in self._work:
             if self.cache.is_prefilling(request.seq_id):
-                tokens = request.known_tokens
-                self.cache.advance(request.seq_id, tokens, request.computed)
+                self.cache.advance(request.seq_id, request.computed)
             else:
                 self.cache.trim(request.seq_id, request.computed)
         self.outputs.append([r for r in self._work if self._has_sampled(r)])

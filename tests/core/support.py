@@ -98,7 +98,7 @@ def prefill(
         end = min(position + budget, len(tokens))
         position = cache.chunk_end(stops, position, end, len(tokens))
         steps.append((position, cache.drain_commands()))
-        cache.advance(seq_id, tokens, position)
+        cache.advance(seq_id, position)
     return steps
 
 

@@ -52,7 +52,7 @@ def moving_steps(cache: HybridCache, tokens: Tokens, reserve: int) -> list[int]:
         assert cache.grow("long", end) is not None
         if moves(cache.drain_commands()):
             steps.append(end)
-        cache.advance("long", tokens, end)
+        cache.advance("long", end)
         audit(cache)
     return steps
 
@@ -68,9 +68,9 @@ def test_two_prompts_at_a_time_do_not_take_each_other_s() -> None:
         start(cache, name, tokens, num_tokens=8, reserve_tokens=len(tokens))
     assert moves(cache.drain_commands())
     for end in range(16, 33, 8):
-        for name, tokens in prompts.items():
+        for name in prompts:
             assert cache.grow(name, end) is not None
-            cache.advance(name, tokens, end)
+            cache.advance(name, end)
     assert moves(cache.drain_commands()) == []
     audit(cache)
 
@@ -108,7 +108,7 @@ def test_nobody_starts_on_what_was_promised() -> None:
     assert cache.broker.fits({Pool.STATE: 1}), "it is kept for the prompt's rest"
     for end in range(16, 49, 8):
         assert cache.grow("long", end) is not None
-        cache.advance("long", LONG, end)
+        cache.advance("long", end)
     audit(cache)
 
 

@@ -43,13 +43,13 @@ class TestColdSequence:
     def test_prefilling_ends_with_the_prompt(self) -> None:
         cache = make_cache()
         start(cache, "a", span(0, 10))
-        cache.advance("a", span(0, 10), 6)
+        cache.advance("a", 6)
         assert cache.is_prefilling("a")
         assert cache.sequence("a").in_tree == 0
-        cache.advance("a", span(0, 10), 10)
+        cache.advance("a", 10)
         assert not cache.is_prefilling("a")
         assert cache.sequence("a").in_tree == 10
-        cache.advance("a", span(0, 11), 11)
+        cache.advance("a", 11)
         assert cache.look_up(span(0, 10)).match.kv_length == 8
 
 
@@ -131,7 +131,7 @@ class TestEarlyEnd:
     def test_abort_in_mid_prefill_donates_what_is_computed(self) -> None:
         cache = make_cache()
         start(cache, "a", span(0, 30), num_tokens=16)
-        cache.advance("a", span(0, 30), 10)
+        cache.advance("a", 10)
         cache.finish("a", span(0, 30), 10)
         audit(cache)
         assert cache.look_up(span(0, 30)).match.length == 10

@@ -61,8 +61,8 @@ def test_the_copy_runs_behind_the_step_that_reached_the_stop() -> None:
 def test_a_chunk_that_misses_the_stop_takes_no_snapshot() -> None:
     cache = make_cache(prompt_end=1)
     start(cache, "a", span(0, 9))
-    cache.advance("a", span(0, 9), 5)
-    cache.advance("a", span(0, 9), 9)
+    cache.advance("a", 5)
+    cache.advance("a", 9)
     assert cache.slots.snapshots == 0
     assert cache.look_up(span(0, 9)).match.kv_length == 8
 
@@ -132,7 +132,7 @@ def test_a_queued_copy_precedes_the_reuse_of_its_source() -> None:
     tokens = span(0, 9)
     start(cache, "a", tokens)
     cache.drain_commands()
-    cache.advance("a", tokens, 8)
+    cache.advance("a", 8)
     cache.finish("a", tokens[:8], 9)
     start(cache, "b", span(50, 55))
     assert cache.drain_commands() == [state(1, 2), zero(1)]
@@ -223,10 +223,10 @@ def test_a_chunk_end_that_another_resumed_from_stays() -> None:
     cache = make_cache(chunk_end=8)
     tokens = span(0, 31)
     start(cache, "long", tokens)
-    cache.advance("long", tokens, 8)
+    cache.advance("long", 8)
     assert start(cache, "other", tokens[:8] + span(90, 95)).hit == 8
-    cache.advance("long", tokens, 16)
-    cache.advance("long", tokens, 24)
+    cache.advance("long", 16)
+    cache.advance("long", 24)
     assert [node.end for node in cache.tree.snapshots()] == [16, 24, 8]
     audit(cache)
 
@@ -235,13 +235,13 @@ def test_a_branch_that_another_found_at_a_chunk_end_stays() -> None:
     cache = make_cache(chunk_end=8)
     tokens, other = span(0, 31), span(0, 8) + span(90, 95)
     start(cache, "long", tokens)
-    cache.advance("long", tokens, 8)
+    cache.advance("long", 8)
     assert cache.memory.evict_snapshot()
     start(cache, "other", other)
     prefill(cache, "other", other)
     assert [node.end for node in cache.tree.snapshots()] == [8]
-    cache.advance("long", tokens, 16)
-    cache.advance("long", tokens, 24)
+    cache.advance("long", 16)
+    cache.advance("long", 24)
     assert [node.end for node in cache.tree.snapshots()] == [16, 8, 24]
     audit(cache)
 
@@ -277,3 +277,23 @@ def test_the_end_of_a_turn_that_two_went_on_from_stays() -> None:
         tokens = span(0, 10) + span(100 * n + 100, 100 * n + 110)
         cache.finish(f"turn 2, {n}", tokens, len(tokens))
     assert [node.end for node in cache.tree.snapshots()] == [20, 20, 10]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_repeated_prompt_is_split_once_for_the_third_one(evicted: bool) -> None:
+    """The second sending hits nothing and is cut where its KV is known to end.
+
+    Whether its state was evicted or lies at its last token makes no difference.
+    The third sending resumes there.
+    """
+    cache = make_cache(branch=8)
+    prompt, answer = span(0, 14), span(90, 93)
+    positions = []
+    for name in ("first", "second", "third"):
+        positions.append(cache.look_up(prompt).snapshot_positions)
+        serve(cache, name, prompt, answer)
+        if name == "first" and evicted:
+            assert cache.memory.evict_snapshot()
+    assert positions == [(), (12,), ()]
+    assert cache.stats.hit_tokens == 12
+    audit(cache)

@@ -58,7 +58,7 @@ class Queue:
         end = self.cache.chunk_end(found.snapshot_positions, hit, end, len(tokens))
         assert self.cache.admit(seq_id, found, num_tokens=end) is not None
         self.cache.drain_commands()
-        self.cache.advance(seq_id, tokens, end)
+        self.cache.advance(seq_id, end)
         return hit
 
 
@@ -128,7 +128,7 @@ def test_waiting_must_save_enough(shared: int, held: list[str]) -> None:
 def test_what_is_cached_is_not_saved_by_waiting() -> None:
     cache = make_cache()
     start(cache, "before", SYSTEM[:12])
-    cache.advance("before", SYSTEM[:12], 12)
+    cache.advance("before", 12)
     cache.finish("before", SYSTEM[:12], 12)
     queue = Queue(cache)
     queue.add("first", prompt(100))
@@ -181,7 +181,7 @@ def test_nobody_waits_if_that_is_switched_off() -> None:
 def test_who_waits_is_counted_once() -> None:
     queue = late_to(chunk=4)
     queue.plan()
-    queue.cache.advance("live", prompt(100), 8)
+    queue.cache.advance("live", 8)
     assert queue.plan() == ["late"]
     assert queue.cache.stats.in_batch_prefix_waits == 1
 
@@ -189,7 +189,7 @@ def test_who_waits_is_counted_once() -> None:
 def test_a_position_behind_is_no_pause() -> None:
     cache = make_cache()
     start(cache, "a", prompt(100))
-    cache.advance("a", prompt(100), 8)
+    cache.advance("a", 8)
     for position in (8, 28):
         with pytest.raises(ValueError, match="does not get to"):
             cache.pause_at("a", position)

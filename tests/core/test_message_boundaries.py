@@ -131,6 +131,6 @@ class TestHints:
         assert cache.admit("a", found, num_tokens=50) is not None
         for end in (20, 50):
             cache.drain_commands()
-            cache.advance("a", tokens, end)
+            cache.advance("a", end)
         cache.finish("a", tokens, 50)
         assert serve(cache, "b", (*span(0, 23), *span(100, 110))).hit == 20

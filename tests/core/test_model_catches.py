@@ -42,9 +42,9 @@ class ReversesCommands(HybridCache):
 class SnapshotsOneStepLate(HybridCache):
     """Its snapshot copies miss the step they must directly follow."""
 
-    def advance(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+    def advance(self, seq_id: str, computed: int) -> None:
         queued = len(self._commands)
-        HybridCache.advance(self, seq_id, tokens, computed)
+        HybridCache.advance(self, seq_id, computed)
         late = self.__dict__.setdefault("late", [])
         late += self._commands[queued:]
         del self._commands[queued:]

@@ -109,7 +109,7 @@ def test_passes_over_what_does_not_fit_and_what_may_not_be_cached() -> None:
     private: Tokens = span(500, 508)
     found = cache.look_up(private)
     assert cache.admit("private", found, num_tokens=8, cacheable=False) is not None
-    cache.advance("private", private, 8)
+    cache.advance("private", 8)
     cache.finish("private", private, 8)
     assert policy.alpha == 0.5
 

@@ -129,7 +129,7 @@ class TestPrefill:
         expected = {16: ([2, 3], [3]), 32: ([6, 7], [6, 7]), 48: ([10, 11], [])}
         for end, (sliding, chunked) in expected.items():
             cache.grow("a", end)
-            cache.advance("a", tokens, end)
+            cache.advance("a", end)
             assert (held(cache, "a", 0), held(cache, "a", 1)) == (sliding, chunked)
             assert cache.windows[0].pages.in_use == len(sliding)
             audit(cache)
@@ -152,7 +152,7 @@ class TestPrefill:
         start(cache, "a", tokens, num_tokens=8)
         for end in range(8, 201, 8):
             assert cache.grow("a", end) is not None
-            cache.advance("a", tokens, end)
+            cache.advance("a", end)
         assert len(cache.sequence("a").pages) == 50
 
 

@@ -52,7 +52,7 @@ def _serve(
         computed = cache.chunk_end(
             cache.snapshot_positions_of(name), computed, end, len(prompt)
         )
-        cache.advance(name, prompt, computed)
+        cache.advance(name, computed)
     # The last token of an answer is sampled, not computed.
     for length in range(len(prompt) + 1, len(prompt) + len(answer)):
         assert cache.grow(name, length) is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -99,15 +100,22 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def metrics(self) -> dict[str, float]:
-        """The `hybrid_cache_*` metrics: name, or `name{kind}` for gauges."""
+        """The `hybrid_cache_*` metrics by name.
+
+        Of gauges that pools have: `POOL{KIND}` counts ids, such as `kv{used}`, and
+        `NAME{POOL}` is another number of a pool.
+        """
         found: dict[str, float] = {}
         for line in self._driver.metrics(self.url).splitlines():
             if not line.startswith("hybrid_cache_") or "_created" in line:
                 continue
             series, value = line.rsplit(" ", 1)
             name = series.split("{", 1)[0].removeprefix("hybrid_cache_")
-            if 'kind="' in series:
-                name += "{" + series.split('kind="')[1].split('"')[0] + "}"
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', series))
+            if "kind" in labels:
+                name = f"{labels['pool']}{{{labels['kind']}}}"
+            elif "pool" in labels:
+                name += f"{{{labels['pool']}}}"
             found[name.removesuffix("_total")] = float(value)
         return found
 

@@ -122,8 +122,8 @@ def test_answers_are_those_of_pools_that_stay(moving: Seen, expected: Answers) -
 
 def test_metrics_tell_what_is_mapped_and_moved(moving: Seen) -> None:
     for memory, metrics in zip(moving.memory, moving.metrics, strict=True):
-        assert metrics["mapped_bytes{pages}"] == memory["mapped_kv"]
-        assert metrics["mapped_bytes{slots}"] == memory["mapped_state"]
+        assert metrics["mapped_bytes{kv}"] == memory["mapped_kv"]
+        assert metrics["mapped_bytes{state}"] == memory["mapped_state"]
     assert moving.idle["moves"] > 50
     assert moving.idle["moved_bytes"] > BUDGET
     assert moving.idle["move_seconds"] > 0
@@ -135,6 +135,6 @@ def test_the_log_tells_of_large_moves(moving: Seen) -> None:
 
 def test_nothing_leaks_under_pressure(moving: Seen) -> None:
     for levels in (moving.idle, moving.flushed):
-        assert levels["pages{used}"] == levels["slots{used}"] == 0
+        assert levels["kv{used}"] == levels["state{used}"] == 0
     assert moving.idle["pages_evicted"] > 0
-    assert moving.flushed["pages{cached}"] == moving.flushed["slots{cached}"] == 0
+    assert moving.flushed["kv{cached}"] == moving.flushed["state{cached}"] == 0

@@ -33,7 +33,7 @@ def wait_until_idle(server: Server) -> dict[str, float]:
     """Aborts reach the engine a moment after the client is gone."""
     for _ in range(60):
         levels = server.metrics()
-        if levels["pages{used}"] == levels["slots{used}"] == 0:
+        if levels["kv{used}"] == levels["state{used}"] == 0:
             break
         time.sleep(0.5)
         server.ask(encode("tick"), 1)  # metrics move with steps only
@@ -50,10 +50,10 @@ def test_64_requests_into_a_pool_for_two(
             assert [a.error for a in answers if a.error] == []
             assert server.is_alive()
         levels = wait_until_idle(server)
-    assert levels["pages{used}"] == 0
-    assert levels["slots{used}"] == 0
-    assert levels["pages{cached}"] + levels["pages{free}"] == pages
-    assert levels["slots{cached}"] + levels["slots{free}"] == 2
+    assert levels["kv{used}"] == 0
+    assert levels["state{used}"] == 0
+    assert levels["kv{cached}"] + levels["kv{free}"] == pages
+    assert levels["state{cached}"] + levels["state{free}"] == 2
     assert levels["snapshots_evicted"] > 0 and levels["pages_evicted"] > 0
 
 
@@ -69,7 +69,7 @@ def test_64_requests_into_a_budget_for_few(
             assert [a.error for a in answers if a.error] == []
             assert server.is_alive()
         levels = wait_until_idle(server)
-    assert levels["pages{used}"] == levels["slots{used}"] == 0
-    assert levels["mapped_bytes{pages}"] + levels["mapped_bytes{slots}"] <= budget
+    assert levels["kv{used}"] == levels["state{used}"] == 0
+    assert levels["mapped_bytes{kv}"] + levels["mapped_bytes{state}"] <= budget
     assert levels["moves"] > 0 and levels["moved_bytes"] > 0
     assert levels["snapshots_evicted"] > 0 and levels["pages_evicted"] > 0

@@ -88,8 +88,8 @@ def test_counters_agree_with_the_answers(server: Server) -> None:
     queried = sum(a.prompt_tokens for a in answers)
     assert after["queried_tokens"] - before["queried_tokens"] == queried
     assert after["snapshots_taken"] > before["snapshots_taken"]
-    assert after["pages{used}"] == after["slots{used}"] == 0
-    assert after["pages{cached}"] > 0 and after["slots{cached}"] > 0
+    assert after["kv{used}"] == after["state{used}"] == 0
+    assert after["kv{cached}"] > 0 and after["state{cached}"] > 0
 
 
 def test_reset_forgets_everything(server: Server) -> None:

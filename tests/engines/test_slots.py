@@ -41,7 +41,7 @@ def test_as_many_sequences_run_as_there_are_slots(server: Server) -> None:
         def most_in_use() -> float:
             most = 0.0
             while not done.is_set():
-                most = max(most, server.metrics().get("slots{used}", 0.0))
+                most = max(most, server.metrics().get("state{used}", 0.0))
             return most
 
         watch = pool.submit(most_in_use)
@@ -52,7 +52,7 @@ def test_as_many_sequences_run_as_there_are_slots(server: Server) -> None:
     assert [a.error for a in answers] == [None] * len(asks)
     assert watch.result() == SLOTS
     assert metrics["preemptions"] == 0
-    assert metrics["slots{cached}"] > 0
+    assert metrics["state{cached}"] > 0
 
 
 def test_flop_aware_with_a_cap_per_path(server: Server) -> None:

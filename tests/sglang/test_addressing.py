@@ -124,23 +124,21 @@ class Lfm2Config:
     """Stands for SGLang's, whose kernels multiply in 32 bits."""
 
 
-def configurator(config: Any, *, delta: bool = False) -> Any:
-    dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
-    params = SimpleNamespace(dtype=dtype)
-    return SimpleNamespace(
-        mambaish_config=SimpleNamespace(mamba2_cache_params=params),
-        hybrid_gdn_config=config if delta else None,
-        hybrid_kda_config=None,
-        model_config=SimpleNamespace(hf_config=config),
-    )
+PARAMS = SimpleNamespace(
+    dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+)
 
 
-def test_pools_beyond_the_kernels_of_a_model_are_refused() -> None:
-    found = addressing.hindrance(configurator(Lfm2Config()), 5 << 10, 1 << 20)
-    assert found is not None and "5 GiB of states" in found
-    assert addressing.hindrance(configurator(Lfm2Config()), 3 << 10, 1 << 20) is None
-    for checked in (
-        configurator(FalconH1Config()),
-        configurator(Lfm2Config(), delta=True),
-    ):
-        assert addressing.hindrance(checked, 90 << 10, 1 << 20) is None
+def reach(config: Any, monkeypatch: pytest.MonkeyPatch, *, delta: bool = False) -> Any:
+    found = config if delta else None
+    monkeypatch.setattr(addressing, "hybrid_gdn_config", lambda _: found)
+    monkeypatch.setattr(addressing, "hybrid_kda_config", lambda _: None)
+    return addressing.addressable_bytes(SimpleNamespace(hf_config=config), PARAMS)
+
+
+def test_kernels_that_are_not_known_reach_2_31_elements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert reach(Lfm2Config(), monkeypatch) == 4 << 30
+    assert reach(FalconH1Config(), monkeypatch) is None
+    assert reach(Lfm2Config(), monkeypatch, delta=True) is None

@@ -41,6 +41,7 @@ class View:
         (64, None, 8192, 64),
         (64, 64, 8192, 64),
         (None, 32, 96, 32),
+        (None, 32, None, 32),
     ],
 )
 def test_page_size(
@@ -53,11 +54,22 @@ def test_page_size(
     ("flag", "option", "chunk", "sentence"),
     [
         (16, 32, 96, "--page-size 16 and the option page_size 32 contradict"),
-        (None, 16, 100, "--chunked-prefill-size 100 is no multiple of the option"),
+        (
+            None,
+            16,
+            100,
+            "--chunked-prefill-size 100 is no multiple of the page",
+        ),
+        (
+            16,
+            None,
+            100,
+            "--chunked-prefill-size 100 is no multiple of the page",
+        ),
     ],
 )
 def test_page_sizes_that_contradict(
-    flag: int | None, option: int, chunk: int, sentence: str
+    flag: int | None, option: int | None, chunk: int, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         _page_size(View(flag, chunk), HybridConfig(page_size=option))

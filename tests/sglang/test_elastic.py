@@ -135,13 +135,12 @@ def test_a_cache_that_sglang_built_elsewhere_is_refused(shared: SharedPools) -> 
 
 
 def test_pools_are_built_on_what_was_planned_and_only_meanwhile(
-    shared: SharedPools, monkeypatch: pytest.MonkeyPatch
+    shared: SharedPools,
 ) -> None:
-    monkeypatch.setattr(elastic, "share", lambda *_: shared)
     memory = PoolMemory()
     with memory.building():
         assert memory.lent is None
-    assert memory.share(None, 0, 0, HybridConfig()) is shared
+    memory.shared = shared
     assert memory.lent is None
     with memory.building():
         assert memory.lent is shared
@@ -149,7 +148,7 @@ def test_pools_are_built_on_what_was_planned_and_only_meanwhile(
 
 
 def test_the_pools_of_one_process_run_all_commands_on_one_executor(
-    shared: SharedPools, monkeypatch: pytest.MonkeyPatch
+    shared: SharedPools,
 ) -> None:
     class MHATokenToKVPool(SimpleNamespace):
         """Built on what was planned."""
@@ -163,9 +162,8 @@ def test_the_pools_of_one_process_run_all_commands_on_one_executor(
             temporal=torch.zeros(0),
         ),
     )
-    monkeypatch.setattr(elastic, "share", lambda *_: shared)
     memory = PoolMemory()
-    memory.share(None, 0, 0, HybridConfig())
+    memory.shared = shared
     executor = memory.executor(SimpleNamespace(full_kv_pool=pool), states, PAGE)
     pool.k_buffer[1][PAGE : 2 * PAGE] = 3
     states.mamba_cache.conv[0][0, 1] = 4
@@ -207,7 +205,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
 
 def against(configurator: Any, device_type: str = "cuda") -> str | None:
     found = elastic.hindrance(device_type)
-    return found or elastic._hindrance_of_pools(configurator)
+    return found or elastic.hindrance_of_pools(configurator)
 
 
 def test_nothing_stands_against_sglangs_own_kernels(
@@ -258,7 +256,7 @@ def serve(cache: HybridCache, rid: str, tokens: list[int], *, end: bool) -> bool
     if cache.admit(rid, found, num_tokens=len(tokens)) is None:
         return False
     cache.drain_commands()
-    cache.advance(rid, tokens, len(tokens))
+    cache.advance(rid, len(tokens))
     if end:
         cache.finish(rid, tokens, len(tokens))
     return True

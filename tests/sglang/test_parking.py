@@ -85,6 +85,49 @@ def test_a_parked_request_that_is_dropped_leaves_nothing(
     bench.assert_idle()
 
 
+def remembered(bench: Bench) -> dict[str, int]:
+    """Entries in everything that the adapter and the core keep by request."""
+    cache, core = bench.cache, bench.core
+    return {
+        "requests": len(cache._requests),
+        "found": len(cache._found),
+        "paused": len(cache._paused),
+        "parked": len(cache._parked),
+        "held": len(cache._sharing._held),
+        "pauses": len(cache._sharing._pauses),
+        "sequences": core.live,
+        "branches": len(core._branching),
+        "commands": len(core._commands),
+    }
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["parked", "running"])
+def test_prompts_that_are_given_up_again_and_again_leave_nothing(running: bool) -> None:
+    """Long prompts whose clients go, parked or while a chunk runs, one upon the other.
+
+    They fill the pools many times over.  What is left is what pools and tree hold.
+    """
+    bench = Bench(pages=64, slots=9)
+    nodes = []
+    for number in range(100):
+        tokens = range(1000 * number, 1000 * number + 120)
+        bench.park(pausing("parked", tokens, at=40))
+        if running:
+            bench.scheduler.last_batch = None
+            assert bench.step(chunk=40) == ["parked"]
+        by_id(bench.scheduler)
+        bench.scheduler.waiting_queue.clear()
+        assert bench.step() == []
+        bench.scheduler.last_batch = None
+        bench.scheduler.running_batch.reqs.clear()
+        bench.cache.run_commands()
+        assert set(remembered(bench).values()) == {0}, remembered(bench)
+        bench.assert_idle()
+        nodes.append(sum(1 for _ in bench.core.tree.nodes()))
+    assert len(bench.scheduler.told) == 100
+    assert max(nodes[50:]) <= max(nodes[:50]), "the tree grows with each prompt"
+
+
 def test_what_a_dropped_request_computed_stays_in_the_cache(bench: Bench) -> None:
     by_id(bench.scheduler)
     bench.queue(request("again", range(20)))

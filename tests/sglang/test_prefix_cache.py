@@ -188,9 +188,9 @@ def test_a_request_dropped_before_its_admission_is_forgotten() -> None:
     bench = Bench()
     req = request("a", range(10))
     req.init_next_round_input(bench.cache)
-    assert len(bench.cache._found) == 1
+    assert bench.cache.front_door.waiting == 1
     bench.scheduler._release_aborted_request(req)
-    assert not bench.cache._found
+    assert bench.cache.front_door.waiting == 0
 
 
 @pytest.mark.parametrize("value", JSON, ids=repr)

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.cache import LookUp
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
@@ -117,12 +118,18 @@ def compute(of: HybridKVCacheManager, one: Any, computed: int) -> None:
     of.step_scheduled([one])
 
 
+def look_up_of(of: HybridKVCacheManager, seq_id: str) -> LookUp:
+    """What was found last for a request that waits."""
+    found = of.front_door._waiting[seq_id].found
+    assert found is not None
+    return found
+
+
 def nothing_kept(of: HybridKVCacheManager) -> bool:
     """Whether the manager remembers no request, and no pool lends anything."""
     levels = of.cache.levels()
     return (
-        not of._found
-        and not of._prompts
+        of.front_door.waiting == 0
         and of.cache.live == 0
         and levels["kv"].used == 0
         and levels["state"].used == 0

@@ -10,11 +10,20 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.vllm.activation import SCHEDULER, is_active, read_options
-from hybrid_plugin.vllm.page_size import _asked_for
+from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.vllm import page_size
+from hybrid_plugin.vllm.activation import (
+    SCHEDULER,
+    TEMPLATE_KEY,
+    is_active,
+    read_options,
+)
+from hybrid_plugin.vllm.scheduler import _delimiters
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
 from tests.vllm.hybrid_models import WINDOWS, write
@@ -105,12 +114,12 @@ def test_a_bad_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         config_of()
 
 
-def test_page_sizes_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_sizes_that_contradict() -> None:
     config = config_of(
         block_size=64, additional_config={"hybrid_plugin": {"page_size": 32}}
     )
     with pytest.raises(ConfigError, match="--block-size 64 and the option"):
-        _asked_for(config)
+        page_size.choose(config)
 
 
 def test_options_are_an_object() -> None:
@@ -126,3 +135,43 @@ def test_a_moved_hook_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal is not None
     assert "does not fit vLLM" in refusal
     assert "Scheduler._mamba_block_aligned_split is missing" in refusal
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}~{% endfor %}"
+
+
+def arguments_of(*flags: str) -> EngineArgs:
+    """What a server with these flags builds its configuration from."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    model = ("--model", str(MODEL), "--dtype", "bfloat16", "--max-model-len", "1024")
+    arguments: EngineArgs = AsyncEngineArgs.from_cli_args(
+        parser.parse_args([*model, *flags])
+    )
+    return arguments
+
+
+@pytest.mark.parametrize("literal", [False, True])
+def test_the_servers_chat_template_reaches_the_scheduler(
+    tmp_path: Path, literal: bool
+) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    options = '{"hybrid_plugin": {"system_snapshot_min_tokens": 8}}'
+    config = arguments_of(
+        *("--chat-template", TEMPLATE if literal else str(tmp_path / "chat.jinja")),
+        *("--additional-config", options),
+    ).create_engine_config()
+    assert is_active(config)
+    found = _delimiters(config, read_options(config))
+    assert found == Delimiters(tuple(b"[system]"), tuple(b"~"))
+
+
+def test_a_chat_template_travels_only_where_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ("--chat-template", TEMPLATE)
+    assert arguments_of(*flags).additional_config == {}
+    monkeypatch.setenv("HYBRID_CONFIG", '{"system_snapshot_min_tokens": 8}')
+    assert arguments_of(*flags).additional_config == {TEMPLATE_KEY: TEMPLATE}
+    assert arguments_of().additional_config == {}
+    monkeypatch.setenv("HYBRID_PLUGIN", "0")
+    assert arguments_of(*flags).additional_config == {}

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from hybrid_plugin.vllm.addressing import capped, most_slots
+from hybrid_plugin.vllm.addressing import addressable_bytes
 
 
 def group(kind: Any) -> Any:
@@ -22,22 +22,15 @@ def group(kind: Any) -> Any:
 
 
 PAGES: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize("kind", [MambaAttentionBackendEnum.MAMBA1, "mamba1"])
 def test_the_smallest_element_decides(kind: Any) -> None:
-    assert most_slots([PAGES, group(kind)], MIB, "cuda") == 2**31 * 2 // MIB
-    assert most_slots([PAGES, group(kind)], MIB, "cpu") is None
+    assert addressable_bytes([PAGES, group(kind)], "cuda") == 2**31 * 2
+    assert addressable_bytes([PAGES, group(kind)], "cpu") is None
 
 
 @pytest.mark.parametrize("kind", [MambaAttentionBackendEnum.MAMBA2, "mamba2"])
 def test_other_states_have_no_limit(kind: Any) -> None:
-    assert most_slots([PAGES, group(kind)], MIB, "cuda") is None
-    assert most_slots([PAGES], MIB, "cuda") is None
-
-
-def test_slots_out_of_reach_are_left_out() -> None:
-    assert capped(9000, 4096) == 4096
-    assert capped(4096, 4096) == 4096
-    assert capped(9000, None) == 9000
+    assert addressable_bytes([PAGES, group(kind)], "cuda") is None
+    assert addressable_bytes([PAGES], "cuda") is None

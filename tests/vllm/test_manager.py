@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.vllm.requests import VllmRequest
 from tests.vllm.fakes import (
     PAGE,
     Tokens,
@@ -17,6 +18,7 @@ from tests.vllm.fakes import (
     compute,
     ids,
     image,
+    look_up_of,
     manager,
     nothing_kept,
     request,
@@ -109,7 +111,7 @@ def test_a_stale_look_up_is_repeated() -> None:
     admit(of, other, 40)
     compute(of, other, 40)
     of.free(other)
-    assert not of.cache.is_current(of._found["one"])
+    assert not of.cache.is_current(look_up_of(of, "one"))
     assert of.allocate_slots(one, 40, hit, blocks) is not None
 
 
@@ -122,9 +124,7 @@ def test_a_stale_look_up_with_another_hit_waits_a_step() -> None:
     again = request("again", 48)
     blocks, hit, _ = of.get_computed_blocks(again)
     assert hit == 40
-    assert of.reset_prefix_cache()
-    of._found["again"] = of.cache.look_up(list(range(1)))  # stale by content too
-    of.cache.tree.version += 1
+    assert of.cache.flush()  # what it found is gone
     assert of.allocate_slots(again, 8, hit, blocks) is None
     assert ids(admit(of, again, 48)) == ([1, 2, 3], [1])
 
@@ -167,8 +167,9 @@ def test_a_bypass_keeps_tokens_by_content_like_everything_else() -> None:
         "one", 40, skip_reading_prefix_cache=True, mm_features=[image("cat", 4, 8)]
     )
     of.get_computed_blocks(one)
-    assert list(of._found["one"].tokens) == list(of.keys.tokens(one))
-    assert min(of._found["one"].tokens) < 0
+    kept = list(look_up_of(of, "one").tokens)
+    assert kept == list(VllmRequest(one).tokens())
+    assert min(kept) < 0
 
 
 # ------------------------------------------------- the way of the tokens
@@ -187,9 +188,8 @@ def test_tokens_are_read_once_until_they_are_computed() -> None:
     for computed in (16, 32, 48):
         compute(of, one, computed)
     assert one.all_token_ids.whole_reads == 1
-    assert of.cache.sequence("one").prompt is of._prompts["one"]
     compute(of, one, 60)
-    assert not of._prompts
+    assert not of.cache.sequence("one").prompt
 
 
 def test_tokens_that_grew_before_a_retry_are_read_again() -> None:
@@ -201,7 +201,7 @@ def test_tokens_that_grew_before_a_retry_are_read_again() -> None:
     of.free(one)
     one.num_preemptions, one.num_computed_tokens = 1, 0
     of.get_computed_blocks(one)
-    assert len(of._found["one"].tokens) == 42
+    assert len(look_up_of(of, "one").tokens) == 42
 
 
 # ------------------------------------ every way by which vLLM drops a request
@@ -212,12 +212,11 @@ def test_abort_while_it_waits() -> None:
     one, two = request("one", 40), request("two", 40)
     of.plan_in_batch_sharing([one, two])
     of.get_computed_blocks(one)
-    assert of._found and of._prompts
+    assert of.front_door.waiting == 2
     of.free(one)
     of.free(two)
     of.plan_in_batch_sharing([])
     assert nothing_kept(of)
-    assert not of._sharing._held and not of._sharing._pauses
 
 
 def test_abort_between_the_chunks_of_a_prefill() -> None:
@@ -235,14 +234,13 @@ def test_abort_of_a_request_that_others_wait_for() -> None:
     of = manager(pages=40, in_batch_prefix_min_tokens=32)
     leader, follower = request("leader", 200), request("follower", 200)
     of.plan_in_batch_sharing([leader, follower])
-    assert of.follows(follower) and not of.follows(leader)
+    assert of.must_wait(follower) and not of.must_wait(leader)
     of.free(leader)
     of.plan_in_batch_sharing([follower])
-    assert not of.follows(follower)
+    assert not of.must_wait(follower)
     of.free(follower)
     of.plan_in_batch_sharing([])
     assert nothing_kept(of)
-    assert not of._sharing._held and not of._sharing._pauses
 
 
 def test_preemption_and_resumption() -> None:
@@ -283,7 +281,7 @@ def test_reset_with_running_requests_is_refused_until_they_are_preempted() -> No
     assert not of.reset_prefix_cache()
     of.free(one)
     assert of.reset_prefix_cache()
-    assert not of._found
+    assert of.front_door.waiting == 0
     assert of.get_computed_blocks(request("two", 40))[1] == 0
     of.free(waiting)
     of.free(request("two", 40))
@@ -329,7 +327,9 @@ def test_hints_of_any_type(value: Any) -> None:
         of = manager(pages=12)
         one = request("one", 40, extra_args=extra, cache_salt="salt")
         assert admit(of, one, 40) is not None
-        assert all(p % PAGE == 0 and p < 40 for p in of.snapshot_positions(one))
+        assert all(
+            p % PAGE == 0 and p < 40 for p in of.front_door.snapshot_positions("one")
+        )
         compute(of, one, 40)
         of.free(one)
         assert nothing_kept(of)

@@ -97,7 +97,7 @@ def test_automatic_length_stays_where_it_fits() -> None:
 
 
 def test_automatic_length_with_elastic_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning.elastic, "_block_bytes", lambda config: 4096)
+    monkeypatch.setattr(planning.elastic, "block_bytes", lambda config: 4096)
     config = config_of(1 << 20, auto=True, elastic=True)
     found = planned(config, 1 << 20)
     length = config.model_config.max_model_len

@@ -49,7 +49,9 @@ def split(scheduler: Any, one: Any, new: int, hit: int = 0) -> int:
 def test_a_chunk_ends_at_the_snapshot_position_inside_it(scheduler: Any) -> None:
     one = request("one", 100)
     scheduler.kv_cache_manager.get_computed_blocks(one)
-    assert scheduler.kv_cache_manager.snapshot_positions(one) == (96,)
+    assert scheduler.kv_cache_manager.front_door.snapshot_positions(one.request_id) == (
+        96,
+    )
     assert split(scheduler, one, 100) == 96
     assert split(scheduler, one, 96) == 96
 
@@ -165,7 +167,7 @@ def test_a_repeated_prompt_is_cut_where_the_third_one_resumes(scheduler: Any) ->
         one = request(name, 1000)
         _, hit, _ = of.get_computed_blocks(one)
         hits.append(hit)
-        cuts.append(of.snapshot_positions(one))
+        cuts.append(of.front_door.snapshot_positions(one.request_id))
         admit(of, one, 1000 - hit)
         for position in (*cuts[-1], 1000):
             compute(of, one, position)

@@ -25,7 +25,6 @@ from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import ChunkedLocal, SlidingWindow
 from hybrid_plugin.core.memory.layout import PoolSizes
-from hybrid_plugin.vllm import elastic
 from hybrid_plugin.vllm.activation import is_candidate, mixes_windows
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.planning import (
@@ -34,7 +33,6 @@ from hybrid_plugin.vllm.planning import (
     make_config,
     make_groups,
     make_layout,
-    pool_sizes,
     pools_of,
 )
 from hybrid_plugin.vllm.pool_memory import PoolMemory
@@ -125,14 +123,6 @@ def test_num_blocks_is_the_smallest_pool_that_there_is() -> None:
     assert config_of({"w0": NEAR, "s0": STATE}, PoolSizes(5, 9, (40,))).num_blocks == 9
 
 
-def test_a_split_gives_windows_less_than_full_attention() -> None:
-    layout = make_layout(make_groups({"f0": FULL, "w0": NEAR}))
-    sizes = pool_sizes(layout, vllm_config(4096), HybridConfig(), 4 << 20)
-    (window,) = sizes.windows
-    assert 64 // PAGE < window < sizes.pages
-    assert layout.bytes_of(sizes) <= 4 << 20
-
-
 def test_capacity_counts_the_pool_that_fills_first() -> None:
     config = config_of({"f0": FULL, "w0": NEAR}, PoolSizes(65, 2, (7,)))
     tokens, sequences = capacity(vllm_config(), config)
@@ -162,18 +152,6 @@ def test_the_builder_gives_every_pool_as_many_ids() -> None:
     config = builder.get_kv_cache_config_from_groups(vllm_config(), groups, 4)
     assert isinstance(config, HybridKVCacheConfig)
     assert (config.pages, config.slots, config.windows) == (4, 4, (4, 4))
-
-
-def test_pools_without_full_attention_share_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(elastic, "is_wanted", lambda *_: True)
-    layout = make_layout(make_groups({"w0": NEAR, "s0": STATE}))
-    assert elastic.plan(vllm_config(), layout, 64 << 20) is None
-    asked = vllm_config()
-    asked.additional_config = {"hybrid_plugin": {"elastic": True}}
-    with pytest.raises(ConfigError, match="set elastic to false"):
-        elastic.plan(asked, layout, 64 << 20)
 
 
 # --------------------------------------------------------------------- memory

@@ -144,12 +144,7 @@ def advance(model: Model, one: Any) -> bool:
 
 
 def cut(manager: HybridKVCacheManager, one: Any, start: int) -> int:
-    return manager.cache.chunk_end(
-        manager.snapshot_positions(one),
-        start,
-        min(start + STEP, one.num_tokens),
-        one.num_tokens,
-    )
+    return manager.chunk_end(one, start, min(start + STEP, one.num_tokens))
 
 
 def serve(model: Model, seed: int, turns: int = 60) -> int:

@@ -16,6 +16,9 @@ from hybrid_plugin.core.memory.attention_windows import (
 DEFAULT_CHUNK = 8192
 """Tokens of a prefill step at most, where the engine does not say."""
 
+_ANY_LENGTH = 1 << 30
+"""Tokens that fill every window."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
@@ -69,6 +72,8 @@ class CacheLayout:
     states: tuple[StateGroup, ...]
     slot_alignment: int = 256
     """Slots start at multiples of this many bytes."""
+    addressable_slot_bytes: int | None = None
+    """Bytes of slots that the model's kernels can address; None for all."""
 
     @property
     def page_bytes(self) -> int:
@@ -106,13 +111,27 @@ class CacheLayout:
         used = sum(g.state_bytes * len(g.layers) for g in self.states)
         return -(-used // self.slot_alignment) * self.slot_alignment
 
+    @property
+    def max_slots(self) -> int | None:
+        """Slots that the model's kernels can address; None for any number."""
+        if self.addressable_slot_bytes is None or not self.slot_bytes:
+            return None
+        return self.addressable_slot_bytes // self.slot_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes that a snapshot keeps besides KV of full attention."""
+        return self._state_bytes(_ANY_LENGTH)
+
     def sequence_bytes(self, length: int) -> int:
         """Bytes of one sequence of `length` tokens while it runs."""
+        return self._state_bytes(length) + self.pages_for(length) * self.page_bytes
+
+    def _state_bytes(self, length: int) -> int:
+        """Bytes of a slot, and of the pages in windows after `length` tokens."""
         windows = zip(self.attention_windows, self.window_page_bytes, strict=True)
-        return (
-            self.slot_bytes
-            + self.pages_for(length) * self.page_bytes
-            + sum(self.live_pages(window, length) * size for window, size in windows)
+        return self.slot_bytes + sum(
+            self.live_pages(window, length) * size for window, size in windows
         )
 
     def pages_for(self, tokens: int) -> int:
@@ -130,7 +149,8 @@ class CacheLayout:
         """Divide `budget` bytes between pages, slots and the pages of windows.
 
         Without a ratio the split is the one that holds the most sequences of a
-        typical length, each with its running slot and one snapshot.
+        typical length, each with its running slot and one snapshot.  There are no
+        slots beyond `max_slots`.
 
         Args:
             budget: bytes in all.
@@ -167,6 +187,8 @@ class CacheLayout:
             slots = int(budget * state_memory_ratio) // max(self.slot_bytes, 1)
         if self.slot_bytes:
             most = (rest - least.pages * self.page_bytes) // self.slot_bytes
+            if self.max_slots is not None:
+                most = min(most, self.max_slots)
             slots = min(max(slots, least.slots), most)
         else:
             slots = least.slots
@@ -219,12 +241,8 @@ class CacheLayout:
     def _typical_bytes(self, max_model_len: int) -> int:
         """What a sequence of a typical length takes, with one snapshot."""
         length = self._typical_length(max_model_len)
-        taken = 2 * self.slot_bytes + self.pages_for(length) * self.page_bytes
-        for window, size in zip(
-            self.attention_windows, self.window_page_bytes, strict=True
-        ):
-            taken += 2 * self.live_pages(window, length) * size
-        return max(taken, 1)
+        pages = self.pages_for(length) * self.page_bytes
+        return max(2 * self._state_bytes(length) + pages, 1)
 
     def _window_pages(
         self, least: PoolSizes, more: int, length: int

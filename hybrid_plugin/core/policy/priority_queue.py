@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -32,10 +32,6 @@ class PriorityOrder(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Lowest priority first; sorts, so it is not for hot paths."""
         return iter([member for _, _, member in sorted(self._entries.values())])
-
-    def members(self) -> Iterable[T]:
-        """All members, in insertion order."""
-        return self._entries.keys()
 
     def put(self, member: T, priority: float) -> None:
         """Add `member`, or change its priority."""

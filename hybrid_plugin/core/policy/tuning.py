@@ -50,7 +50,7 @@ class ReplayedCache(Protocol):
     ) -> int:
         """Where a prefill chunk should end."""
 
-    def advance(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+    def advance(self, seq_id: str, computed: int) -> None:
         """Note a step that was scheduled."""
 
     def drain_commands(self) -> list[Command]:
@@ -166,7 +166,7 @@ def _replay(
     while position < prompt:
         stops = cache.snapshot_positions_of("replayed")
         end = cache.chunk_end(stops, position, min(position + chunk, prompt), prompt)
-        cache.advance("replayed", tokens, end)
+        cache.advance("replayed", end)
         position = end
     cache.drain_commands()
     cache.finish("replayed", tokens, len(tokens))

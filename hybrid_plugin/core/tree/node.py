@@ -13,6 +13,11 @@ ADMISSION = 1 << 20
 """Clock ticks per admission; more than the uses within one admission."""
 
 
+def admissions_between(then: int, now: int) -> int:
+    """Number of admissions between two values of the tree's clock."""
+    return now // ADMISSION - then // ADMISSION
+
+
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """Everything besides full-attention KV that is needed to resume at one position."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed, UsedFirst
 from hybrid_plugin.core.policy.priority_queue import PriorityOrder
+from hybrid_plugin.core.policy.retention import Retention
 from hybrid_plugin.core.tree.events import EventLog
-from hybrid_plugin.core.tree.node import ADMISSION, Node, Snapshot
+from hybrid_plugin.core.tree.node import ADMISSION, Node, Snapshot, admissions_between
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
 
 _NO_PAGES: Pages = array("i")
@@ -80,11 +81,10 @@ class MambaRadixCache:
         self.events = events
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
+        self.retention = Retention()
         self._reset_orders()
         self.clock = 0
         """Increases with every use of a node; the upper bits count admissions."""
-        self._live = 0
-        """Live sequences at the last admission, without the admitted one."""
         self.version = 0
         """Increases whenever the result of a match could change."""
 
@@ -235,6 +235,7 @@ class MambaRadixCache:
             raise ValueError("a snapshot needs a node other than the root without one")
         node.snapshot = snapshot
         snapshot.used_at = self._tick()
+        self.retention.used(node)
         self._rank_snapshot(node)
         self._rank_leaf(node)
         self.version += 1
@@ -244,8 +245,7 @@ class MambaRadixCache:
         snapshot = node.snapshot
         if snapshot is None:
             raise ValueError("the node has no snapshot")
-        self._unrank_snapshot(node)
-        node.snapshot = None
+        self._drop_snapshot(node)
         self.version += 1
         if node.is_tail:
             return Evicted(self._remove(node), snapshot)
@@ -268,6 +268,7 @@ class MambaRadixCache:
             self._unrank_snapshot(node)
             node.snapshot.used_at = self._tick()
             node.snapshot.is_superseded = False
+            self.retention.used(node)
             self._rank_snapshot(node)
 
     def use_snapshot(self, node: Node) -> None:
@@ -286,6 +287,7 @@ class MambaRadixCache:
         self._unrank_snapshot(node)
         snapshot.hits = 0
         snapshot.is_superseded = True
+        self.retention.forget(node)
         self._rank_snapshot(node)
 
     # ------------------------------------------------------------------- locks
@@ -338,9 +340,8 @@ class MambaRadixCache:
         if snapshot is None and not leaf.is_tail and wanted < len(leaf.pages):
             return Evicted(self._trim(leaf, wanted))
         if snapshot is not None:
-            self._unrank_snapshot(leaf)
             self.eviction.evicted(leaf, self.clock)
-            leaf.snapshot = None
+            self._drop_snapshot(leaf)
         return Evicted(self._remove(leaf), snapshot)
 
     def evict_snapshot(self) -> Evicted | None:
@@ -359,7 +360,7 @@ class MambaRadixCache:
         hot = None
         for order in (orders[choice], *orders):
             node = self._least(order)
-            if node is not None and not self.is_hot(node):
+            if node is not None and not self._is_hot(node):
                 return node
             hot = hot or node
         return hot
@@ -374,31 +375,17 @@ class MambaRadixCache:
             order.put(node, priority)
         return None
 
-    def is_hot(self, node: Node) -> bool:
-        """Whether many sequences currently resume from a node's snapshot.
-
-        A snapshot is hot if it is shared and was used within the last n admissions,
-        where n is the number of live sequences at the last one.
-        """
-        snapshot = node.snapshot
-        if snapshot is None or not snapshot.is_shared:
-            return False
-        return self.age(snapshot.used_at) < self._live
-
     def next_is_hot(self) -> bool:
         """Whether only hot snapshots could be evicted."""
         node = self.next_snapshot()
-        return node is not None and self.is_hot(node)
+        return node is not None and self._is_hot(node)
 
     def hot_snapshots(self) -> list[Node]:
-        """Nodes with an unlocked hot snapshot, the most recently used first."""
-        found = [
-            (node.snapshot.used_at, node)
-            for order in self._snapshots
-            for node in order.members()
-            if node.snapshot is not None and self.is_hot(node)
-        ]
-        return [node for _, node in sorted(found, key=lambda one: -one[0])]
+        """Nodes with an unlocked hot snapshot, the most recently used first.
+
+        Takes time linear in their number; see `Retention.hot`.
+        """
+        return list(self.retention.hot(self.clock))
 
     def snapshots(self) -> Iterator[Node]:
         """Nodes with an unlocked snapshot, by segment and in eviction order."""
@@ -479,12 +466,12 @@ class MambaRadixCache:
         Args:
             live: number of other live sequences.
         """
-        self._live = live
+        self.retention.live = live
         self.clock = (self.clock // ADMISSION + 1) * ADMISSION
 
     def age(self, used_at: int) -> int:
         """Admissions since clock value `used_at`."""
-        return self.clock // ADMISSION - used_at // ADMISSION
+        return admissions_between(used_at, self.clock)
 
     def kv_age(self) -> int | None:
         """Age of the leaf that would be evicted next; None if there is none."""
@@ -506,6 +493,7 @@ class MambaRadixCache:
     # ---------------------------------------------------------------- internal
 
     def _reset_orders(self) -> None:
+        self.retention.clear()
         self._leaves: PriorityOrder[Node] = PriorityOrder()
         self._snapshots: tuple[PriorityOrder[Node], ...] = tuple(
             PriorityOrder() for _ in range(self.eviction.segments)
@@ -571,6 +559,15 @@ class MambaRadixCache:
         if snapshot is not None and not node.state_lock:
             order = self._snapshots[self.eviction.segment(snapshot)]
             order.put(node, self.eviction.snapshot(node, snapshot))
+
+    def _is_hot(self, node: Node) -> bool:
+        snapshot = node.snapshot
+        return snapshot is not None and self.retention.is_hot(snapshot, self.clock)
+
+    def _drop_snapshot(self, node: Node) -> None:
+        self._unrank_snapshot(node)
+        self.retention.forget(node)
+        node.snapshot = None
 
     def _unrank_snapshot(self, node: Node) -> None:
         for order in self._snapshots:

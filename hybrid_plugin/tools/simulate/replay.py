@@ -93,7 +93,7 @@ class Replay:
                 self.cache.finish(live.seq_id, tokens, position)
                 return False
             self.cache.drain_commands()
-            self.cache.advance(live.seq_id, tokens, end)
+            self.cache.advance(live.seq_id, end)
             live.steps += 1
             position = end
         return True

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the core cache on the pools that were planned."""
+
+from __future__ import annotations
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.engine.sizing import CachePlan
+
+
+def build_cache(
+    plan: CachePlan, options: HybridConfig, delimiters: Delimiters | None = None
+) -> HybridCache:
+    """The cache of one engine, empty.
+
+    Args:
+        plan: sizes of its pools.
+        options: of the plugin.
+        delimiters: what ends a message, if the options want to know.
+    """
+    layout, pools = plan.layout, build_pools(plan)
+    return HybridCache(
+        pages=pools.pages,
+        slots=pools.slots,
+        windows=pools.windows,
+        broker=pools.broker,
+        page_size=layout.page_size,
+        policy=options.snapshot_policy(layout.page_size, delimiters),
+        eviction=options.eviction(
+            token_bytes=layout.page_bytes / layout.page_size,
+            slot_bytes=layout.snapshot_bytes,
+        ),
+    )
+
+
+def build_pools(plan: CachePlan) -> CachePools:
+    """Ids of every pool, and the broker between the pools."""
+    if plan.shared is not None:
+        return plan.shared.build()
+    layout, sizes = plan.layout, plan.sizes
+    windows = zip(layout.attention_windows, sizes.windows, strict=True)
+    return FixedPools(
+        PagePool(sizes.pages),
+        SlotPool(sizes.slots) if layout.states else NoSlots(),
+        tuple(WindowGroup(window, PagePool(count)) for window, count in windows),
+    )

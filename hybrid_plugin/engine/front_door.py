@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request's front door: from its look-up to its end, equal for every engine.
+
+An adapter says what an engine's request is (`IncomingRequest`) and calls in this order:
+
+    plan_sharing -> must_wait -> look_up -> chunk_end -> admit -> advance ... -> end
+
+What an engine's scheduler decides between two calls may take any number of steps.  In
+the meantime other requests change the tree, so a look-up is repeated when it is stale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.policy.in_batch_sharing import (
+    LOOK_AHEAD,
+    InBatchPrefixSharing,
+    Prefill,
+    waiting_prefill,
+)
+from hybrid_plugin.core.sequence import Admission, LookUp
+from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
+from hybrid_plugin.engine.hints import Hints
+
+
+class IncomingRequest(Protocol):
+    """What the front door asks of an engine's request."""
+
+    @property
+    def seq_id(self) -> str:
+        """Name of its sequence, unlike that of every other request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: of the prompt, and of the output before a preemption.
+
+        Asked for often; must take constant time.
+        """
+
+    def tokens(self) -> Sequence[int]:
+        """Those tokens.  Equal ones must mean equal content.
+
+        The front door keeps what it gets: it must not change afterwards.
+        """
+
+    def namespace(self) -> Hashable:
+        """What the whole request must have in common with another."""
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether tokens and namespace say all about it; if not, nothing is kept."""
+
+    @property
+    def may_hit(self) -> bool:
+        """Whether it may be served from the cache."""
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether its prefill may end a chunk for a snapshot."""
+
+    @property
+    def hint(self) -> object:
+        """What the application says about the cache, of any type; see `hints`."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it ran before and was preempted."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What is known of a request that is not admitted yet."""
+
+    tokens: Tokens
+    """Kept because a request may be looked up many times before it is admitted."""
+    found: LookUp | None = None
+
+
+class FrontDoor:
+    """Leads requests into and out of a `HybridCache`."""
+
+    def __init__(self, cache: HybridCache, logger: logging.Logger) -> None:
+        """Start without requests.
+
+        Args:
+            cache: of the engine.
+            logger: the adapter's, for bad hints.
+        """
+        self.cache = cache
+        self._hints = Hints(logger)
+        self._sharing = InBatchPrefixSharing(cache)
+        self._waiting: dict[str, _Waiting] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that are known and not admitted."""
+        return len(self._waiting)
+
+    # ------------------------------------------------------- before admission
+
+    def plan_sharing(self, waiting: Iterable[IncomingRequest]) -> None:
+        """Decide which waiting requests wait for another one to compute their prefix.
+
+        Args:
+            waiting: in the order in which they are served; read as far as needed.
+        """
+        able = (
+            request
+            for request in waiting
+            if request.cacheable
+            and request.may_hit
+            and not self.cache.is_live(request.seq_id)
+        )
+        self._sharing.plan(
+            [(r.seq_id, partial(self._prefill, r)) for r in islice(able, LOOK_AHEAD)]
+        )
+
+    def must_wait(self, seq_id: str) -> bool:
+        """Whether a request waits for another one in this step."""
+        return not self.cache.is_live(seq_id) and self._sharing.holds(seq_id)
+
+    def look_up(self, request: IncomingRequest, limit: int | None = None) -> LookUp:
+        """Find what a waiting request can resume from; nothing is held for it yet.
+
+        Args:
+            request: that is not live.
+            limit: restore at most this many tokens.
+        """
+        waiting = self._note(request)
+        waiting.found = self._find(request, waiting.tokens, limit)
+        return waiting.found
+
+    def admit(
+        self,
+        request: IncomingRequest,
+        hit: int,
+        *,
+        num_tokens: int,
+        reserve_tokens: int = 0,
+        watermark_pages: int = 0,
+    ) -> Admission | None:
+        """Start a request's sequence with pages and a slot.
+
+        Args:
+            request: that is not live.
+            hit: tokens that the engine counts as restored.
+            num_tokens: tokens to have pages for now.
+            reserve_tokens: tokens that must fit, though pages for them come later.
+            watermark_pages: pages that must be left over.
+
+        Returns:
+            None if there is no room, or if `hit` tokens cannot be restored any more:
+            the engine looks it up again in a later step.  Nothing has changed then.
+        """
+        found = self._note(request).found
+        if (
+            found is None
+            or found.match.length != hit
+            or not self.cache.is_current(found)
+        ):
+            found = self.look_up(request, hit)
+        if found.match.length != hit:
+            return None
+        admission = self.cache.admit(
+            request.seq_id,
+            found,
+            num_tokens=num_tokens,
+            reserve_tokens=reserve_tokens,
+            watermark_pages=watermark_pages,
+            cacheable=request.cacheable,
+            resumed=request.resumed,
+        )
+        if admission is not None:
+            del self._waiting[request.seq_id]
+        return admission
+
+    def chunk_end(self, request: IncomingRequest, start: int, end: int) -> int:
+        """Return where a chunk of a request's prefill should end.
+
+        Args:
+            request: waiting, after its look-up, or live.
+            start: its first token in the chunk.
+            end: where the engine would end it.
+        """
+        positions = self.snapshot_positions(request.seq_id) if request.may_pause else ()
+        return self.cache.chunk_end(positions, start, end, request.num_tokens)
+
+    def snapshot_positions(self, seq_id: str) -> tuple[int, ...]:
+        """Where a request's prefill should pause for a snapshot."""
+        if self.cache.is_live(seq_id):
+            return self.cache.snapshot_positions_of(seq_id)
+        waiting = self._waiting.get(seq_id)
+        if waiting is None or waiting.found is None:
+            return ()
+        return waiting.found.snapshot_positions
+
+    # -------------------------------------------------------- after admission
+
+    def advance(self, seq_id: str, computed: int) -> None:
+        """Note that a scheduled step takes a request to `computed` final tokens.
+
+        Call it after the commands that precede the step were drained.  Nothing is
+        done for a request that is not live: it may have been aborted meanwhile.
+        """
+        if not self.cache.is_live(seq_id):
+            return
+        if self.cache.is_prefilling(seq_id):
+            self.cache.advance(seq_id, computed)
+        elif self.cache.windows:
+            self.cache.trim(seq_id, computed)
+
+    def end(self, request: IncomingRequest, computed: int) -> None:
+        """End a request: finished, aborted or preempted, live or not.
+
+        Args:
+            request: that the engine lets go.
+            computed: tokens that all steps scheduled so far compute.
+        """
+        self.forget(request.seq_id)
+        if self.cache.is_live(request.seq_id):
+            self.cache.finish(request.seq_id, request.tokens(), computed)
+
+    def withdraw(self, seq_id: str) -> None:
+        """Take back an admission that the engine did not use."""
+        if self.cache.is_live(seq_id):
+            self.cache.finish(seq_id, (), 0)
+
+    def forget(self, seq_id: str) -> None:
+        """Drop what is known of a request that was never admitted."""
+        self._waiting.pop(seq_id, None)
+
+    def count_preemption(self) -> None:
+        """Count a running request that was put back into the queue."""
+        self.cache.stats.preemptions += 1
+
+    def flush(self) -> bool:
+        """Forget everything cached; False, with nothing changed, while one is live."""
+        flushed = self.cache.flush()
+        if flushed:
+            self._waiting.clear()
+        return flushed
+
+    # --------------------------------------------------------------- internal
+
+    def _note(self, request: IncomingRequest) -> _Waiting:
+        """The record of a waiting request, with all its tokens."""
+        waiting = self._waiting.get(request.seq_id)
+        if waiting is None or len(waiting.tokens) != request.num_tokens:
+            waiting = _Waiting(as_tokens(request.tokens()))
+            self._waiting[request.seq_id] = waiting
+        return waiting
+
+    def _find(
+        self, request: IncomingRequest, tokens: Tokens, limit: int | None
+    ) -> LookUp:
+        namespace = request.namespace()
+        if not request.may_hit or not request.cacheable:
+            return self.cache.bypass(tokens, namespace)
+        return self.cache.look_up(
+            tokens,
+            namespace,
+            limit,
+            snapshot_at=(
+                *self._hints.keep(request.hint),
+                *self._sharing.pauses_of(request.seq_id),
+            ),
+        )
+
+    def _prefill(self, request: IncomingRequest) -> Prefill:
+        tokens = self._note(request).tokens
+        return waiting_prefill(self.cache, request.seq_id, tokens, request.namespace())

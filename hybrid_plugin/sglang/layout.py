@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of a page and of a slot of a model in SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import AttentionArch
+
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.sglang import addressing
+from hybrid_plugin.sglang.slots import slot_bytes
+
+
+def make_layout(
+    model: Any, *, token_bytes: int, page_size: int, device_type: str, elastic: bool
+) -> CacheLayout:
+    """How the cache of one rank is laid out.
+
+    Pages are the same in both cases, each layer's keys and values in tensors of their
+    own; elastic pools need to know every tensor, because each is mapped in blocks.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        token_bytes: KV of one token, over all attention layers.
+        page_size: tokens in a page.
+        device_type: "cpu" or "cuda", as torch calls it.
+        elastic: whether slots are elastic pools' own: all states of a slot side by
+            side, each aligned.  SGLang's are layer-major, without padding.
+    """
+    hybrid = mambaish_config(model)
+    params = hybrid.mamba2_cache_params
+    tensors = tuple(map(str, hybrid.full_attention_layer_ids))
+    if elastic and not is_latent(model):
+        tensors = tuple(f"{n} {half}" for n in tensors for half in ("keys", "values"))
+    states = tuple(map(str, params.layers))
+    slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
+    layout = CacheLayout(
+        page_size=page_size,
+        attention=(AttentionGroup(tensors, token_bytes * page_size // len(tensors)),),
+        states=(StateGroup(states, slot // len(states)),),
+    )
+    if not elastic:
+        return replace(layout, slot_alignment=1)
+    if device_type == "cpu":  # PyTorch's own operations reach all of it
+        return layout
+    reach = addressing.addressable_bytes(model, params)
+    return replace(layout, addressable_slot_bytes=reach)
+
+
+def is_latent(model: Any) -> bool:
+    """Whether an attention layer keeps one tensor, and not keys and values.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    return bool(model.attention_arch == AttentionArch.MLA)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core cache on planned pools: fixed, elastic, with windows, without states."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.memory.attention_windows import SlidingWindow
+from hybrid_plugin.core.memory.broker import FixedBroker
+from hybrid_plugin.core.memory.elastic import ElasticBroker
+from hybrid_plugin.core.memory.layout import (
+    AttentionGroup,
+    CacheLayout,
+    PoolSizes,
+    StateGroup,
+)
+from hybrid_plugin.core.memory.pools import NoSlots
+from hybrid_plugin.core.policy.eviction import FlopAware, UsedFirst
+from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.sizing import CachePlan, EngineLimits, divide
+
+LAYOUT = CacheLayout(
+    page_size=16,
+    attention=(
+        AttentionGroup(("a", "b"), 4096),
+        AttentionGroup(("w",), 1024, SlidingWindow(40)),
+    ),
+    states=(StateGroup(("s", "t"), 3000),),
+    slot_alignment=1,
+)
+FIXED = CachePlan(LAYOUT, PoolSizes(64, 6, (40,)))
+
+
+def test_fixed_pools() -> None:
+    cache = build_cache(FIXED, HybridConfig())
+    assert isinstance(cache.broker, FixedBroker)
+    assert (cache.page_size, cache.pages.capacity, cache.slots.capacity) == (16, 64, 6)
+    (group,) = cache.windows
+    assert (group.window, group.pages.capacity) == (SlidingWindow(40), 40)
+
+
+def test_a_model_without_states_has_no_slots() -> None:
+    plan = replace(FIXED, layout=replace(LAYOUT, states=()))
+    assert isinstance(build_cache(plan, HybridConfig()).slots, NoSlots)
+
+
+def test_pools_that_share_memory() -> None:
+    limits = EngineLimits(max_model_len=512, max_sequences=4, block_bytes=16 << 10)
+    log = logging.getLogger(__name__)
+    plan = divide(LAYOUT, 4 << 20, HybridConfig(elastic=True), limits, log)
+    cache = build_cache(plan, HybridConfig())
+    assert isinstance(cache.broker, ElasticBroker)
+    assert cache.pages.capacity == plan.sizes.pages > cache.pages.usable + 1
+    assert cache.slots.capacity == plan.sizes.slots
+    assert [group.pages.capacity for group in cache.windows] == [*plan.sizes.windows]
+
+
+@pytest.mark.parametrize("policy", ["used-first", "flop-aware"])
+def test_eviction_weighs_what_a_snapshot_keeps(policy: str) -> None:
+    eviction = build_cache(FIXED, HybridConfig(eviction_policy=policy)).tree.eviction
+    if policy == "used-first":
+        assert type(eviction) is UsedFirst
+        return
+    assert isinstance(eviction, FlopAware)
+    assert eviction.token_bytes == 2 * 4096 / 16
+    # Two states, and the window's 40 tokens: 4 pages where they begin within one.
+    assert eviction.slot_bytes == 2 * 3000 + 4 * 1024

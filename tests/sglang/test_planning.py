@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang's model and arguments come to: layout, limits, pages and slots."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang.srt.configs.model_config import AttentionArch
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
+from hybrid_plugin.device import host_arena
+from hybrid_plugin.sglang import addressing, elastic, layout, planning
+from hybrid_plugin.sglang.pool_memory import PoolMemory
+
+LAYERS, PAGE, LONGEST = 2, 16, 512
+TOKEN_BYTES = LAYERS * 2 * 3 * 8 * 2
+"""Keys and values in two layers, 3 heads with 8 numbers of two bytes."""
+STATE_BYTES = (10 * 3 + 2) * 2 + 4 * 4 * 8 * 4
+"""Two convolutions in bfloat16, a temporal state in float32."""
+MIB = 1 << 20
+
+
+def model(arch: AttentionArch = AttentionArch.MHA) -> Any:
+    """As much of SGLang's `ModelConfig` as is read, with the states beside it."""
+    params = SimpleNamespace(
+        shape=SimpleNamespace(conv=[(10, 3), (2,)], temporal=(4, 4, 8)),
+        dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32),
+        layers=[0, 2, 4],
+        mamba_cache_per_req=3 * STATE_BYTES,
+    )
+    states = SimpleNamespace(
+        mamba2_cache_params=params, full_attention_layer_ids=[1, 3]
+    )
+    return SimpleNamespace(attention_arch=arch, context_len=LONGEST, states=states)
+
+
+@pytest.fixture(autouse=True)
+def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "mambaish_config", lambda of: of.states)
+    monkeypatch.setattr(addressing, "addressable_bytes", lambda *_: 1 << 32)
+
+
+def laid_out(of: Any, *, elastic: bool, device_type: str = "cuda") -> CacheLayout:
+    return layout.make_layout(
+        of,
+        token_bytes=TOKEN_BYTES,
+        page_size=PAGE,
+        device_type=device_type,
+        elastic=elastic,
+    )
+
+
+def test_fixed_pools_take_what_sglangs_tensors_take() -> None:
+    found = laid_out(model(), elastic=False)
+    assert (found.page_size, found.page_bytes) == (PAGE, TOKEN_BYTES * PAGE)
+    assert found.slot_bytes == 3 * STATE_BYTES
+    assert found.max_slots is None
+    assert [len(group.layers) for group in found.attention] == [LAYERS]
+    assert [len(group.layers) for group in found.states] == [3]
+
+
+@pytest.mark.parametrize("arch", [AttentionArch.MHA, AttentionArch.MLA])
+def test_elastic_pools_align_states_and_know_every_tensor(arch: AttentionArch) -> None:
+    found = laid_out(model(arch), elastic=True)
+    assert found.page_bytes == TOKEN_BYTES * PAGE
+    (tensors,) = found.attention
+    assert len(tensors.layers) == (LAYERS if arch == AttentionArch.MLA else 2 * LAYERS)
+    # 60 and 4 bytes take 128 each, and 512 fill their place; 2304 in all.
+    assert found.slot_bytes == 3 * (128 + 128 + 512) == 9 * 256
+    assert found.addressable_slot_bytes == 1 << 32
+    assert laid_out(model(arch), elastic=True, device_type="cpu").max_slots is None
+
+
+# ------------------------------------------------------------- dividing the memory
+
+
+class Running:
+    """SGLang's arguments, and its configurator, as far as planning reads them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **schedule: Any) -> None:
+        arguments = dict.fromkeys(
+            ("max_mamba_cache_size", "max_total_tokens", "max_running_requests")
+        )
+        self.schedule = SimpleNamespace(page_size=PAGE, **(arguments | schedule))
+        self.overridden: dict[str, int] = {}
+        self.device, self.model_config = "cpu", model()
+        self.post_capture_kv_active = False
+        self.memory = PoolMemory()
+        features = SimpleNamespace(enable_memory_saver=False)
+        alone = SimpleNamespace(launch_world_size=1)
+        for module in (planning, elastic):
+            monkeypatch.setattr(module, "get_schedule", lambda: self.schedule)
+        monkeypatch.setattr(
+            elastic, "get_exec", lambda: SimpleNamespace(features=features)
+        )
+        monkeypatch.setattr(elastic, "get_parallel", lambda: alone)
+        monkeypatch.setattr(planning, "get_context", lambda: self)
+        monkeypatch.setattr(
+            planning,
+            "create_memory_pool_configurator",
+            lambda _: SimpleNamespace(_cell_size=TOKEN_BYTES),
+        )
+
+    def override(self, source: str, **values: int) -> None:
+        """What the plugin sets."""
+        self.overridden |= values
+
+    def _get_ple_req_pool_kwargs(self) -> dict[str, Any]:
+        return {}
+
+    def reserve(self, available: int, **options: Any) -> PoolSizes:
+        """Sizes of the pools out of so many bytes, as SGLang comes to know them."""
+        gib = planning.reserve_slots(
+            self, available / (1 << 30), HybridConfig(**options), self.memory
+        )
+        plan = self.memory.plan
+        assert plan is not None
+        assert self.overridden == {"max_mamba_cache_size": plan.sizes.slots - 1}
+        assert int(gib * (1 << 30)) == plan.sizes.pages * plan.layout.page_bytes
+        tokens = (plan.sizes.pages - 1) * PAGE
+        assert planning.limit_tokens(1 << 40, self.memory) == tokens
+        assert planning.limit_tokens(PAGE, self.memory) == PAGE
+        return plan.sizes
+
+
+def test_fixed_pools_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running(monkeypatch)
+    sizes = running.reserve(MIB, elastic=False)
+    spent = sizes.pages * TOKEN_BYTES * PAGE + sizes.slots * 3 * STATE_BYTES
+    assert MIB - TOKEN_BYTES * PAGE < spent <= MIB
+    assert running.memory.shared is None
+
+
+def test_pages_and_slots_of_flags_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"max_total_tokens": 1024, "max_mamba_cache_size": 20}
+    assert Running(monkeypatch, **flags).reserve(8 * MIB) == PoolSizes(65, 21)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"max_total_tokens": 511}, "--max-total-tokens leaves 32 pages, and one"),
+        ({"max_mamba_cache_size": 0}, "--max-mamba-cache-size leaves 1 state slots"),
+        ({"max_mamba_cache_size": 600}, "--max-mamba-cache-size leaves 3 pages, and"),
+    ],
+)
+def test_flags_too_small_for_the_longest_sequence(
+    flags: dict[str, int], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Running(monkeypatch, **flags).reserve(MIB)
+
+
+@pytest.mark.skipif(
+    not host_arena.is_available(), reason="needs memory that can be returned"
+)
+def test_elastic_pools_get_memory_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running(monkeypatch)
+    running.reserve(4 * MIB)
+    shared = running.memory.shared
+    assert shared is not None and running.memory.plan is not None
+    try:
+        assert shared.plan is running.memory.plan.shared
+        assert shared.memory.usable == shared.plan.budget < 4 * MIB
+    finally:
+        shared.memory.close()

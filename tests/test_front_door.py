@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request's front door on plain requests, without an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.engine.front_door import FrontDoor
+
+PAGE = 4
+
+
+@dataclass
+class Request:
+    """A request whose tokens count up from `first`."""
+
+    seq_id: str
+    num_tokens: int
+    first: int = 0
+    space: Hashable = None
+    cacheable: bool = True
+    may_hit: bool = True
+    may_pause: bool = True
+    hint: Any = None
+    resumed: bool = False
+    reads: int = 0
+    """How often its tokens were read."""
+
+    def tokens(self) -> Sequence[int]:
+        self.reads += 1
+        return list(range(self.first, self.first + self.num_tokens))
+
+    def namespace(self) -> Hashable:
+        return self.space
+
+
+def door(pages: int = 40, slots: int = 9, *, sharing: int = 0) -> FrontDoor:
+    options = HybridConfig(in_batch_prefix_min_tokens=sharing)
+    policy = replace(options.snapshot_policy(PAGE), body_share=0.0)
+    cache = HybridCache(PagePool(pages), SlotPool(slots), PAGE, policy)
+    return FrontDoor(cache, logging.getLogger(__name__))
+
+
+def run(to: FrontDoor, request: Request, upto: int | None = None) -> int:
+    """Look a request up, admit it and compute it; returns its hit."""
+    found = to.look_up(request)
+    hit = found.match.length
+    assert to.admit(request, hit, num_tokens=request.num_tokens) is not None
+    start, last = hit, upto or request.num_tokens
+    while start < last:
+        start = to.chunk_end(request, start, last)
+        to.advance(request.seq_id, start)
+    return hit
+
+
+def serve(to: FrontDoor, request: Request) -> int:
+    hit = run(to, request)
+    to.end(request, request.num_tokens)
+    return hit
+
+
+def assert_idle(to: FrontDoor) -> None:
+    assert to.waiting == 0 and to.cache.live == 0
+    levels = to.cache.levels()
+    assert levels["kv"].used == levels["state"].used == 0
+
+
+def test_a_request_leaves_what_the_next_one_resumes() -> None:
+    to = door()
+    assert serve(to, Request("a", 10)) == 0
+    assert serve(to, Request("b", 12)) == 10
+    assert_idle(to)
+
+
+def test_a_look_up_that_is_stale_is_repeated() -> None:
+    to = door()
+    late = Request("late", 12, first=100)
+    to.look_up(late)
+    serve(to, Request("other", 10))
+    assert to.admit(late, 0, num_tokens=12) is not None
+    assert late.reads == 1
+
+
+def test_a_hit_that_is_gone_is_not_admitted() -> None:
+    to = door()
+    serve(to, Request("a", 10))
+    late = Request("late", 12)
+    hit = to.look_up(late).match.length
+    assert hit == 10 and to.cache.flush()
+    assert to.admit(late, hit, num_tokens=12) is None
+    assert to.cache.live == 0
+    assert run(to, late) == 0
+
+
+def test_a_hit_that_the_engine_cut_short_is_what_is_restored() -> None:
+    to = door()
+    serve(to, Request("a", 10, hint={"hybrid_keep": [4]}))
+    cut = Request("cut", 12)
+    assert to.look_up(cut).match.length == 10
+    admission = to.admit(cut, 4, num_tokens=12)
+    assert admission is not None and admission.hit == 4
+
+
+def test_a_request_that_was_never_looked_up_is_looked_up_at_admission() -> None:
+    to = door()
+    assert to.admit(Request("a", 10), 0, num_tokens=10) is not None
+
+
+def test_tokens_are_read_once_while_it_waits_and_runs() -> None:
+    to = door(pages=4)
+    filler, one = Request("filler", 12, first=100), Request("one", 12)
+    run(to, filler)
+    for _ in range(3):
+        to.plan_sharing([one])
+        assert to.admit(one, to.look_up(one).match.length, num_tokens=12) is None
+    to.end(filler, 12)
+    run(to, one)
+    assert one.reads == 1
+
+
+def test_tokens_that_grew_are_read_again() -> None:
+    to = door()
+    one = Request("one", 10)
+    to.look_up(one)
+    one.num_tokens = 12
+    assert to.look_up(one).length == 12
+
+
+def test_a_request_that_may_not_hit_still_leaves_what_others_hit() -> None:
+    to = door()
+    serve(to, Request("a", 10))
+    assert serve(to, Request("b", 12, may_hit=False)) == 0
+    assert serve(to, Request("c", 14)) == 12
+
+
+def test_a_request_that_is_not_cacheable_leaves_nothing() -> None:
+    to = door()
+    serve(to, Request("a", 10))
+    assert serve(to, Request("b", 12, cacheable=False)) == 0
+    assert serve(to, Request("c", 14)) == 10
+
+
+def test_namespaces_keep_requests_apart() -> None:
+    to = door()
+    serve(to, Request("a", 10, space="x"))
+    assert serve(to, Request("b", 12, space="y")) == 0
+    assert serve(to, Request("c", 12, space="x")) == 10
+
+
+def test_chunks_end_at_snapshot_positions() -> None:
+    to = door()
+    one = Request("one", 20, hint={"hybrid_keep": [8]})
+    to.look_up(one)
+    assert to.chunk_end(one, 0, 20) == 8  # before it is admitted
+    to.admit(one, 0, num_tokens=20)
+    assert to.chunk_end(one, 0, 20) == 8
+    assert to.chunk_end(one, 8, 20) == 20
+
+
+def test_a_request_that_may_not_pause_is_not_cut() -> None:
+    to = door()
+    one = Request("one", 20, hint={"hybrid_keep": [8]}, may_pause=False)
+    to.look_up(one)
+    assert to.chunk_end(one, 0, 20) == 20
+
+
+def test_a_bad_hint_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    to = door()
+    for name in ("a", "b"):
+        assert to.look_up(Request(name, 20, hint={"hybrid_keep": "x"}))
+    assert len(caplog.records) == 1
+
+
+def test_requests_with_one_prefix_wait_for_the_first() -> None:
+    to = door(sharing=8)
+    leader, follower = Request("leader", 40), Request("follower", 41)
+    to.plan_sharing([leader, follower])
+    assert to.must_wait("follower") and not to.must_wait("leader")
+    run(to, leader, upto=36)
+    to.plan_sharing([follower])
+    assert not to.must_wait("follower")
+    assert run(to, follower) == 36
+
+
+@pytest.mark.parametrize("field", ["cacheable", "may_hit"])
+def test_who_cannot_hit_does_not_wait(field: str) -> None:
+    to = door(sharing=8)
+    unable = Request("unable", 41, **{field: False})
+    to.plan_sharing([Request("leader", 40), unable])
+    assert not to.must_wait("unable")
+
+
+def test_those_that_cannot_share_leave_room_for_those_that_can() -> None:
+    """However many stand before them in the queue."""
+    to = door(sharing=8)
+    queue = [Request(f"other {i}", 40, may_hit=False) for i in range(100)]
+    to.plan_sharing([*queue, Request("leader", 40), Request("follower", 40)])
+    assert to.must_wait("follower")
+
+
+def test_an_admission_that_is_not_used_gives_all_back() -> None:
+    to = door()
+    one = Request("one", 10)
+    to.admit(one, to.look_up(one).match.length, num_tokens=10)
+    to.withdraw("one")
+    to.withdraw("one")  # not live any more: nothing to do
+    assert_idle(to)
+
+
+def test_an_end_before_admission_forgets_the_request() -> None:
+    to = door()
+    one = Request("one", 10)
+    to.look_up(one)
+    to.end(one, 0)
+    assert_idle(to)
+    assert one.reads == 1
+
+
+def test_a_step_of_a_request_that_ended_meanwhile_does_nothing() -> None:
+    to = door()
+    one = Request("one", 10)
+    serve(to, one)
+    to.advance("one", 11)
+    assert_idle(to)
+
+
+def test_a_flush_waits_for_live_requests() -> None:
+    to = door()
+    one = Request("one", 10)
+    run(to, one)
+    assert not to.flush()
+    to.end(one, 10)
+    to.look_up(Request("two", 10))
+    assert to.flush() and to.waiting == 0
+    assert serve(to, Request("three", 12)) == 0
