@@ -232,7 +232,7 @@ class CacheMemory:
         return tails
 
     def _take_over_tails(self, match: Match) -> dict[PoolId, Pages]:
-        """Make those the sequence's too; by pool, none for a hit at a page end."""
+        """Share the hit's tail pages with the sequence; by pool, empty without one."""
         tails = self._tails(match)
         for pool, page in tails.items():
             self.page_pools[pool].share((page,))
