@@ -294,8 +294,9 @@ class HybridCache:
             return None
         fresh = self.pages.allocate(count)
         sequence.pages += fresh
-        for group, table in zip(self.windows, sequence.windows, strict=True):
-            table.pages += group.pages.allocate(count)
+        windows = self.memory.allocate_windows(fresh)
+        for table, pages in zip(sequence.windows, windows, strict=True):
+            table.pages += pages
         return fresh
 
     def advance(self, seq_id: str, computed: int) -> None:
@@ -599,12 +600,21 @@ class HybridCache:
         *,
         is_turn_end: bool = False,
     ) -> None:
-        """Give the node a snapshot with the window pages that `sequence` holds."""
+        """Give the node a snapshot with the window pages of its path.
+
+        They are those that `sequence` holds, where the path's KV pages are its own.
+        """
         windows = []
-        for group, table in zip(self.windows, sequence.windows, strict=True):
+        for index, (group, table) in enumerate(
+            zip(self.windows, sequence.windows, strict=True)
+        ):
             live = self.memory.live(group, node.end)
-            windows.append(table.pages[live.start : live.stop])
-            group.pages.adopt(windows[-1])
+            held = table.pages[live.start : live.stop]
+            path = node.last_pages(len(live))
+            if path != sequence.pages[live.start : live.stop]:
+                held = self.memory.pairs[index].settle(path, held)
+            windows.append(held)
+            group.pages.adopt(held)
         snapshot = Snapshot(slot, tuple(windows), is_turn_end=is_turn_end)
         self.tree.attach_snapshot(node, snapshot)
         self.stats.snapshots_taken += 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.sglang_cpu.replacements import HOOKS, MISSING_NAMES, REPLACEMENTS
+from hybrid_plugin.sglang_cpu.window_attention import read_windows_in_their_pool
 from hybrid_plugin.upstream.hookpoints import LiveView, problems, resolve
 
 _PACKAGE = "hybrid_plugin.sglang_cpu"
@@ -38,6 +39,7 @@ def install() -> None:
     for missing in MISSING_NAMES:
         module = importlib.import_module(missing.point.module)
         setattr(module, missing.name, load(missing.ours))
+    read_windows_in_their_pool()
 
 
 def load(ours: str) -> Callable[..., Any]:

@@ -36,4 +36,9 @@ NEEDED = {
         f"{_SRT}.managers.schedule_batch:ScheduleBatch.prepare_for_decode",
         "pin_memory",
     ),
+    "window_attention.read_windows_in_their_pool": _while_there(
+        f"{_SRT}.layers.attention.torch_native_backend:TorchNativeAttnBackend"
+        ".forward_decode",
+        "req_to_token_pool",
+    ),
 }

@@ -249,5 +249,16 @@ MISSING_NAMES = tuple(
     for ending in ("", "_triton")
 )
 
-HOOKS = (*(r.point for r in REPLACEMENTS), _FORWARD)
+_NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
+_WINDOW_POOL = "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool"
+WINDOWS = (
+    HookPoint(f"{_NATIVE}.__init__", mentions=("use_sliding_window_kv_pool",)),
+    HookPoint(f"{_NATIVE}.forward_extend", ("q", "k", "v", "layer")),
+    HookPoint(f"{_NATIVE}.forward_decode", ("q", "k", "v", "layer")),
+    HookPoint(f"{_WINDOW_POOL}.__init__", mentions=("layers_mapping",)),
+    HookPoint(f"{_WINDOW_POOL}.translate_loc_from_full_to_swa", ("kv_indices",)),
+)
+"""What `window_attention` wraps and reads."""
+
+HOOKS = (*(r.point for r in REPLACEMENTS), _FORWARD, *WINDOWS)
 """All that `kernels.install` relies on."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
@@ -82,6 +83,7 @@ def audit(cache: HybridCache) -> None:
     """Check every invariant that can be told between two calls."""
     audit_pages(cache)
     audit_windows(cache)
+    audit_pairs(cache)
     audit_slots(cache)
     audit_locks(cache)
     audit_orders(cache.tree)
@@ -121,6 +123,29 @@ def audit_windows(cache: HybridCache) -> None:
             assert len(set(table.held())) == len(table.held())
             in_sequences.update(table.held())
         audit_pool(group.pages, in_sequences, in_tree)
+
+
+def audit_pairs(cache: HybridCache) -> None:
+    """Whoever holds a window page for a KV page holds the same one, in each group.
+
+    Engines with one map from KV pages to window pages rely on it.
+    """
+    for index, group in enumerate(cache.windows):
+        page_of: dict[int, int] = {}
+
+        def see(kv: Sequence[int], window: Sequence[int], of: dict[int, int]) -> None:
+            for page, other in zip(kv, window, strict=True):
+                assert of.setdefault(page, other) == other, f"page {page} has two"
+
+        for sequence in cache._sequences.values():
+            table = sequence.windows[index]
+            see(sequence.pages[table.first :], table.held(), page_of)
+        for node in cache.tree.nodes():
+            if node.snapshot is not None:
+                live = live_pages(group.window, node.end, cache.page_size)
+                path = [page for part in _path_to(node) for page in part.pages]
+                kv = path[live.start : live.stop]
+                see(kv, node.snapshot.windows[index], page_of)
 
 
 def audit_pool(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis drives a fake engine; everything is checked after every rule.
 
-In CI the three machines take more than 100,000 steps together.
+In CI the machines take more than 100,000 steps together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,6 +18,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from hybrid_plugin.core.memory.attention_windows import (
+    AttentionWindow,
+    ChunkedLocal,
+    SlidingWindow,
+)
 from tests.core.engine import Access, FakeEngine, Setup
 from tests.core.profiles import machine_settings
 from tests.core.support import Tokens
@@ -31,6 +37,8 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, run, end and are preempted on pools that are too small."""
 
     page_size = 4
+    windows: tuple[tuple[AttentionWindow, int], ...] = ()
+    """Of each group, with the pages that it has beyond those of full attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_end_min=chunk_end_min,
             flop_aware=flop_aware,
         )
-        self.engine = FakeEngine(setup)
+        self.engine = FakeEngine(replace(setup, windows=self.windows))
 
     @precondition(lambda self: len(self.engine.waiting) < 5)
     @rule(
@@ -164,9 +172,17 @@ class WidePageMachine(EngineMachine):
     page_size = 16
 
 
+class WindowMachine(EngineMachine):
+    """Two window groups: what a KV page is read with must be one page in each."""
+
+    windows = ((SlidingWindow(6), 4), (ChunkedLocal(7), 0))
+
+
 TestSinglePage = SinglePageMachine.TestCase
 TestSinglePage.settings = machine_settings(EXAMPLES)
 TestFourTokenPage = EngineMachine.TestCase
 TestFourTokenPage.settings = machine_settings(EXAMPLES)
 TestWidePage = WidePageMachine.TestCase
 TestWidePage.settings = machine_settings(EXAMPLES)
+TestWindows = WindowMachine.TestCase
+TestWindows.settings = machine_settings(EXAMPLES // 3)

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
 from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
+from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Evicted, Match
+from hybrid_plugin.core.tree.tokens import Pages
 from tests.core.device import ContentError
 from tests.core.traffic import Traffic
 
@@ -177,7 +180,36 @@ class NeverTrims(HybridCache):
         pass
 
 
-WINDOWS = [SkipsWindowCopies, TrimsWindowsTooEarly, NeverTrims]
+class TakesAnyWindowPages(HybridCache):
+    """Its snapshots take a sequence's window pages, whose KV pages they have or not."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        for pairs in self.memory.pairs:
+            pairs.settle = lambda pages, windows: windows  # type: ignore[method-assign]
+
+
+class TakesWindowPagesOfOthers(HybridCache):
+    """Its snapshots take window pages that were freed, and given to others since."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        for pairs in self.memory.pairs:
+            pairs.begin = partial(_begin_without_a_mark, pairs)  # type: ignore[method-assign]
+
+
+def _begin_without_a_mark(pairs: PagePairs, pages: Pages, windows: Pages) -> None:
+    for page, window in zip(pages, windows, strict=True):
+        pairs._of[page] = pairs._marks[window]
+
+
+WINDOWS = [
+    SkipsWindowCopies,
+    TrimsWindowsTooEarly,
+    NeverTrims,
+    TakesAnyWindowPages,
+    TakesWindowPagesOfOthers,
+]
 CONTENT = [
     SkipsStateCopies,
     SkipsTailCopies,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hybrid_plugin.core.commands import Command, Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import live_pages
 from hybrid_plugin.core.memory.broker import MemoryBroker
+from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.stats import CacheStats
@@ -73,6 +74,8 @@ class CacheMemory:
         self.page_pools: dict[PoolId, PagePool] = {Pool.KV: pages}
         for index, group in enumerate(self.windows):
             self.page_pools[Pool.window(index)] = group.pages
+        self.pairs = tuple(PagePairs(pages.capacity, g.pages) for g in self.windows)
+        """Of KV pages and those of each window group."""
 
     def wanted(self, pages: int, window_pages: int, slots: int) -> dict[PoolId, int]:
         """A request to the broker.
@@ -158,16 +161,17 @@ class CacheMemory:
             now: ids by pool that the sequence gets.
             ahead: more, to be found in the same call where memory moves, if possible.
         """
-        count, window_count = now[Pool.KV], _window_count(now)
+        count = now[Pool.KV]
         if (
             ahead is not None
             and self.broker.moves_memory
             and self._provide(match, ahead)
         ) or self._provide(match, now):
+            fresh = self.pages.allocate(count)
             return Allocation(
                 slot=self.slots.allocate_running(),
-                fresh=self.pages.allocate(count),
-                windows=tuple([g.pages.allocate(window_count) for g in self.windows]),
+                fresh=fresh,
+                windows=self.allocate_windows(fresh),
                 taken_over=False,
             )
         snapshot = _snapshot_of(match)
@@ -175,18 +179,23 @@ class CacheMemory:
         provided = self._provide(match, self._without_own(match, now))
         assert provided, "there is room at the price of the matched snapshot"
         self.slots.take_over(snapshot.slot)
-        tail = match.tail_page is not None
+        own = self._take_over_tails(match)
+        fresh = self.pages.allocate(count - len(own[Pool.KV]))
+        windows = enumerate(self.allocate_windows(fresh))
         return Allocation(
             slot=snapshot.slot,
-            fresh=_take_over(self.pages, match.tail_page, count),
-            windows=tuple(
-                [
-                    _take_over(group.pages, own[-1] if tail else None, window_count)
-                    for group, own in zip(self.windows, snapshot.windows, strict=True)
-                ]
-            ),
+            fresh=own[Pool.KV] + fresh,
+            windows=tuple([own[Pool.window(i)] + pages for i, pages in windows]),
             taken_over=True,
         )
+
+    def allocate_windows(self, pages: Pages) -> tuple[Pages, ...]:
+        """Window pages of each group, for KV pages that were just allocated."""
+        found = []
+        for group, pairs in zip(self.windows, self.pairs, strict=True):
+            found.append(group.pages.allocate(len(pages)))
+            pairs.begin(pages, found[-1])
+        return tuple(found)
 
     def free_snapshot_slot(self, node: Node) -> bool:
         """Free a slot, at the price of what is worth less than a snapshot of `node`."""
@@ -221,6 +230,16 @@ class CacheMemory:
             for index, own in enumerate(snapshot.windows):
                 tails[Pool.window(index)] = own[-1]
         return tails
+
+    def _take_over_tails(self, match: Match) -> dict[PoolId, Pages]:
+        """Share the hit's tail pages with the sequence; by pool, empty without one."""
+        tails = self._tails(match)
+        for pool, page in tails.items():
+            self.page_pools[pool].share((page,))
+        return {
+            pool: array("i", (tails[pool],) if pool in tails else ())
+            for pool in self.page_pools
+        }
 
     def _pinned(self, match: Match, kept: set[int]) -> dict[PoolId, list[int]]:
         """Cached ids that the admission of a match needs, and kept slots besides."""
@@ -282,16 +301,3 @@ class CacheMemory:
 
 def _snapshot_of(match: Match) -> Snapshot | None:
     return None if match.node is None else match.node.snapshot
-
-
-def _window_count(wanted: Mapping[PoolId, int]) -> int:
-    """Pages of each window group; they are equally many."""
-    return wanted.get(Pool.window(0), 0)
-
-
-def _take_over(pool: PagePool, tail: int | None, count: int) -> Pages:
-    """`count` pages, the first of them the matched tail page if there is one."""
-    if tail is None:
-        return pool.allocate(count)
-    pool.share((tail,))
-    return array("i", (tail,)) + pool.allocate(count - 1)

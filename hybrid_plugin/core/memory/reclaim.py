@@ -42,6 +42,8 @@ class PageReclaim:
         moved = self._memory.pages.move(granule)
         for source, destination in moved.items():
             self._memory.enqueue(Copy(Pool.KV, source, destination))
+        for pairs in self._memory.pairs:
+            pairs.move_pages(moved)
         self._memory.tree.renumber(pages=moved)
 
 
@@ -86,4 +88,5 @@ class WindowReclaim(SnapshotReclaim):
         moved = self._memory.windows[self._index].pages.move(granule)
         for source, destination in moved.items():
             self._memory.enqueue(Copy(Pool.window(self._index), source, destination))
+        self._memory.pairs[self._index].move_windows(moved)
         self._memory.tree.renumber(windows={self._index: moved})

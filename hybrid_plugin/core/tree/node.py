@@ -114,6 +114,15 @@ class Node:
             node = node.parent
         return 0
 
+    def last_pages(self, count: int) -> Pages:
+        """The last `count` pages of the path to this node's end."""
+        node, found = self, self.pages
+        while len(found) < count:
+            assert node.parent is not None, "the path has as many"
+            node = node.parent
+            found = node.pages + found
+        return found[len(found) - count :]
+
     def alone(self) -> int:
         """Number of tokens up to this node's end that nothing else needs.
 
