@@ -90,11 +90,11 @@ def remembered(bench: Bench) -> dict[str, int]:
     cache, core = bench.cache, bench.core
     return {
         "requests": len(cache._requests),
-        "found": len(cache._found),
+        "waiting": cache.front_door.waiting,
         "paused": len(cache._paused),
         "parked": len(cache._parked),
-        "held": len(cache._sharing._held),
-        "pauses": len(cache._sharing._pauses),
+        "held": len(cache.front_door._sharing._held),
+        "pauses": len(cache.front_door._sharing._pauses),
         "sequences": core.live,
         "branches": len(core._branching),
         "commands": len(core._commands),
