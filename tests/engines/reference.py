@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
 
-FIRST_TURNS = 200
+EVERYTHING = "HYBRID_TEST_ALL" in os.environ
+"""More requests, and all variants of all models: for a GPU, or a night."""
+FIRST_TURNS = 200 if EVERYTHING else 100
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Reference:
 def make_reference(
     start_server: StartServer, driver: Driver, name: str, folder: Path
 ) -> Reference:
-    """First turns and second turns, 300 requests together, four at a time.
+    """First turns, and second turns of half of them, four at a time.
 
     Args:
         start_server: the fixture.
@@ -52,7 +55,8 @@ def make_reference(
         "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model
     ) as stock:
         answers = stock.ask_all(whole, concurrency=4)
-        second = next_turns(whole[:100], answers[:100], seed=1)
+        half = FIRST_TURNS // 2
+        second = next_turns(whole[:half], answers[:half], seed=1)
         answers += stock.ask_all(_with_logprobs(second), concurrency=4)
     return Reference(
         model, entry.dtype, entry.bound, entry.stray, [*first, *second], answers

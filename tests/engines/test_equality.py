@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import pytest
 from tests.engines.conftest import DRIVER, StartServer
 from tests.engines.drivers import Driver, Variant
 from tests.engines.greedy import gaps
-from tests.engines.reference import Reference, make_reference, replay
+from tests.engines.reference import EVERYTHING, Reference, make_reference, replay
 
 pytestmark = pytest.mark.engine
-
-EVERYTHING = "HYBRID_TEST_ALL" in os.environ
 
 
 def pairs() -> Iterator[Any]:
@@ -85,7 +82,7 @@ def test_greedy_answers_equal_stock(
         metrics = server.metrics()
     print(variant, outcome)  # shown with -s: how near, not just whether
     assert len(outcome.wrong) <= reference.stray, outcome.wrong
-    assert outcome.compared >= 250
+    assert outcome.compared >= 0.8 * len(reference.asks)
     assert outcome.differing <= (0.2 if reference.stray else 0.1) * outcome.compared
     reused = sum(a.cached_tokens for a in answers)
     assert reused > variant.least_reuse * sum(a.prompt_tokens for a in answers)
@@ -104,4 +101,4 @@ def test_answers_change_when_snapshots_are_zeroed(
         "zeroed", fault="zero_snapshots", dtype=reference.dtype, model=reference.model
     ) as server:
         outcome, _ = replay(server, reference)
-    assert len(outcome.wrong) > 20
+    assert len(outcome.wrong) > 0.06 * len(reference.asks)

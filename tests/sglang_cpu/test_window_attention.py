@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang")
+
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
