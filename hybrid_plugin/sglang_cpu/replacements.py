@@ -253,10 +253,22 @@ _NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBacke
 _WINDOW_POOL = "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool"
 WINDOWS = (
     HookPoint(f"{_NATIVE}.__init__", mentions=("use_sliding_window_kv_pool",)),
-    HookPoint(f"{_NATIVE}.forward_extend", ("q", "k", "v", "layer")),
-    HookPoint(f"{_NATIVE}.forward_decode", ("q", "k", "v", "layer")),
+    HookPoint(
+        f"{_NATIVE}.forward_extend",
+        ("q", "k", "v", "layer"),
+        mentions=("_run_sdpa_forward_extend",),
+    ),
+    HookPoint(
+        f"{_NATIVE}.forward_decode",
+        ("q", "k", "v", "layer"),
+        mentions=("_run_sdpa_forward_decode",),
+    ),
     HookPoint(f"{_WINDOW_POOL}.__init__", mentions=("layers_mapping",)),
-    HookPoint(f"{_WINDOW_POOL}.translate_loc_from_full_to_swa", ("kv_indices",)),
+    HookPoint(
+        f"{_WINDOW_POOL}.translate_loc_from_full_to_swa",
+        ("kv_indices",),
+        mentions=("full_to_swa_index_mapping",),
+    ),
 )
 """What `window_attention` wraps and reads."""
 

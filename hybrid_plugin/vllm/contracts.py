@@ -339,7 +339,7 @@ WORKER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_ATTENTION}.chunked_local_attention:ChunkedLocalAttention.get_kv_cache_spec",
         ("self", "vllm_config"),
-        mentions=("block_size",),
+        mentions=("ChunkedLocalAttentionSpec", "block_size"),
     ),
     HookPoint(
         "vllm.v1.attention.backend:AttentionBackend.supports_block_size",

@@ -38,7 +38,9 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     patches.patch_config()
     monkeypatch.setattr(activation, "activate", lambda config: None)
     monkeypatch.setattr(activation, "is_active", lambda config: True)
-    yield SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True))
+    yield SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=True), additional_config={}
+    )
 
 
 @pytest.mark.parametrize(

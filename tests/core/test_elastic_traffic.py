@@ -170,8 +170,8 @@ class _Stingy(ElasticBroker):
 def _with(controller: type[ElasticBroker]) -> type[HybridCache]:
     class Cache(HybridCache):
         def __init__(self, **fields: Any) -> None:
-            ours = fields["elastic"]
-            fields["elastic"] = controller(
+            ours = fields["broker"]
+            fields["broker"] = controller(
                 ours.budget, ours._budgets, patience=ours._patience
             )
             HybridCache.__init__(self, **fields)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
 
 ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    # SGLang chooses its platform when a test module first imports it, for good.
+    os.environ["SGLANG_PLATFORM"] = "hybrid_cpu"
 PAGE_SIZE = 16
 CACHE_TOKENS = 8192
 STATE_SLOTS = 64
