@@ -65,13 +65,12 @@ def _unknown_architecture(server_args: Any) -> str | None:
     It says so itself only once it loads the model.
     """
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.model_loader.utils import get_model_architecture
 
-    names = ModelConfig.from_server_args(server_args).hf_config.architectures
     try:
-        ModelRegistry.resolve_model_cls(names)
+        get_model_architecture(ModelConfig.from_server_args(server_args))
     except ValueError as error:
-        return f"SGLang cannot load this model: {str(error).partition('. ')[0]}."
+        return f"SGLang cannot load this model: {error}"
     return None
 
 
