@@ -30,7 +30,9 @@ def pairs() -> Iterator[Any]:
 ROUNDING = 5e-3
 """Nats that two implementations in float32 may differ by: vLLM on a CPU by 0.0016."""
 PAIRS = list(pairs())
-MODELS = dict.fromkeys(pair.values[0] for pair in PAIRS)
+MODELS = list(dict.fromkeys(pair.values[0] for pair in PAIRS))
+CONTROLLED = MODELS if EVERYTHING else MODELS[:1]
+"""Models of which it is shown that the comparison sees a wrong state."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_greedy_answers_equal_stock(
         assert metrics["moves"] > 0
 
 
-@pytest.mark.parametrize("reference", MODELS, indirect=True)
+@pytest.mark.parametrize("reference", CONTROLLED, indirect=True)
 def test_answers_change_when_snapshots_are_zeroed(
     start_server: StartServer, reference: Reference
 ) -> None:
