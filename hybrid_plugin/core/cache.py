@@ -366,7 +366,7 @@ class HybridCache:
             tokens: all its tokens that are known.
             computed: tokens that its KV and state cover, with every step that was
                 scheduled.  Where that is more than are known (a step in flight
-                has consumed a token nobody has seen), the state is worthless.
+                has consumed a token nobody has seen), a state is worthless.
         """
         sequence = self._sequences.pop(seq_id)
         self._branching.pop(seq_id, None)
@@ -681,7 +681,9 @@ class HybridCache:
             length: tokens that count.
             exact: whether the running state was taken after just as many.
         """
-        resumable = exact and self.tree.needs_snapshots
+        resumable = self.tree.needs_snapshots and (
+            exact or self._holds_windows(sequence, length)
+        )
         if not resumable and length < self.page_size:
             return False
         node = self._insert_pages(sequence, tokens, length)
@@ -700,6 +702,17 @@ class HybridCache:
         self._attach(node, sequence, sequence.slot, is_turn_end=True)
         self._supersede(sequence.origin)
         return True
+
+    def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
+        """Whether windows are all that another one needs to resume at `length`.
+
+        A step that went beyond adds to KV, where it overwrites a state.
+        """
+        tables = zip(self.windows, sequence.windows, strict=True)
+        return not self.slots.needed and all(
+            table.first <= self.memory.live(group, length).start
+            for group, table in tables
+        )
 
     def _tell_tuner(
         self, sequence: LiveSequence, tokens: Sequence[int], computed: int

@@ -263,6 +263,30 @@ class TestHits:
         assert [c.pool for c in copies] == [Pool.KV, Pool.window(0), Pool.STATE]
         audit(cache)
 
+    @pytest.mark.parametrize(("states", "hit"), [(False, 41), (True, 0)])
+    def test_a_step_in_flight_costs_a_state_and_no_window(
+        self, states: bool, hit: int
+    ) -> None:
+        """A sequence is retracted while a token is computed that nobody has seen."""
+        cache = make(SlidingWindow(8), states=states)
+        tokens = span(0, 41)
+        start(cache, "a", tokens)
+        prefill(cache, "a", tokens)
+        assert cache.grow("a", 42) is not None
+        cache.finish("a", tokens, 42)
+        assert cache.look_up(span(0, 60)).match.length == hit
+        audit(cache)
+
+    def test_a_window_that_moved_on_is_not_resumed(self) -> None:
+        cache = make(SlidingWindow(8))
+        tokens = span(0, 47)
+        start(cache, "a", tokens)
+        prefill(cache, "a", tokens)
+        assert cache.grow("a", 48) is not None
+        cache.trim("a", 60)
+        cache.finish("a", tokens, 48)
+        assert cache.look_up(span(0, 60)).match.length == 0
+
     def test_models_without_states_copy_and_clear_none(self) -> None:
         cache = make(SlidingWindow(8))
         serve(cache, "a", span(0, 41), (1,))
