@@ -21,6 +21,7 @@ import torch
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.device.executor import Executor
 from tests.core.resident import resident
+from tests.engines.phases import report
 
 MAX_MODEL_LEN = 1024
 ANSWER = 16
@@ -116,7 +117,7 @@ def main(model: str, options: dict[str, Any], ranks: int, count: int) -> None:
     found["most_mapped"] = watch.most_mapped
     found["most_resident"] = watch.most_resident
     found["budget"] = watch.budget
-    print("FOUND " + json.dumps(found), flush=True)
+    report(found)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ cannot be written against a server; see `elastic_phases`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,11 @@ import pytest
 import torch
 
 from tests.engines import slow_decay
+from tests.engines.phases import run_phases
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
 BUDGET = (24 if ON_GPU else 8) << 20
 ELASTIC = {"elastic": True, "gpu_memory_budget": BUDGET}
@@ -55,19 +52,9 @@ def serve(
     model: Path, options: dict[str, Any], ranks: int = 1, count: int = 4
 ) -> Found:
     """Serve the first so many phases in a process of its own."""
-    command = [sys.executable, "-m", "tests.engines.elastic_phases"]
-    done = subprocess.run(
-        [*command, str(model), json.dumps(options), str(ranks), str(count)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    lines = [x for x in done.stdout.splitlines() if x.startswith("FOUND ")]
-    assert done.returncode == 0 and len(lines) == 1, done.stdout[-4000:]
-    found: Found = json.loads(lines[0].removeprefix("FOUND "))
-    return found | {"log": done.stdout}
+    arguments = (str(model), json.dumps(options), str(ranks), str(count))
+    finding = run_phases("elastic_phases", arguments)
+    return finding.found | {"log": finding.log}
 
 
 def answers(found: Found) -> list[list[list[int]]]:

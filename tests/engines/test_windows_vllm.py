@@ -7,10 +7,6 @@ written against a server; see `window_phases`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ import pytest
 from tests.engines import slow_decay
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
+from tests.engines.phases import run_phases
 from tests.engines.window_phases import (
     ANSWER,
     LONG,
@@ -34,7 +31,6 @@ from tests.engines.window_phases import (
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("gemma3", "llama4", "nemotron_h_window")
 """Windows and full attention, chunks and full attention, windows and states."""
 Found = dict[str, Any]
@@ -49,18 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def all_found(folder: Path) -> dict[str, dict[str, Found]]:
     """What each engine answered for each kind, and the levels of its pools."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.window_phases", str(folder), *KINDS],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    lines = [x for x in done.stdout.splitlines() if x.startswith("FOUND ")]
-    assert done.returncode == 0 and len(lines) == 1, done.stdout[-4000:]
-    result: dict[str, dict[str, Found]] = json.loads(lines[0].removeprefix("FOUND "))
-    return result
+    return run_phases("window_phases", (str(folder), *KINDS)).found
 
 
 @pytest.fixture(params=KINDS)

@@ -12,7 +12,6 @@ purpose, which the comparison must notice.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines import slow_decay
+from tests.engines.phases import report
 
 MAX_MODEL_LEN = 1024
 STEP = 128
@@ -207,7 +207,7 @@ def main(folder: Path, kinds: list[str]) -> None:
                 found[kind]["broken"] = serve(
                     model, options(kind), answers, only_chats=True
                 )
-    print("FOUND " + json.dumps(found), flush=True)
+    report(found)
 
 
 if __name__ == "__main__":
