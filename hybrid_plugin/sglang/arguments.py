@@ -72,7 +72,8 @@ def has_windows(model: Any) -> bool:
     """Whether SGLang gives a model a pool of full attention and one for windows.
 
     DeepSeek-V4, whose windows are rings, has neither list of layers.  Of others, such
-    as Gemma-3, SGLang keeps all KV in one pool, and its own cache serves them.
+    as Gemma-3, SGLang keeps all KV in one pool, and its own cache serves them.  Models
+    that only embed a prompt may look both ways in it, and begin none where one ended.
 
     Args:
         model: SGLang's `ModelConfig`.
@@ -80,6 +81,7 @@ def has_windows(model: Any) -> bool:
     return (
         mambaish_config(model) is None
         and model.is_hybrid_swa
+        and model.is_generation
         and bool(model.swa_attention_layer_ids)
         and bool(model.full_attention_layer_ids)
     )

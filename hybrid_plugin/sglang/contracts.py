@@ -58,6 +58,7 @@ ARGUMENT_HOOKS = (
             "full_attention_layer_ids",
             "is_local_attention_model",
             "attention_chunk_size",
+            "is_generation",
         ),
     ),
     HookPoint(f"{_SRT}.layers.attention.qsa.config:parse_qsa_profile", ("config",)),

@@ -21,7 +21,11 @@ from sglang.srt.configs.linear_attn_model_registry import (
     _LINEAR_ATTN_MODEL_REGISTRY,
     get_linear_attn_config,
 )
-from sglang.srt.configs.model_config import get_hybrid_layer_ids, is_hybrid_swa_model
+from sglang.srt.configs.model_config import (
+    get_hybrid_layer_ids,
+    is_generation_model,
+    is_hybrid_swa_model,
+)
 from sglang.srt.configs.qwen4_exp import Qwen4ExpConfig
 from sglang.srt.utils.hf_transformers.common import get_hf_text_config
 from transformers import (
@@ -177,6 +181,7 @@ WINDOWED: tuple[Case, ...] = (
     (AfmoeConfig, "AfmoeForCausalLM", {"num_hidden_layers": 2}, LEFT_ALONE),
     (Cohere2Config, "Cohere2ForCausalLM", {"num_hidden_layers": 2}, LEFT_ALONE),
     (PretrainedConfig, "DeepseekV4ForCausalLM", {}, LEFT_ALONE),
+    (Gemma4TextConfig, "EmbeddingGemma2Model", {"num_hidden_layers": 6}, LEFT_ALONE),
     (Gemma3TextConfig, "Gemma3ForCausalLM", {"num_hidden_layers": 6}, LEFT_ALONE),
     (Gemma4TextConfig, "Gemma4ForCausalLM", {"num_hidden_layers": 6}, SERVED),
     (GptOssConfig, "GptOssForCausalLM", {"num_hidden_layers": 2}, SERVED),
@@ -214,6 +219,7 @@ def model_of(kind: type, architecture: str, fields: dict[str, Any]) -> Any:
         is_hybrid_swa=is_windowed,
         swa_attention_layer_ids=windows,
         full_attention_layer_ids=full,
+        is_generation=is_generation_model(hf_config.architectures),
     )
 
 
