@@ -22,6 +22,7 @@ from tests.engines.window_phases import (
     STEP,
     TURNS,
 )
+from tests.engines.window_phases_sglang import BUDGET, RATIO
 
 pytest.importorskip("sglang")
 pytestmark = [
@@ -47,6 +48,16 @@ def test_it_is_served_by_the_plugin(finding: Finding) -> None:
     assert "hybrid-plugin is active" in finding.log
     assert finding.log.count("hybrid-plugin pool of a sliding window of") == 1
     assert finding.log.count("elastic pools do not hold SGLang's window pools") == 1
+
+
+def test_the_budget_is_held_and_divided_by_the_ratio(finding: Finding) -> None:
+    pages = finding.found["pages"]
+    small = slow_decay.SMALL
+    token_bytes = 2 * 2 * small["num_key_value_heads"] * small["head_dim"] * 4
+    """Keys and values in float32, of two layers of either kind."""
+    taken = sum(pages.values()) * PAGE * token_bytes
+    assert 0.95 * BUDGET < taken <= BUDGET
+    assert pages["window0"] - 1 == int((pages["kv"] - 1) * PAGE * RATIO) // PAGE
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -84,6 +95,7 @@ def test_what_a_crowd_left_in_the_cache_is_hit(finding: Finding) -> None:
     stats = finding.found["stats"]
     assert stats["pages_evicted"] > 0 and stats["snapshots_evicted"] > 0
     assert stats["refusals"] > 0 and stats["preemptions"] > 0
+    assert stats["resumed_hit_tokens"] > 0
     assert sum(finding.found["cached"]["crowd again"]) > 0
 
 

@@ -35,8 +35,10 @@ from tests.engines.window_phases import (
 )
 from tests.sglang.broken_map import forgotten_hits
 
-OPTIONS = {"page_size": PAGE, "gpu_memory_budget": "3MiB"}
+BUDGET = 3 << 20
 """Enough for the chats, too little for the crowd."""
+RATIO = 0.4
+OPTIONS = {"page_size": PAGE, "gpu_memory_budget": BUDGET}
 FLAGS = (
     "--enable-hybrid-plugin",
     f"--hybrid-config={json.dumps(OPTIONS)}",
@@ -45,7 +47,7 @@ FLAGS = (
     f"--context-length={MAX_MODEL_LEN}",
     f"--chunked-prefill-size={STEP}",
     "--max-running-requests=8",
-    "--swa-full-tokens-ratio=0.4",
+    f"--swa-full-tokens-ratio={RATIO}",
 )
 RETRACT_EVERY = 40
 """Steps of the crowd, for SGLang retracts hardly ever by itself."""
@@ -165,7 +167,11 @@ def serve(engine: Engine, model: Path) -> Found:
     ask("crowd", prompts["crowd"], CROWD_ANSWER)
     scheduler.TEST_RETRACT = False
     ask("crowd again", second_turns("crowd")[::-1])  # the last ones are still there
-    found["stats"] = engine.cache.cache.stats.as_dict()
+    core = engine.cache.cache
+    found["stats"] = core.stats.as_dict()
+    found["pages"] = {
+        str(pool): pages.capacity for pool, pages in core.memory.page_pools.items()
+    }
     engine.cache.reset()
     ask("first", prompts["first"])
     with forgotten_hits():

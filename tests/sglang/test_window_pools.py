@@ -25,6 +25,7 @@ from hybrid_plugin.core.commands import Copy, Pool
 from hybrid_plugin.core.memory.attention_windows import ChunkedLocal, SlidingWindow
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.core.memory.pools import NoSlots
+from hybrid_plugin.engine.metrics import snapshot_of
 from hybrid_plugin.sglang import window_pools
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
@@ -109,6 +110,9 @@ def test_the_core_owns_all_pages_but_the_reserved_ones() -> None:
     assert [group.window for group in core.windows] == [SlidingWindow(32)]
     assert core.pages.usable * SIZE == TOKENS == allocator.size
     assert core.windows[0].pages.usable * SIZE == WINDOW_TOKENS == allocator.size_swa
+    numbers = snapshot_of(core)
+    assert numbers["level/kv/free"] == TOKENS // SIZE
+    assert numbers["level/window0/free"] == WINDOW_TOKENS // SIZE
     assert allocator.get_kvcache() is given.token_to_kv_pool_allocator.get_kvcache()
 
 
