@@ -167,7 +167,7 @@ WINDOW_HOOKS = (
         ("size", "size_swa", "page_size", "kvcache"),
         mentions=("full_to_swa_index_mapping", "register_mapping"),
     ),
-    HookPoint(f"{_WINDOW_ALLOCATOR}.size_full"),
+    HookPoint(f"{_WINDOW_ALLOCATOR}.size_full", own=True),
     HookPoint(f"{_WINDOW_ALLOCATOR}.size_swa"),
     HookPoint(
         f"{_WINDOW_ALLOCATOR}.swa_capacity_and_available",
