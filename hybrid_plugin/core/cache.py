@@ -22,7 +22,11 @@ from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.reclaim import register_pools
-from hybrid_plugin.core.memory.window_tables import WindowGroup, WindowTable
+from hybrid_plugin.core.memory.window_tables import (
+    WindowDemand,
+    WindowGroup,
+    WindowTable,
+)
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import Prefill
 from hybrid_plugin.core.policy.slot_tradeoff import SlotTradeoff
@@ -199,6 +203,7 @@ class HybridCache:
         num_tokens: int,
         reserve_tokens: int = 0,
         watermark_pages: int = 0,
+        window_demand: WindowDemand | None = None,
         cacheable: bool = True,
         resumed: bool = False,
     ) -> Admission | None:
@@ -211,6 +216,9 @@ class HybridCache:
             reserve_tokens: tokens that must fit, though pages for them come later.
                 Nobody is admitted on those meanwhile; decoding may take them.
             watermark_pages: pages that must be left over.
+            window_demand: reserve as many pages of each window group as the sequence
+                holds at most, as long as it lives: `grow` always finds them.  By
+                default nothing is reserved there.
             cacheable: whether its KV and states may enter the tree.
             resumed: whether it ran before, so that its hit counts apart.
 
@@ -232,9 +240,10 @@ class HybridCache:
         self.memory.share(match)
         # A sequence in the middle of its prompt has reserved the rest of its pages.
         promised = self.promised_pages()
+        windows = [count] * len(self.windows)
         wanted = self.memory.wanted(
             pages=most - shared + watermark_pages + promised,
-            window_pages=count,
+            window_pages=self._window_wants(count, window_demand),
             slots=1,
         )
         if not self.memory.has_room(match, wanted) or self._must_wait(
@@ -247,15 +256,15 @@ class HybridCache:
         held = self._hold(match)
         room = self.memory.obtain(
             match,
-            now=self.memory.wanted(pages=count, window_pages=count, slots=1),
+            now=self.memory.wanted(pages=count, window_pages=windows, slots=1),
             ahead=self.memory.wanted(
-                pages=most - shared + promised, window_pages=count, slots=1
+                pages=most - shared + promised, window_pages=windows, slots=1
             )
             if most - shared > count
             else None,
         )
         self._restore(match, room)
-        windows = self._window_tables(match, room)
+        tables = self._window_tables(match, room)
         self.stats.record_hit(found.length, match.length, resumed=resumed)
         pages = match.pages + room.fresh
         self._sequences[seq_id] = LiveSequence(
@@ -272,7 +281,8 @@ class HybridCache:
             computed=match.length,
             last_snapshot=match.length,
             reserved=most,
-            windows=windows,
+            windows=tables,
+            window_demand=window_demand,
         )
         if found.branch:
             self._branching[seq_id] = found.branch
@@ -356,7 +366,7 @@ class HybridCache:
             tokens: all its tokens that are known.
             computed: tokens that its KV and state cover, with every step that was
                 scheduled.  Where that is more than are known (a step in flight
-                has consumed a token nobody has seen), the state is worthless.
+                has consumed a token nobody has seen), a state is worthless.
         """
         sequence = self._sequences.pop(seq_id)
         self._branching.pop(seq_id, None)
@@ -416,9 +426,15 @@ class HybridCache:
         """Number of live sequences."""
         return len(self._sequences)
 
-    def promised_pages(self) -> int:
-        """Pages that live sequences will take for the rest of their prompts."""
-        return sum([sequence.promised for sequence in self._sequences.values()])
+    def promised_pages(self, pool: PoolId = Pool.KV) -> int:
+        """Pages that live sequences have reserved and do not hold yet.
+
+        Of full attention, those for the rest of their prompts.
+        """
+        if pool == Pool.KV:
+            return sum([sequence.promised for sequence in self._sequences.values()])
+        index = list(self.memory.page_pools).index(pool) - 1
+        return max(self._reserved_pages(index) - self.windows[index].pages.in_use, 0)
 
     def levels(self) -> dict[PoolId, PoolLevel]:
         """How full each pool is."""
@@ -431,6 +447,41 @@ class HybridCache:
         return found
 
     # ---------------------------------------------------- internal: admission
+
+    def _window_wants(
+        self, count: int, demand: WindowDemand | None = None
+    ) -> list[int]:
+        """Pages of each window group that must be there to admit a sequence.
+
+        Sequences that share a page do not leave it at the same time, so what each of
+        them reserves counts in full.
+
+        Args:
+            count: pages that it gets at once, its hit shared already.
+            demand: what it wants to have reserved.
+        """
+        wants = []
+        for index, group in enumerate(self.windows):
+            reserved = self._reserved_pages(index)
+            if demand is not None:
+                reserved += demand.pages(group.window, self.page_size, prefilling=True)
+            wants.append(max(count, reserved - group.pages.in_use))
+        return wants
+
+    def _reserved_pages(self, index: int) -> int:
+        """Pages of a window group that live sequences reserved, held or not."""
+        window = self.windows[index].window
+        return sum(
+            [
+                sequence.window_demand.pages(
+                    window,
+                    self.page_size,
+                    prefilling=sequence.in_tree < sequence.prompt_length,
+                )
+                for sequence in self._sequences.values()
+                if sequence.window_demand is not None
+            ]
+        )
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -630,7 +681,9 @@ class HybridCache:
             length: tokens that count.
             exact: whether the running state was taken after just as many.
         """
-        resumable = exact and self.tree.needs_snapshots
+        resumable = self.tree.needs_snapshots and (
+            exact or self._holds_windows(sequence, length)
+        )
         if not resumable and length < self.page_size:
             return False
         node = self._insert_pages(sequence, tokens, length)
@@ -649,6 +702,17 @@ class HybridCache:
         self._attach(node, sequence, sequence.slot, is_turn_end=True)
         self._supersede(sequence.origin)
         return True
+
+    def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
+        """Whether windows are all that another one needs to resume at `length`.
+
+        A step that went beyond adds to KV, where it overwrites a state.
+        """
+        tables = zip(self.windows, sequence.windows, strict=True)
+        return not self.slots.needed and all(
+            table.first <= self.memory.live(group, length).start
+            for group, table in tables
+        )
 
     def _tell_tuner(
         self, sequence: LiveSequence, tokens: Sequence[int], computed: int

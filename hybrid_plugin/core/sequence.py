@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from hybrid_plugin.core.memory.window_tables import WindowTable
+from hybrid_plugin.core.memory.window_tables import WindowDemand, WindowTable
 from hybrid_plugin.core.tree.node import Node, Snapshot
 from hybrid_plugin.core.tree.radix import Match
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
@@ -76,6 +76,8 @@ class LiveSequence:
     """The last chunk end that it gave a snapshot, and that snapshot."""
     windows: tuple[WindowTable, ...] = ()
     """Its pages in each window group."""
+    window_demand: WindowDemand | None = None
+    """What is reserved for it in each window group, if anything."""
 
     @property
     def promised(self) -> int:

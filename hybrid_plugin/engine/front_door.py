@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Protocol
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.memory.window_tables import WindowDemand
 from hybrid_plugin.core.policy.in_batch_sharing import (
     LOOK_AHEAD,
     InBatchPrefixSharing,
@@ -145,6 +146,7 @@ class FrontDoor:
         num_tokens: int,
         reserve_tokens: int = 0,
         watermark_pages: int = 0,
+        window_demand: WindowDemand | None = None,
     ) -> Admission | None:
         """Start a request's sequence with pages and a slot.
 
@@ -154,6 +156,7 @@ class FrontDoor:
             num_tokens: tokens to have pages for now.
             reserve_tokens: tokens that must fit, though pages for them come later.
             watermark_pages: pages that must be left over.
+            window_demand: of which pages of window groups are reserved, if any are.
 
         Returns:
             None if there is no room, or if `hit` tokens cannot be restored any more:
@@ -174,6 +177,7 @@ class FrontDoor:
             num_tokens=num_tokens,
             reserve_tokens=reserve_tokens,
             watermark_pages=watermark_pages,
+            window_demand=window_demand,
             cacheable=request.cacheable,
             resumed=request.resumed,
         )

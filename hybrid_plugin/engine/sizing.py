@@ -90,11 +90,15 @@ class CachePlan:
             yield elastic_memory.describe(self.shared)
             return
         layout, sizes = self.layout, self.sizes
+        slots = ""
+        if layout.states:
+            slots = (
+                f" and {sizes.slots} state slots of {layout.slot_bytes / 2**10:.1f} "
+                f"KiB ({_mib(sizes.slots * layout.slot_bytes)})"
+            )
         yield (
             f"hybrid-plugin pools: {sizes.pages} KV pages of {layout.page_size} tokens "
-            f"({_mib(sizes.pages * layout.page_bytes)}) and {sizes.slots} state slots "
-            f"of {layout.slot_bytes / 2**10:.1f} KiB "
-            f"({_mib(sizes.slots * layout.slot_bytes)})"
+            f"({_mib(sizes.pages * layout.page_bytes)}){slots}"
         )
         for window, count, page_bytes in zip(
             layout.attention_windows,

@@ -82,7 +82,8 @@ def add_arguments(result: Any, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         FLAG,
         action="store_true",
-        help="Let hybrid-plugin keep the caches of a model with state layers.",
+        help="Let hybrid-plugin keep the caches of a model with state layers, or with "
+        "windows beside full attention.",
     )
     group.add_argument(
         OPTIONS_FLAG,

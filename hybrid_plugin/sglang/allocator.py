@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.sglang.window_map import WindowMap
 
 _NOT_HERE = "hybrid-plugin hands out pages with each sequence, not by SGLang's {name}"
 
@@ -24,6 +25,11 @@ _NOT_HERE = "hybrid-plugin hands out pages with each sequence, not by SGLang's {
 def most_pages(cache: HybridCache) -> int:
     """Pages that could be free at once, if all that is cached went."""
     return cache.broker.max_free(Pool.KV)
+
+
+def spare_pages(cache: HybridCache) -> int:
+    """The same, without those that sequences have reserved for their prompts."""
+    return most_pages(cache) - cache.promised_pages()
 
 
 def most_slots(cache: HybridCache) -> int:
@@ -44,6 +50,8 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
         """
         self.cache = cache
         self.executor = executor
+        self.window_map: WindowMap | None = None
+        """None without a window pool."""
         super().__init__(
             size=cache.pages.usable * cache.page_size,
             page_size=cache.page_size,
@@ -75,8 +83,16 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
         """The core makes room as it hands out pages."""
 
     def check_decode_capacity(self, *, num_tokens: int, **_: Any) -> bool:
-        """Whether pages for `num_tokens` more tokens are free or can be freed."""
-        return num_tokens // self.page_size <= most_pages(self.cache)
+        """Whether pages for `num_tokens` more tokens are free or can be freed.
+
+        What a paused prompt has reserved is not: it must never wait for a page that
+        another one took.
+        """
+        pages = num_tokens // self.page_size
+        windows = map(Pool.window, range(len(self.cache.windows)))
+        return pages <= spare_pages(self.cache) and all(
+            pages <= self.cache.broker.max_free(pool) for pool in windows
+        )
 
     def get_all_free_pages(self) -> None:
         """There is no free list on the device."""
@@ -100,6 +116,41 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
         raise NotImplementedError(_NOT_HERE.format(name="alloc"))
 
 
+class HybridWindowAllocator(HybridTokenAllocator):
+    """The same beside a window pool, with the numbers that SGLang asks for then.
+
+    It has no budget for the window pool: who is admitted has its pages there reserved.
+    """
+
+    def __init__(self, cache: HybridCache, stock: Any, executor: Executor) -> None:
+        """Stand in for SGLang's `SWATokenToKVPoolAllocator`; as for the base class."""
+        super().__init__(cache, stock, executor)
+        mapping = self.get_kvcache().full_to_swa_index_mapping
+        self.window_map = WindowMap(mapping, self.page_size)
+
+    @property
+    def size_swa(self) -> int:
+        """Tokens that the window pool holds."""
+        return self.cache.windows[0].pages.usable * self.page_size
+
+    def full_available_size(self) -> int:
+        """Tokens of full attention for which nothing cached would have to go."""
+        return self.cache.pages.free * self.page_size
+
+    def swa_available_size(self) -> int:
+        """The same of the window pool."""
+        return self.cache.windows[0].pages.free * self.page_size
+
+    def swa_capacity_and_available(
+        self, *, full_capacity: int, swa_capacity: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Tokens of each pool in all, as SGLang counts them, and those free."""
+        return (
+            (full_capacity, self.full_available_size()),
+            (swa_capacity, self.swa_available_size()),
+        )
+
+
 class HybridPrefillBudget(PrefillBudget):
     """Room of one prefill pass, in tokens.
 
@@ -120,7 +171,7 @@ class HybridPrefillBudget(PrefillBudget):
         self._refunded += -(-tokens // self.page_size) * self.page_size
 
     def _available_and_evictable(self) -> int:
-        pages = most_pages(self.allocator.cache)
+        pages = spare_pages(self.allocator.cache)
         return pages * self.page_size + self._refunded
 
 

@@ -19,6 +19,10 @@ from hybrid_plugin.sglang.log import logger
 
 BACKEND = "hybrid"
 """Name of our prefix cache among SGLang's radix cache backends."""
+NOTHING_TO_DO = (
+    "the model has no state layers and no window pool beside its full attention, or "
+    "SGLang caches nothing of it"
+)
 
 
 def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -32,10 +36,7 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not requested():
         pass  # a server whose options switched it off after its hooks were set
     elif not is_hybrid(server_args):
-        logger.info(
-            "hybrid-plugin is inactive: the model has no state layers beside its "
-            "attention layers, or SGLang caches nothing of it."
-        )
+        logger.info("hybrid-plugin is inactive: %s.", NOTHING_TO_DO)
     else:
         with ending_the_server():
             settle(server_args, read_options())
@@ -43,16 +44,47 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def is_hybrid(server_args: Any) -> bool:
-    """Whether SGLang gives the model KV and state slots, and may cache both.
+    """Whether SGLang gives the model KV and something beside it, and may cache both.
 
-    The configuration that `mambaish_config` finds is what SGLang's memory pools go
-    by; its list of architectures leaves out models that have states as well.
+    That is state slots, or a pool of its own for layers with windows.
     """
     view = overrides.resolved_view(server_args)
     if view.disable_radix_cache:
         return False
-    found = mambaish_config(overrides.model_config_of(view))
+    model = overrides.model_config_of(view)
+    return has_states(model) or has_windows(model)
+
+
+def has_states(model: Any) -> bool:
+    """Whether SGLang gives a model KV and state slots.
+
+    The configuration that `mambaish_config` finds is what SGLang's memory pools go
+    by; its list of architectures leaves out models that have states as well.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    found = mambaish_config(model)
     return found is not None and bool(found.full_attention_layer_ids)
+
+
+def has_windows(model: Any) -> bool:
+    """Whether SGLang gives a model a pool of full attention and one for windows.
+
+    DeepSeek-V4, whose windows are rings, has neither list of layers.  Of others, such
+    as Gemma-3, SGLang keeps all KV in one pool, and its own cache serves them.  Models
+    that only embed a prompt may look both ways in it, and begin none where one ended.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    return (
+        mambaish_config(model) is None
+        and model.is_hybrid_swa
+        and model.is_generation
+        and bool(model.swa_attention_layer_ids)
+        and bool(model.full_attention_layer_ids)
+    )
 
 
 def settle(server_args: Any, options: HybridConfig) -> None:
@@ -65,18 +97,16 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     conflict = next(_conflicts(view), None)
     if conflict is not None:
         raise cannot_serve(conflict)
-    unknown = known_pools.side_memory(overrides.model_config_of(view))
+    model = overrides.model_config_of(view)
+    unknown = known_pools.side_memory(model)
     if unknown is not None:
         raise cannot_serve(unknown)
     page_size = _page_size(view, options)
-    overrides.declare_resolution(
-        server_args,
-        "hybrid_plugin",
-        radix_cache_backend=BACKEND,
+    chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
+    if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
-        mamba_radix_cache_strategy="no_buffer",
-        page_size=page_size,
-    )
+        chosen["mamba_radix_cache_strategy"] = "no_buffer"
+    overrides.declare_resolution(server_args, "hybrid_plugin", **chosen)
     logger.info(
         "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
         page_size,

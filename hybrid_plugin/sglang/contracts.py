@@ -16,6 +16,10 @@ _ALLOCATOR = f"{_SRT}.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
 _SLOTS = f"{_SRT}.mem_cache.allocator.mamba:MambaSlotAllocator"
 _BUDGET = f"{_SRT}.mem_cache.prefill_budget:PrefillBudget"
 _POOL = f"{_SRT}.mem_cache.memory_pool"
+_SIZES = f"{_SRT}.model_executor.pool_configurator"
+_WINDOW_SIZES = f"{_SIZES}:HybridSWAPoolConfigurator"
+_WINDOW_ALLOCATOR = f"{_SRT}.mem_cache.allocator.swa:SWATokenToKVPoolAllocator"
+_COMPONENTS = f"{_SRT}.managers.scheduler_components"
 _CONVOLUTION = f"{_SRT}.layers.attention.mamba.causal_conv1d"
 _TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _ADDER = f"{_SRT}.managers.schedule_policy:PrefillAdder"
@@ -46,7 +50,17 @@ ARGUMENT_HOOKS = (
     HookPoint(f"{_SRT}.configs.hybrid_arch:hybrid_kda_config", ("model_config",)),
     HookPoint(f"{_SRT}.configs.model_config:AttentionArch", mentions=("MLA",)),
     HookPoint(f"{_SRT}.configs.model_config:is_deepseek_dsa"),
-    HookPoint(f"{_SRT}.configs.model_config:ModelConfig", mentions=("is_hybrid_swa",)),
+    HookPoint(
+        f"{_SRT}.configs.model_config:ModelConfig",
+        mentions=(
+            "is_hybrid_swa",
+            "swa_attention_layer_ids",
+            "full_attention_layer_ids",
+            "is_local_attention_model",
+            "attention_chunk_size",
+            "is_generation",
+        ),
+    ),
     HookPoint(f"{_SRT}.layers.attention.qsa.config:parse_qsa_profile", ("config",)),
     HookPoint(
         f"{_SRT}.arg_groups.mamba_hook:validate_mamba_no_buffer", ("view", "model_arch")
@@ -65,13 +79,8 @@ MEMORY_HOOKS = (
         f"{_SRT}.mem_cache.kv_cache_configurator:_InitializedPools"
         ".token_to_kv_pool_allocator"
     ),
-    HookPoint(
-        f"{_SRT}.model_executor.pool_configurator:create_memory_pool_configurator"
-    ),
-    HookPoint(
-        f"{_SRT}.model_executor.pool_configurator:DefaultPoolConfigurator",
-        mentions=("_cell_size",),
-    ),
+    HookPoint(f"{_SIZES}:create_memory_pool_configurator"),
+    HookPoint(f"{_SIZES}:DefaultPoolConfigurator", mentions=("_cell_size",)),
     HookPoint(f"{_ALLOCATOR}.__init__", ("size", "page_size", "kvcache", "need_sort")),
     HookPoint(f"{_ALLOCATOR}.create_prefill_budget", ("tree_cache",)),
     HookPoint(f"{_ALLOCATOR}.evict_to_free_tokens", ("tree_cache", "num_tokens")),
@@ -142,6 +151,64 @@ MEMORY_HOOKS = (
     HookPoint(f"{_POOL}:MLATokenToKVPool", mentions=("kv_buffer",)),
 )
 
+WINDOW_HOOKS = (
+    HookPoint(f"{_CONFIGURATOR}.is_hybrid_swa"),
+    HookPoint(f"{_CONFIGURATOR}.sliding_window_size"),
+    HookPoint(f"{_CONFIGURATOR}.post_capture_kv_active"),
+    HookPoint(
+        f"{_CONFIGURATOR}.config_from_budget",
+        ("budget_bytes",),
+        mentions=("calculate_pool_sizes",),
+    ),
+    HookPoint(f"{_WINDOW_SIZES}._full_cell_bytes", ("self",)),
+    HookPoint(f"{_WINDOW_SIZES}._swa_cell_bytes", ("self",)),
+    HookPoint(
+        f"{_WINDOW_ALLOCATOR}.__init__",
+        ("size", "size_swa", "page_size", "kvcache"),
+        mentions=("full_to_swa_index_mapping", "register_mapping"),
+    ),
+    HookPoint(f"{_WINDOW_ALLOCATOR}.size_full", own=True),
+    HookPoint(f"{_WINDOW_ALLOCATOR}.size_swa"),
+    HookPoint(
+        f"{_WINDOW_ALLOCATOR}.swa_capacity_and_available",
+        ("full_capacity", "swa_capacity"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.swa_memory_pool:SWAKVPool.__init__",
+        mentions=("full_kv_pool", "swa_kv_pool", "full_to_swa_index_mapping"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.swa_memory_pool:SWAKVPool.translate_loc_from_full_to_swa",
+        ("kv_indices",),
+        mentions=("full_to_swa_index_mapping",),
+    ),
+    HookPoint(f"{_SRT}.runtime_context:attention_backends"),
+    # What frees pages of windows there, for a cache that supports it; ours does not.
+    HookPoint(f"{_BATCH}:ScheduleBatch.maybe_evict_swa", mentions=("supports_swa",)),
+    HookPoint(f"{_BASE}.supports_swa"),
+    HookPoint(f"{_BASE}.swa_evictable_size"),
+    HookPoint(f"{_BASE}.swa_protected_size"),
+    HookPoint(
+        f"{_COMPONENTS}.pool_stats_observer:SchedulerPoolStatsObserver"
+        "._get_swa_token_info",
+        mentions=("swa_capacity_and_available", "swa_evictable_size"),
+    ),
+    HookPoint(
+        f"{_COMPONENTS}.invariant_checker:SchedulerInvariantChecker._check_swa_pool",
+        mentions=("swa_protected_size",),
+    ),
+    HookPoint(
+        f"{_COMPONENTS}.pool_stats_observer:kv_private_swa_tokens",
+        ("kv", "page_size"),
+        mentions=("kv_allocated_len", "cache_protected_len"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.cache_init_params:CacheInitParams.chunked_prefill_size"
+    ),
+    HookPoint(f"{_SRT}.sampling.sampling_params:SamplingParams.max_new_tokens"),
+)
+"""For models with full attention and windows: `window_pools` and `window_map`."""
+
 CACHE_HOOKS = (
     HookPoint(
         f"{_SRT}.mem_cache.registry:register_radix_cache_backend", ("name", "factory")
@@ -180,6 +247,7 @@ CACHE_HOOKS = (
             "input_embeds",
             "positional_embed_overrides",
             "return_hidden_states",
+            "multimodal_inputs",
             "cache_request_handle",
             "sampling_params",
         ),
@@ -286,6 +354,11 @@ SCHEDULER_HOOKS = (
 )
 
 HOOKS = (
-    COMMAND_LINE_HOOKS + ARGUMENT_HOOKS + MEMORY_HOOKS + CACHE_HOOKS + SCHEDULER_HOOKS
+    COMMAND_LINE_HOOKS
+    + ARGUMENT_HOOKS
+    + MEMORY_HOOKS
+    + WINDOW_HOOKS
+    + CACHE_HOOKS
+    + SCHEDULER_HOOKS
 )
 """Every point, as the compatibility checks read them."""

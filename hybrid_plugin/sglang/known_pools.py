@@ -14,6 +14,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
 
@@ -24,8 +25,10 @@ _OWN_TABLES = (
     "req_to_token",
     "req_generation",
     "req_index_to_mamba_index_mapping",
+    "full_to_swa_index_mapping",
 )
-"""A row's positions, slot and number of uses, written whenever a request gets it."""
+"""A row's positions, slot and number of uses, written whenever a request gets it, and
+the places of its pages in the window pool, likewise."""
 _REPLACED = ("mamba_allocator",)
 """What the plugin puts its own object in the place of."""
 _LEAVES = (str, bytes, int, float, type, FunctionType, MethodType, ModuleType)
@@ -45,8 +48,8 @@ def side_memory(model_config: Any) -> str | None:
         found = "compressed keys"
     elif is_deepseek_dsa(config):
         found = "index keys"
-    elif model_config.is_hybrid_swa:
-        found = "a cache for sliding windows"
+    elif model_config.is_hybrid_swa and mambaish_config(model_config) is not None:
+        found = "a pool for windows beside its states"
     return None if found is None else _sentence(found)
 
 
@@ -55,7 +58,7 @@ def require(kv_pool: Any, state_pools: Any, copied: Iterable[torch.Tensor]) -> N
 
     Args:
         kv_pool: SGLang's pool of keys and values.
-        state_pools: its `HybridReqToTokenPool`, with the slots.
+        state_pools: its `ReqToTokenPool`, with the slots if there are any.
         copied: all tensors that commands copy, of pages and of slots.
 
     Raises:

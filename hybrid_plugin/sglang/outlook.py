@@ -31,11 +31,9 @@ def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
         return Outlook(Prospect.FAILS, unknown)
     view = _view(server_args)
     if view.radix_cache_backend != "hybrid":
-        return Outlook(
-            Prospect.LEFT_ALONE,
-            "the model has no state layers beside its attention layers, or SGLang "
-            "caches nothing of it",
-        )
+        from hybrid_plugin.sglang.arguments import NOTHING_TO_DO
+
+        return Outlook(Prospect.LEFT_ALONE, NOTHING_TO_DO)
     if view.tp_size > 1:
         note = "sizes are worked out for one rank; leave --tp-size out"
         return Outlook(Prospect.SERVED, note=note)
@@ -86,10 +84,14 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     from sglang.srt.configs.model_config import ModelConfig
 
     from hybrid_plugin.sglang import elastic, planning
+    from hybrid_plugin.sglang.arguments import has_windows
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
 
     model = ModelConfig.from_server_args(server_args)
+    if has_windows(model):
+        note = "SGLang divides the memory itself, by --swa-full-tokens-ratio"
+        return Outlook(Prospect.SERVED, note=note)
     attention_layers = len(mambaish_config(model).full_attention_layer_ids)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     options = read_options()

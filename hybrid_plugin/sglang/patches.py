@@ -126,7 +126,8 @@ def _divide_memory(memory: PoolMemory) -> None:
     Cause: SGLang reserves tracking and snapshot slots for every request, and
     divides memory by a fixed ratio.
     Fix: one slot per running sequence (snapshots are always evictable), slots
-    and pages by the plugin's options; then let the core own their ids.
+    and pages by the plugin's options; then let the core own their ids.  A window
+    pool keeps SGLang's ratio, within the plugin's budget.
     Delete when: the configurator asks the radix cache backend for its needs.
     """
     configurator = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -152,17 +153,31 @@ def _divide_memory(memory: PoolMemory) -> None:
 
     @named()
     def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-        from hybrid_plugin.sglang import planning
+        from hybrid_plugin.sglang import planning, window_pools
 
         if not _is_ours() or self.is_draft_worker:
             return original(self, **kwargs)
         with memory.building():
             result = original(self, **kwargs)
-        return planning.take_over(result, activation.read_options(), memory)
+        options = activation.read_options()
+        if self.is_hybrid_swa:
+            return window_pools.take_over(self, result, options, memory)
+        return planning.take_over(result, options, memory)
+
+    @named()
+    def budget(
+        original: Callable[..., Any], self: Any, size: int, **kwargs: Any
+    ) -> Any:
+        from hybrid_plugin.sglang import window_pools
+
+        if _is_ours() and self.is_hybrid_swa:
+            size = window_pools.limited(self, size, activation.read_options())
+        return original(self, size, **kwargs)
 
     _hook(f"{configurator}._handle_max_mamba_cache", "AROUND", slots)
     _hook(f"{configurator}._calculate_mamba_ratio", "AROUND", slots_per_request)
     _hook(f"{configurator}._apply_token_constraints", "AFTER", tokens)
+    _hook(f"{configurator}.config_from_budget", "AROUND", budget)
     _hook(f"{configurator}._init_pools", "AROUND", pools)
 
 

@@ -165,13 +165,14 @@ def _build(
     if plan.shared is None:
         pages, slots = stock.size // stock.page_size + 1, states.mamba_pool.size + 1
         plan = replace(plan, sizes=PoolSizes(pages, slots))
-    cache = build_cache(plan, options, _delimiters(options))
+    cache = build_cache(plan, options, delimiters(options))
     if plan.shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache
 
 
-def _delimiters(options: HybridConfig) -> Delimiters | None:
+def delimiters(options: HybridConfig) -> Delimiters | None:
+    """What ends a message of the served model, if the options want to know."""
     server = get_server_args()
     return chat_template.delimiters(
         options,

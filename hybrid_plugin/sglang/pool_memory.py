@@ -45,18 +45,23 @@ class PoolMemory:
         """The memory on which a pool that is being built must lie, or None."""
         return self.shared if self._building else None
 
-    def executor(self, kv_pool: Any, state_pool: Any, page_size: int) -> Executor:
+    def executor(
+        self, kv_pool: Any, state_pool: Any | None, page_size: int
+    ) -> Executor:
         """What runs commands on the pools that were built.
 
         Args:
-            kv_pool: SGLang's `HybridLinearKVPool`.
-            state_pool: its `MambaPool`.
+            kv_pool: SGLang's `HybridLinearKVPool`, or `SWAKVPool`.
+            state_pool: its `MambaPool`, None for the latter.
             page_size: tokens in a page.
 
         Raises:
             ConfigError: for pools that keep more than is known, or lie elsewhere.
         """
         pages = page_rows(kv_pool.full_kv_pool, page_size)
+        if state_pool is None:
+            windows = page_rows(kv_pool.swa_kv_pool, page_size)
+            return Executor({Pool.KV: Arena(pages), Pool.window(0): Arena(windows)})
         slots = slot_rows(state_pool)
         if self.shared is not None:
             return self.shared.start()

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.memory.window_tables import WindowDemand
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
@@ -70,6 +71,10 @@ class HybridPrefixCache(BasePrefixCache):
         self._paused: list[Req] = []
         self._parked: set[str] = set()
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
+        self.has_slots = self.cache.slots.needed
+        self.window_map = self.token_to_kv_pool_allocator.window_map
+        self._chunk_tokens = params.chunked_prefill_size or 0
+        """Arguments that the plugin serves have chunks."""
 
     @property
     def slot_ids(self) -> torch.Tensor:
@@ -113,11 +118,16 @@ class HybridPrefixCache(BasePrefixCache):
     def chunk_end(self, req: Req, start: int, end: int) -> int:
         """Where a chunk of an admitted request's prompt should end.
 
+        Models with windows (Gemma-4) may look both ways within an image, unless a
+        chunk ends in it: SGLang alone says where a prompt with images is cut.
+
         Args:
             req: the request.
             start: its first token in the chunk.
             end: where SGLang would end it.
         """
+        if self.cache.windows and req.multimodal_inputs is not None:
+            return end
         return self.front_door.chunk_end(SGLangRequest(req), start, end)
 
     def is_live(self, req: Req) -> bool:
@@ -128,18 +138,27 @@ class HybridPrefixCache(BasePrefixCache):
         """The core's record of a live request."""
         return self.cache.sequence(_id(req))
 
-    def admit(self, req: Req) -> bool:
-        """Give a waiting request pages for its prompt, and a slot; False if none.
+    def admit(self, req: Req, end: int) -> bool:
+        """Give a request what its prompt takes up to `end`; False if there is no room.
 
-        One that was paused has them.  Pages for all of the prompt, though SGLang
-        may run it in chunks: a request that has begun must never wait for pages
-        that another holds.
+        A request that has begun must never wait for pages that another holds.  So it
+        gets pages for all of its prompt and a slot at once, though SGLang may run it
+        in chunks.  Where there are windows, it gets pages for a chunk, because those
+        behind it are free again by then, and has the rest reserved.
         """
         if self.is_live(req):
-            return True
+            return self.grow(req, end)
         request = SGLangRequest(req)
+        length = request.num_tokens
+        demand: WindowDemand | None = None
+        if self.cache.windows:
+            demand = WindowDemand(self._chunk_tokens, request.max_tokens)
         admission = self.front_door.admit(
-            request, req.prefix_len, num_tokens=request.num_tokens
+            request,
+            req.prefix_len,
+            num_tokens=length if demand is None else end,
+            reserve_tokens=length,
+            window_demand=demand,
         )
         if admission is None:
             return False
@@ -149,6 +168,11 @@ class HybridPrefixCache(BasePrefixCache):
     def grow(self, req: Req, num_tokens: int) -> bool:
         """Give a live request pages for `num_tokens` tokens; False if none is left."""
         return self.cache.grow(_id(req), num_tokens) is not None
+
+    def trim(self, req: Req, computed: int) -> None:
+        """Free the pages that no window of a decoding request reaches any more."""
+        if self.cache.windows:
+            self.cache.trim(_id(req), computed)
 
     def withdraw(self, req: Req) -> None:
         """Take back an admission that the scheduler did not use."""
@@ -278,7 +302,7 @@ class HybridPrefixCache(BasePrefixCache):
     # -------------------------------------------------------------- inspection
 
     def supports_mamba(self) -> bool:
-        """States are cached along with KV."""
+        """True: requests resume where there is a snapshot, not at any token."""
         return True
 
     def is_root(self, node: Any) -> bool:
@@ -313,12 +337,15 @@ class HybridPrefixCache(BasePrefixCache):
 
         Its check for leaks adds the private tokens of requests in batches itself.
         """
-        private = sum(
+        return self.cache.pages.in_use * self.page_size - self._tokens_of_batches()
+
+    def _tokens_of_batches(self) -> int:
+        """Private tokens of requests in batches, which SGLang adds to what we say."""
+        return sum(
             self._private_tokens(req)
             for name, req in self._requests.items()
             if name not in self._parked
         )
-        return self.cache.pages.in_use * self.page_size - private
 
     def _private_tokens(self, req: Req) -> int:
         whole = -(-req.kv.kv_allocated_len // self.page_size) * self.page_size
@@ -327,6 +354,20 @@ class HybridPrefixCache(BasePrefixCache):
     def protected_size(self) -> int:
         """The same: SGLang asks by both names."""
         return self.full_protected_size()
+
+    def swa_evictable_size(self) -> int:
+        """Tokens in pages of windows that only snapshots hold; 0 without windows."""
+        pages = sum(group.pages.reclaimable for group in self.cache.windows)
+        return pages * self.page_size
+
+    def swa_protected_size(self) -> int:
+        """Tokens in pages of windows that live sequences hold, as SGLang counts them.
+
+        It counts all private tokens of requests in batches, of which most have left
+        their windows: that is a number below 0 then, and its sum is right.
+        """
+        pages = sum(group.pages.in_use for group in self.cache.windows)
+        return pages * self.page_size - self._tokens_of_batches()
 
     def mamba_evictable_size(self) -> int:
         """Snapshots, each evictable to admit a request."""

@@ -51,6 +51,12 @@ class SGLangRequest:
         """Tokens of the prompt and the output that are known by now."""
         return len(self.req.origin_input_ids) + len(self.req.output_ids)
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that it will have at most."""
+        answer: int = self.req.sampling_params.max_new_tokens
+        return len(self.req.origin_input_ids) + answer
+
     def tokens(self) -> array[int]:
         """A copy of those tokens, of type code `q`."""
         tokens: array[int] = self.req.origin_input_ids + self.req.output_ids

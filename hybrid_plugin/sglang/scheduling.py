@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's prefill admission on the two pools: real demand, snapshot positions.
+"""SGLang's prefill admission on the core's pools: real demand, snapshot positions.
 
 SGLang itself goes on with one unfinished prefill at a time.  A request that is
 paused at a snapshot position waits at the head of the queue instead (see `parking`),
@@ -63,10 +63,11 @@ class HybridPrefillAdder(PrefillAdder):
         admission = super()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
-        if not self.tree_cache.admit(req):
-            return AddReqResult.NO_TOKEN
         start = admission.prefix_len
-        end = self.tree_cache.chunk_end(req, start, start + admission.extend_len)
+        end = start + admission.extend_len
+        if not self.tree_cache.admit(req, end):
+            return AddReqResult.NO_TOKEN
+        end = self.tree_cache.chunk_end(req, start, end)
         length = end - start
         # SGLang charges the pass for pages that are taken already: see the budget.
         self.memory_budget.refund(length)

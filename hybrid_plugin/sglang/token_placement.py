@@ -33,7 +33,7 @@ def extend(
     """
     device = torch.device(batch.device)
     for req in batch.reqs:
-        if not req.kv.holds_mamba:
+        if cache.has_slots and not req.kv.holds_mamba:
             req.kv.mamba_pool_idx = cache.slot_ids[cache.sequence(req).slot]
     fresh = [not req.kv.holds_kv for req in batch.reqs]
     rows = batch.req_to_token_pool.alloc(batch.reqs)
@@ -44,7 +44,7 @@ def extend(
             "--max-running-requests."
         )
     ends = batch.seq_lens_cpu.tolist()
-    written, added, cells = [], [], []
+    written, added, cells, mapped = [], [], [], []
     width = batch.req_to_token_pool.req_to_token.shape[1]
     for req, row, is_fresh, start, end in zip(
         batch.reqs, rows, fresh, batch.prefix_lens, ends, strict=True
@@ -55,12 +55,15 @@ def extend(
         written.append(positions)
         added.append(positions[start - begin :])
         cells.append(row * width + np.arange(begin, end))
+        mapped.append((cache.sequence(req), begin // cache.page_size))
         req.kv.kv_allocated_len = end
         req.kv.kv_committed_len = end
     table = batch.req_to_token_pool.req_to_token.view(-1)
     table[_upload(np.concatenate(cells), device)] = _upload(
         np.concatenate(written), device
     ).to(table.dtype)
+    if cache.window_map is not None:
+        cache.window_map.write(mapped)
     rows_cpu = torch.tensor(rows, dtype=torch.int64)
     return _upload(np.concatenate(added), device), to_device(rows_cpu, device), rows_cpu
 
@@ -79,6 +82,11 @@ def decode(cache: HybridPrefixCache, batch: ScheduleBatch) -> torch.Tensor:
         begun = [_begin_page(cache, batch.reqs[i], int(host[i])) for i in crossing]
         device = torch.device(batch.device)
         positions[_upload(crossing, device)] = _upload(np.asarray(begun), device)
+        if cache.window_map is not None:
+            cache.window_map.write(
+                (cache.sequence(batch.reqs[i]), int(host[i]) // cache.page_size)
+                for i in crossing
+            )
     pool.write((batch.req_pool_indices, lengths), positions.to(torch.int32))
     for req in batch.reqs:
         req.kv.kv_allocated_len += 1
@@ -87,7 +95,12 @@ def decode(cache: HybridPrefixCache, batch: ScheduleBatch) -> torch.Tensor:
 
 
 def _begin_page(cache: HybridPrefixCache, req: Req, length: int) -> int:
-    """The first position of the page behind `length` tokens."""
+    """The first position of the page behind `length` tokens.
+
+    Pages that have left the sequence's windows are freed, once a page and not once a
+    token.  A step in flight may still read them: whoever gets them writes behind it.
+    """
+    cache.trim(req, length)
     if not cache.grow(req, length + 1):
         raise RuntimeError(
             "SGLang decodes beyond the pages that it was told are left: "

@@ -39,6 +39,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
                 s.snapshot_positions,
                 s.in_tree,
                 s.promised,
+                s.window_demand,
                 id(s.locked),
                 [(table.first, list(table.pages)) for table in s.windows],
             )

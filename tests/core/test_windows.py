@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
@@ -16,10 +18,10 @@ from hybrid_plugin.core.memory.attention_windows import (
 )
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
-from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.memory.window_tables import WindowDemand, WindowGroup
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from tests.core.audit import audit
-from tests.core.support import NO_SNAPSHOTS, prefill, serve, span, start
+from tests.core.support import NO_SNAPSHOTS, admit, prefill, serve, span, start
 
 
 def make(
@@ -156,6 +158,88 @@ class TestPrefill:
         assert len(cache.sequence("a").pages) == 50
 
 
+class TestReserves:
+    """An engine that cannot preempt a prefill reserves what it will take."""
+
+    CHUNK = 8
+
+    def reserve(self, length: int, answer: int = 0) -> dict[str, object]:
+        """Options of an admission that gets the pages of its first chunk."""
+        return {
+            "num_tokens": min(self.CHUNK, length),
+            "reserve_tokens": length,
+            "window_demand": WindowDemand(self.CHUNK, length + answer),
+        }
+
+    def test_pages_of_a_chunk_and_of_the_window_are_reserved(self) -> None:
+        # 8 tokens lie in 3 pages at most, and a chunk takes 2 more.
+        cache = make(SlidingWindow(8), window_pages=12)
+        tokens = span(0, 40)
+        start(cache, "a", tokens, **self.reserve(40))
+        assert cache.promised_pages(Pool.window(0)) == 5 - 2
+        start(cache, "b", span(100, 140), **self.reserve(40))
+        assert admit(cache, "c", span(200, 240), **self.reserve(40)) is None
+        # What is shorter than its window takes no more than its own pages.
+        assert admit(cache, "d", span(200, 204), **self.reserve(4)) is not None
+
+    def test_decoding_needs_the_window_alone(self) -> None:
+        cache = make(SlidingWindow(8), window_pages=9)
+        tokens = span(0, 40)
+        start(cache, "a", tokens, **self.reserve(40, answer=100))
+        for end in range(8, 41, 8):
+            assert admit(cache, "b", span(100, 140), **self.reserve(40)) is None
+            assert cache.grow("a", end) is not None
+            cache.advance("a", end)
+        assert admit(cache, "b", span(100, 140), **self.reserve(40)) is not None
+        audit(cache)
+
+    def test_a_page_that_two_share_is_reserved_for_each(self) -> None:
+        cache = make(SlidingWindow(8), window_pages=11)
+        serve(cache, "first", span(0, 16), (1,))
+        for name in "ab":
+            more = (*span(0, 16), *span(100, 124))
+            start(cache, name, more, **self.reserve(40) | {"num_tokens": 24})
+        assert admit(cache, "c", (1, 2, 3), **self.reserve(3)) is None
+
+    @pytest.mark.parametrize("window", [SlidingWindow(11), ChunkedLocal(16)])
+    def test_nobody_waits_for_a_page_of_a_window(self, window: AttentionWindow) -> None:
+        rng = random.Random(5)
+        cache = make(window, pages=400, window_pages=17)
+        beginning = span(0, 30)
+        live: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        refused = hits = 0
+        for step in range(2000):
+            tokens = tuple(rng.randrange(9) for _ in range(rng.randint(1, 60)))
+            if rng.random() < 0.5:
+                tokens = beginning[: rng.randint(1, 30)] + tokens
+            found = cache.look_up(tokens)
+            end = min(found.match.length + self.CHUNK, len(tokens))
+            answer = rng.randint(1, 30)
+            options = self.reserve(len(tokens), answer) | {"num_tokens": end}
+            if admit(cache, str(step), tokens, **options) is None:
+                refused += 1
+                assert live, "nobody waits for an empty pool"
+            else:
+                hits += found.match.length
+                live[str(step)] = (tokens, found.match.length, len(tokens) + answer)
+            for name, (known, computed, most) in list(live.items()):
+                end = min(computed + self.CHUNK, len(known))
+                if computed >= len(known):
+                    end, known = computed + 1, (*known, 7)
+                    cache.trim(name, computed)
+                assert cache.grow(name, end) is not None
+                cache.drain_commands()
+                if end <= cache.sequence(name).prompt_length:
+                    cache.advance(name, end)
+                live[name] = (known, end, most)
+                if end == most:
+                    cache.finish(name, known, end)
+                    del live[name]
+            if step % 50 == 0:
+                audit(cache)
+        assert refused > 100 and hits > 100 and cache.stats.snapshots_evicted > 100
+
+
 class TestHits:
     def test_the_longest_length_that_is_valid_for_all_groups(self) -> None:
         """KV of full attention is there for 40 tokens, windows only at the end."""
@@ -178,6 +262,30 @@ class TestHits:
         copies = [c for c in cache.drain_commands() if isinstance(c, Copy)]
         assert [c.pool for c in copies] == [Pool.KV, Pool.window(0), Pool.STATE]
         audit(cache)
+
+    @pytest.mark.parametrize(("states", "hit"), [(False, 41), (True, 0)])
+    def test_a_step_in_flight_costs_a_state_and_no_window(
+        self, states: bool, hit: int
+    ) -> None:
+        """A sequence is retracted while a token is computed that nobody has seen."""
+        cache = make(SlidingWindow(8), states=states)
+        tokens = span(0, 41)
+        start(cache, "a", tokens)
+        prefill(cache, "a", tokens)
+        assert cache.grow("a", 42) is not None
+        cache.finish("a", tokens, 42)
+        assert cache.look_up(span(0, 60)).match.length == hit
+        audit(cache)
+
+    def test_a_window_that_moved_on_is_not_resumed(self) -> None:
+        cache = make(SlidingWindow(8))
+        tokens = span(0, 47)
+        start(cache, "a", tokens)
+        prefill(cache, "a", tokens)
+        assert cache.grow("a", 48) is not None
+        cache.trim("a", 60)
+        cache.finish("a", tokens, 48)
+        assert cache.look_up(span(0, 60)).match.length == 0
 
     def test_models_without_states_copy_and_clear_none(self) -> None:
         cache = make(SlidingWindow(8))

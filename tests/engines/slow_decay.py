@@ -109,6 +109,21 @@ def write_llama4(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed)
 
 
+def write_laguna(folder: Path, seed: int = 0) -> Path:
+    """Write a Laguna (full attention and sliding windows) without experts."""
+    from transformers import LagunaConfig
+
+    layers = 4
+    config = LagunaConfig(
+        **SMALL,
+        num_hidden_layers=layers,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        mlp_layer_types=["dense"] * layers,
+    )
+    return _write(config, folder, seed)
+
+
 def write_falcon_h1(folder: Path, seed: int = 0) -> Path:
     """Write a Falcon-H1 (Mamba-2 beside attention, in each layer) of that size."""
     from transformers import FalconH1Config

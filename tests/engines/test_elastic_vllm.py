@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engines import slow_decay
-from tests.engines.findings import found_by
+from tests.engines.phases import run_phases
 
 pytest.importorskip("vllm")
 
@@ -55,15 +55,9 @@ def serve(
     model: Path, options: dict[str, Any], ranks: int = 1, count: int = 4
 ) -> Found:
     """Serve the first so many phases in a process of its own."""
-    found, log = found_by(
-        "tests.engines.elastic_phases",
-        str(model),
-        json.dumps(options),
-        str(ranks),
-        str(count),
-        imports=() if ON_GPU else IMPORTS,
-    )
-    return found | {"log": log}
+    arguments = (str(model), json.dumps(options), str(ranks), str(count))
+    finding = run_phases("elastic_phases", arguments, () if ON_GPU else IMPORTS)
+    return finding.found | {"log": finding.log}
 
 
 def answers(found: Found) -> list[list[list[int]]]:

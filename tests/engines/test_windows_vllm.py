@@ -15,7 +15,7 @@ import pytest
 from tests.engines import slow_decay
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
-from tests.engines.findings import found_by
+from tests.engines.phases import run_phases
 from tests.engines.window_phases import (
     ANSWER,
     LONG,
@@ -48,11 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def all_found(folder: Path) -> dict[str, dict[str, Found]]:
     """What each engine answered for each kind, and the levels of its pools."""
-    result: dict[str, dict[str, Found]]
-    result, _ = found_by(
-        "tests.engines.window_phases", str(folder), *KINDS, imports=IMPORTS
-    )
-    return result
+    return run_phases("window_phases", (str(folder), *KINDS), IMPORTS).found
 
 
 @pytest.fixture(params=KINDS)

@@ -35,6 +35,7 @@ from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 from hybrid_plugin.sglang.scheduling import HybridPrefillAdder
 
 PAGE = 4
+POLICY = HybridConfig(in_batch_prefix_min_tokens=0).snapshot_policy(PAGE)
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 
@@ -158,14 +159,12 @@ class FakeScheduler:
 class Bench:
     """A cache, its pools, and passes of a scheduler without a model."""
 
+    chunk = 1024
+    """Tokens of a prefill pass."""
+
     def __init__(self, pages: int = 64, slots: int = 9, rows: int = 9) -> None:
-        policy = HybridConfig(in_batch_prefix_min_tokens=0).snapshot_policy(PAGE)
-        self.core = HybridCache(PagePool(pages), SlotPool(slots), PAGE, policy)
-        stock = SimpleNamespace(
-            dtype=torch.float32, device="cpu", get_kvcache=lambda: None
-        )
-        executor: Any = Executor()
-        self.allocator = HybridTokenAllocator(self.core, stock, executor)
+        self.core = self.make_core(pages, slots)
+        self.allocator = self.make_allocator()
         self.rows = Rows(rows, 4 * PAGE * pages)
         self.rows.mamba_allocator = HybridSlotAllocator(self.core, "cpu")
         params: Any = SimpleNamespace(
@@ -173,16 +172,29 @@ class Bench:
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE,
             enable_metrics=False,
+            chunked_prefill_size=self.chunk,
         )
         self.cache = HybridPrefixCache(params)
         self.scheduler = FakeScheduler(self.cache, self.rows)
         self.adder = self.new_adder()
 
-    def new_adder(self, chunk: int = 1024) -> HybridPrefillAdder:
+    def make_core(self, pages: int, slots: int) -> HybridCache:
+        """Full attention and states."""
+        return HybridCache(PagePool(pages), SlotPool(slots), PAGE, POLICY)
+
+    def make_allocator(self) -> HybridTokenAllocator:
+        """On pools without memory."""
+        stock = SimpleNamespace(
+            dtype=torch.float32, device="cpu", get_kvcache=lambda: None
+        )
+        executor: Any = Executor()
+        return HybridTokenAllocator(self.core, stock, executor)
+
+    def new_adder(self, chunk: int | None = None) -> HybridPrefillAdder:
         """Of one pass that may run `chunk` tokens."""
         running: Any = self.scheduler.running_batch
         return HybridPrefillAdder(
-            PAGE, self.cache, self.allocator, running, 0.1, 1024, chunk
+            PAGE, self.cache, self.allocator, running, 0.1, 1024, chunk or self.chunk
         )
 
     def queue(self, *reqs: Req) -> None:
@@ -194,7 +206,7 @@ class Bench:
         req.init_next_round_input(self.cache)
         return self.adder.add_one_req(req, False, truncation_align_size=None)
 
-    def step(self, chunk: int = 1024) -> list[str]:
+    def step(self, chunk: int | None = None) -> list[str]:
         """One pass and its result; returns the ids of the requests that ran."""
         scheduler = self.scheduler
         running: Any = scheduler.running_batch
@@ -214,14 +226,18 @@ class Bench:
 
     def _launch(self, reqs: list[Req]) -> Batch:
         batch: Any = Batch(reqs, self.rows)
-        token_placement.extend(self.cache, batch)
+        added, _, _ = token_placement.extend(self.cache, batch)
         self.cache.run_commands()
+        self.forward(batch, added)
         self.cache.step_launched(batch)
         for req in reqs:
             if req.inflight_middle_chunks:
                 req.inflight_middle_chunks -= 1
         launched: Batch = batch
         return launched
+
+    def forward(self, batch: Batch, positions: torch.Tensor) -> None:
+        """What a model would do with new tokens at these positions: nothing."""
 
     def finish(self, req: Req) -> None:
         """End a request behind its prompt, as SGLang does."""

@@ -49,8 +49,11 @@ class Bench:
             cache=self.core,
             page_size=PAGE,
             slot_ids=torch.arange(8),
+            has_slots=True,
+            window_map=None,
             sequence=lambda req: self.core.sequence(req.rid),
             grow=lambda req, length: self.core.grow(req.rid, length) is not None,
+            trim=lambda req, computed: None,
             available_and_evictable_str=lambda: "",
         )
         self.rows = Rows(6, 32)

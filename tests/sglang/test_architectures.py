@@ -21,9 +21,25 @@ from sglang.srt.configs.linear_attn_model_registry import (
     _LINEAR_ATTN_MODEL_REGISTRY,
     get_linear_attn_config,
 )
-from sglang.srt.configs.model_config import is_hybrid_swa_model
+from sglang.srt.configs.model_config import (
+    get_hybrid_layer_ids,
+    is_generation_model,
+    is_hybrid_swa_model,
+)
 from sglang.srt.configs.qwen4_exp import Qwen4ExpConfig
 from sglang.srt.utils.hf_transformers.common import get_hf_text_config
+from transformers import (
+    AfmoeConfig,
+    Cohere2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    LagunaConfig,
+    Llama4Config,
+    MellumConfig,
+    MistralConfig,
+    PretrainedConfig,
+)
 
 from hybrid_plugin.sglang import arguments
 
@@ -160,6 +176,28 @@ CASES: tuple[Case, ...] = (
     (configs.ZayaConfig, "ZayaForCausalLM", {}, SERVED),
 )
 
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED: tuple[Case, ...] = (
+    (AfmoeConfig, "AfmoeForCausalLM", {"num_hidden_layers": 2}, LEFT_ALONE),
+    (Cohere2Config, "Cohere2ForCausalLM", {"num_hidden_layers": 2}, LEFT_ALONE),
+    (PretrainedConfig, "DeepseekV4ForCausalLM", {}, LEFT_ALONE),
+    (Gemma4TextConfig, "EmbeddingGemma2Model", {"num_hidden_layers": 6}, LEFT_ALONE),
+    (Gemma3TextConfig, "Gemma3ForCausalLM", {"num_hidden_layers": 6}, LEFT_ALONE),
+    (Gemma4TextConfig, "Gemma4ForCausalLM", {"num_hidden_layers": 6}, SERVED),
+    (GptOssConfig, "GptOssForCausalLM", {"num_hidden_layers": 2}, SERVED),
+    (LagunaConfig, "LagunaForCausalLM", {"num_hidden_layers": 2} | LAYERS, SERVED),
+    (Llama4Config, "Llama4ForConditionalGeneration", {}, SERVED),
+    (MellumConfig, "MellumForCausalLM", {"num_hidden_layers": 2} | LAYERS, SERVED),
+    (
+        PretrainedConfig,
+        "MiMoV2FlashForCausalLM",
+        {"num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1]},
+        SERVED,
+    ),
+    (MistralConfig, "MistralForCausalLM", {"sliding_window": 4096}, LEFT_ALONE),
+)
+"""Models with windows and no states."""
+
 
 NEEDS_A_SERVER = {configs.InklingMMConfig, configs.InklingModelConfig}
 """Their layers are known only once SGLang has published a server's arguments."""
@@ -170,11 +208,18 @@ def model_of(kind: type, architecture: str, fields: dict[str, Any]) -> Any:
     hf_config = kind(**fields)
     hf_config.architectures = [architecture]
     text = get_hf_text_config(hf_config)
+    is_windowed = bool(is_hybrid_swa_model(hf_config.architectures, text))
+    windows, full = None, None
+    if is_windowed and not architecture.startswith("DeepseekV4"):
+        windows, full = get_hybrid_layer_ids(hf_config.architectures, text)
     return SimpleNamespace(
         hf_config=hf_config,
         is_draft_model=False,
         linear_attn_registry_result=get_linear_attn_config(hf_config),
-        is_hybrid_swa=bool(is_hybrid_swa_model(hf_config.architectures, text)),
+        is_hybrid_swa=is_windowed,
+        swa_attention_layer_ids=windows,
+        full_attention_layer_ids=full,
+        is_generation=is_generation_model(hf_config.architectures),
     )
 
 
@@ -192,8 +237,8 @@ class View:
 
 @pytest.mark.parametrize(
     ("kind", "architecture", "fields", "expected"),
-    CASES,
-    ids=[f"{case[1]}-{case[3].strip('()')}" for case in CASES],
+    CASES + WINDOWED,
+    ids=[f"{case[1]}-{case[3].strip('()')}" for case in CASES + WINDOWED],
 )
 def test_each_is_served_left_alone_or_refused(
     kind: type,

@@ -132,7 +132,7 @@ def test_nothing_is_built_on_such_pools() -> None:
     ("config", "is_windowed", "found"),
     [
         ({}, False, None),
-        ({}, True, "a cache for sliding windows"),
+        ({}, True, "a pool for windows beside its states"),
         (
             {
                 "indexer_n_heads": 4,
@@ -148,8 +148,12 @@ def test_nothing_is_built_on_such_pools() -> None:
     ids=["KV and states", "windows", "compressed keys"],
 )
 def test_it_is_known_before_weights_are_loaded(
-    config: dict[str, int], is_windowed: bool, found: str | None
+    config: dict[str, int],
+    is_windowed: bool,
+    found: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(known_pools, "mambaish_config", lambda model: object())
     hf_config = SimpleNamespace(architectures=["SomeModel"], **config)
     model: Any = SimpleNamespace(hf_config=hf_config, is_hybrid_swa=is_windowed)
     sentence = known_pools.side_memory(model)

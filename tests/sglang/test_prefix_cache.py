@@ -70,7 +70,7 @@ def test_a_stale_look_up_is_made_again() -> None:
     late.init_next_round_input(bench.cache)
     assert late.prefix_len == 0
     serve(bench, "other", [90, 91, 92, 93, 94])  # the tree has changed, its hit has not
-    assert bench.cache.admit(late)
+    assert bench.cache.admit(late, 12)
     assert bench.cache.sequence(late).hit == 0
 
 
@@ -81,7 +81,7 @@ def test_a_stale_look_up_with_another_hit_waits_for_the_next_step() -> None:
     late.init_next_round_input(bench.cache)
     assert late.prefix_len == 10
     bench.cache.reset()
-    assert not bench.cache.admit(late)
+    assert not bench.cache.admit(late, 12)
     bench.queue(late)
     assert bench.step() == ["late"]
     assert late.prefix_len == 0
@@ -91,7 +91,7 @@ def test_an_admission_that_is_not_used_gives_all_back() -> None:
     bench = Bench()
     req = request("a", range(10))
     req.init_next_round_input(bench.cache)
-    assert bench.cache.admit(req)
+    assert bench.cache.admit(req, 10)
     assert bench.core.pages.in_use == 3
     bench.cache.withdraw(req)
     bench.cache.withdraw(req)  # of one that is not live: nothing to do
@@ -147,7 +147,7 @@ def test_replaced_embeddings_are_not_cached() -> None:
     req.positional_embed_overrides = object()
     bench.queue(req)
     req.init_next_round_input(bench.cache)
-    assert bench.cache.admit(req)
+    assert bench.cache.admit(req, 10)
     req.kv.kv_committed_len = 10
     bench.cache.on_release(req, checkpointed=True)
     assert bench.core.pages.reclaimable == 0

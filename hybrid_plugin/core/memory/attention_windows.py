@@ -65,3 +65,12 @@ def live_pages(window: AttentionWindow, position: int, page_size: int) -> range:
     """Indices of the pages that a sequence of `position` computed tokens holds."""
     first = window.first_needed(position) // page_size
     return range(first, max(-(-position // page_size), first))
+
+
+def max_live_pages(window: AttentionWindow, length: int, page_size: int) -> int:
+    """Most pages that a sequence of up to `length` tokens holds at one position."""
+    pages = -(-length // page_size)
+    if isinstance(window, FullAttention):
+        return pages
+    reach = window.window if isinstance(window, SlidingWindow) else window.chunk
+    return min(-(-reach // page_size) + 1, pages)

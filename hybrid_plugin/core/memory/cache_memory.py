@@ -49,7 +49,7 @@ class CacheMemory:
         tree: MambaRadixCache,
         stats: CacheStats,
         enqueue: Callable[[Command], None],
-        promised_pages: Callable[[], int],
+        promised_pages: Callable[[PoolId], int],
     ) -> None:
         """Put the pools together; `reclaim.register_pools` tells the broker of them.
 
@@ -61,7 +61,7 @@ class CacheMemory:
             tree: what is cached.
             stats: where evictions are counted.
             enqueue: takes the commands that move cached ids.
-            promised_pages: pages that live sequences will take for their prompts.
+            promised_pages: pages of a pool that live sequences have reserved.
         """
         self.pages = pages
         self.slots = slots
@@ -77,7 +77,9 @@ class CacheMemory:
         self.pairs = tuple(PagePairs(pages.capacity, g.pages) for g in self.windows)
         """Of KV pages and those of each window group."""
 
-    def wanted(self, pages: int, window_pages: int, slots: int) -> dict[PoolId, int]:
+    def wanted(
+        self, pages: int, window_pages: Sequence[int], slots: int
+    ) -> dict[PoolId, int]:
         """A request to the broker.
 
         Args:
@@ -85,8 +87,7 @@ class CacheMemory:
             window_pages: of each window group.
             slots: for states, which a model without states does not need.
         """
-        wanted = dict.fromkeys(self.page_pools, window_pages)
-        wanted[Pool.KV] = pages
+        wanted = dict(zip(self.page_pools, (pages, *window_pages), strict=True))
         if self.slots.needed:
             wanted[Pool.STATE] = slots
         return wanted

@@ -9,8 +9,7 @@ from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import (
     FULL_ATTENTION,
     AttentionWindow,
-    FullAttention,
-    SlidingWindow,
+    max_live_pages,
 )
 
 DEFAULT_CHUNK = 8192
@@ -235,10 +234,7 @@ class CacheLayout:
 
     def live_pages(self, window: AttentionWindow, length: int) -> int:
         """Most pages that a sequence of up to `length` tokens holds in a window."""
-        if isinstance(window, FullAttention):
-            return self.pages_for(length)
-        reach = window.window if isinstance(window, SlidingWindow) else window.chunk
-        return min(self.pages_for(reach) + 1, self.pages_for(length))
+        return max_live_pages(window, length, self.page_size)
 
     def _typical_length(self, max_model_len: int) -> int:
         return min(max(max_model_len // 4, 1024), 4096, max_model_len)

@@ -35,7 +35,7 @@ class PageReclaim:
 
     def promised(self) -> int:
         """Pages for the rest of the prompts that are computed now."""
-        return self._memory.promised_pages()
+        return self._memory.promised_pages(Pool.KV)
 
     def migrate_granule(self, granule: int) -> None:
         """Move a granule's cached pages to free ones elsewhere."""
@@ -82,6 +82,10 @@ class WindowReclaim(SnapshotReclaim):
         """Speak for the window group at `index`."""
         super().__init__(memory)
         self._index = index
+
+    def promised(self) -> int:
+        """Pages that live sequences have reserved."""
+        return self._memory.promised_pages(Pool.window(self._index))
 
     def migrate_granule(self, granule: int) -> None:
         """Move a granule's cached pages to free ones elsewhere."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from hybrid_plugin.core.memory.attention_windows import AttentionWindow
+from hybrid_plugin.core.memory.attention_windows import AttentionWindow, max_live_pages
 from hybrid_plugin.core.memory.pools import PagePool
 from hybrid_plugin.core.tree.tokens import Pages
 
@@ -22,6 +22,30 @@ class WindowGroup:
 
     window: AttentionWindow
     pages: PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class WindowDemand:
+    """From which follows how many pages a sequence holds in a window at most."""
+
+    chunk_tokens: int
+    """Tokens of one step of its prefill, at most."""
+    max_tokens: int
+    """Tokens that it has at its end, at most."""
+
+    def pages(
+        self, window: AttentionWindow, page_size: int, *, prefilling: bool
+    ) -> int:
+        """Most pages that it holds at once.
+
+        While its prompt is computed, those of the next chunk come to those of the
+        window; while it decodes, a page begins when another one has left.
+        """
+        live = max_live_pages(window, self.max_tokens, page_size)
+        if not prefilling:
+            return live
+        chunk = -(-self.chunk_tokens // page_size)
+        return min(live + chunk, -(-self.max_tokens // page_size))
 
 
 @dataclass(slots=True)
