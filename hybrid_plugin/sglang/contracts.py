@@ -68,7 +68,11 @@ ARGUMENT_HOOKS = (
 )
 
 MEMORY_HOOKS = (
-    HookPoint(f"{_CONFIGURATOR}._handle_max_mamba_cache", ("total_rest_memory",)),
+    HookPoint(
+        f"{_CONFIGURATOR}._handle_max_mamba_cache",
+        ("total_rest_memory",),
+        mentions=("attn_dp_size",),
+    ),
     HookPoint(f"{_CONFIGURATOR}._calculate_mamba_ratio", ("self",)),
     HookPoint(f"{_CONFIGURATOR}._apply_token_constraints", ("token_capacity",)),
     HookPoint(

@@ -61,7 +61,9 @@ def reserve_slots(
     available = elastic_memory.limited(int(memory_gib * _GIB), options)
     available = elastic.least_of_all_ranks(available)
     model = configurator.model_config
-    limits = limits_of(model, available, device.type, hindrance)
+    limits = limits_of(
+        model, available, device.type, hindrance, configurator.attn_dp_size
+    )
     taken: VirtualArena | None = None
     if elastic_memory.is_wanted(options, hindrance):
         taken = elastic_memory.take(
@@ -97,7 +99,11 @@ def reserve_slots(
 
 
 def limits_of(
-    model: Any, available: int, device_type: str, hindrance: str | None
+    model: Any,
+    available: int,
+    device_type: str,
+    hindrance: str | None,
+    attn_dp_size: int = 1,
 ) -> EngineLimits:
     """What SGLang's arguments say about the cache.
 
@@ -106,6 +112,8 @@ def limits_of(
         available: bytes that every rank has.
         device_type: "cpu" or "cuda", as torch calls it.
         hindrance: what stands against elastic pools.
+        attn_dp_size: ranks that SGLang divides requests and slots between; each has
+            a cache of its own.
     """
     schedule = get_schedule()
     pages: FixedCount | None = None
@@ -115,11 +123,12 @@ def limits_of(
         pages = FixedCount(count, "--max-total-tokens")
     slots: FixedCount | None = None
     if schedule.max_mamba_cache_size is not None:
-        count = schedule.max_mamba_cache_size + 1
+        count = schedule.max_mamba_cache_size // attn_dp_size + 1
         slots = FixedCount(count, "--max-mamba-cache-size")
+    sequences = schedule.max_running_requests or _MAX_SEQUENCES
     return EngineLimits(
         max_model_len=model.context_len,
-        max_sequences=schedule.max_running_requests or _MAX_SEQUENCES,
+        max_sequences=max(sequences // attn_dp_size, 1),
         block_bytes=elastic_memory.block_bytes(available, device_type),
         hindrance=hindrance,
         pages=pages,

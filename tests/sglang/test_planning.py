@@ -92,6 +92,7 @@ class Running:
         self.overridden: dict[str, int] = {}
         self.device, self.model_config = "cpu", model()
         self.post_capture_kv_active = False
+        self.attn_dp_size = 1
         self.memory = PoolMemory()
         features = SimpleNamespace(enable_memory_saver=False)
         alone = SimpleNamespace(launch_world_size=1)
@@ -156,6 +157,15 @@ def test_flags_too_small_for_the_longest_sequence(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Running(monkeypatch, **flags).reserve(MIB)
+
+
+def test_ranks_of_data_parallel_attention_divide_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As SGLang divides --max-mamba-cache-size; each rank has a cache of its own."""
+    running = Running(monkeypatch, max_mamba_cache_size=9)
+    running.attn_dp_size = 4
+    assert running.reserve(MIB).slots == 9 // 4 + 1
 
 
 @pytest.mark.skipif(
