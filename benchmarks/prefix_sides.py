@@ -183,8 +183,10 @@ def table(results: Mapping[str, Any], base: str) -> str:
 
     Args:
         results: by configuration, as `Side.result` gives them.
-        base: the configuration that wall times are compared with.
+        base: the configuration that wall times are compared with; the first one
+            where it did not run.
     """
+    base = base if base in results else next(iter(results))
     lines = [
         "| workload | configuration | cached | TTFT p50 ms | TTFT p95 ms | wall s | "
         f"wall / {base} |",

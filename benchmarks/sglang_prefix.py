@@ -199,11 +199,6 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def base(results: dict[str, Any]) -> str:
-    """The configuration that others are compared with."""
-    return DEFAULT if DEFAULT in results else next(iter(results))
-
-
 def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Write what there is so far."""
     document = {
@@ -216,7 +211,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
         "results": results,
     }
     write(args.out, ".json", json.dumps(document, indent=1))
-    write(args.out, ".md", table(results, base(results)))
+    write(args.out, ".md", table(results, DEFAULT))
 
 
 def main() -> int:
@@ -241,8 +236,7 @@ def main() -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         serve(args)
     else:
-        results = run_all(args)
-        print(table(results, base(results)))
+        print(table(run_all(args), DEFAULT))
     return 0
 
 

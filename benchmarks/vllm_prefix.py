@@ -169,7 +169,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
                 stack.callback(sides[-1].stop)
             for side in sides:
                 side.wait_until_ready()
-            for _ in take_turns(sides, args.rounds):
+            for _ in take_turns(sides, args.rounds, args.workloads):
                 results |= {side.name: side.result() for side in sides}
                 if args.out:
                     save(args, results)
@@ -209,6 +209,7 @@ def main() -> int:
     parser.add_argument(
         "--at-once", type=int, default=8, help="engines that fit the device together"
     )
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--out", type=Path, help="path without suffix")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -15,7 +15,12 @@ from logging import CRITICAL, Logger
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.memory.layout import DEFAULT_CHUNK, CacheLayout, PoolSizes
+from hybrid_plugin.core.memory.layout import (
+    DEFAULT_CHUNK,
+    CacheLayout,
+    PoolSizes,
+    TooLittleMemoryError,
+)
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.engine.memory_blocks import pool_budget
 
@@ -211,7 +216,7 @@ def _share(
             chunk=limits.chunk,
         )
         found = _out_of_reach(plan)
-    except ValueError as error:
+    except TooLittleMemoryError as error:
         found = (
             f"do not fit: {error}; give the cache more memory, or set elastic to false."
         )
@@ -255,7 +260,7 @@ def _split(
             state_memory_ratio=options.state_memory_ratio,
             chunk=limits.chunk,
         )
-    except ValueError as error:
+    except TooLittleMemoryError as error:
         raise ConfigError(str(error)) from error
     least = layout.least(limits.max_model_len, limits.chunk)
     if limits.slots is not None:

@@ -10,7 +10,12 @@ import pytest
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.layout import (
+    AttentionGroup,
+    CacheLayout,
+    StateGroup,
+    TooLittleMemoryError,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK = 2 * MIB
@@ -148,7 +153,7 @@ def test_the_longest_sequence_must_fit() -> None:
     longest = (8192 // 16 + 1) // 64 + 1
     least = longest * 24 * MIB + 2 * 38 * MIB
     assert start_of(plan(QWEN3_NEXT, budget=least)) == (1, 2)
-    with pytest.raises(ValueError, match=f"which takes {least}"):
+    with pytest.raises(TooLittleMemoryError, match=f"which takes {least}"):
         plan(QWEN3_NEXT, budget=least - 1)
 
 

@@ -8,6 +8,7 @@ from hybrid_plugin.core.memory.layout import (
     CacheLayout,
     PoolSizes,
     StateGroup,
+    TooLittleMemoryError,
 )
 
 LAYOUT = CacheLayout(
@@ -72,7 +73,7 @@ def test_too_small_says_what_is_needed() -> None:
         attention=(AttentionGroup(("a",), 2**20),),
         states=(StateGroup(("s",), 2**21),),
     )
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(TooLittleMemoryError) as caught:
         layout.split(6 * 2**20, max_model_len=33)
     assert str(caught.value) == (
         "The cache memory of 6.0 MiB cannot hold one sequence of 33 tokens, which "

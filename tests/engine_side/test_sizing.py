@@ -194,6 +194,17 @@ def test_elastic_pools_that_cannot_be_had_are_refused_only_if_asked_for(
     )
 
 
+def test_an_error_of_ours_is_not_taken_for_too_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("hybrid_plugin.engine.sizing.plan_elastic", broken)
+    with pytest.raises(ValueError, match=r"^a defect$"):
+        divided(4 * MIB, None, LAYOUT, LIMITS)
+
+
 def test_pools_may_be_laid_out_otherwise_where_they_do_not_share() -> None:
     packed = replace(LAYOUT, states=(StateGroup(("s",), SLOT - 1),), slot_alignment=1)
     options = HybridConfig(elastic=False)

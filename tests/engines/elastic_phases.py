@@ -21,7 +21,7 @@ import torch
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.device.executor import Executor
 from tests.core.resident import resident
-from tests.engines.phases import report
+from tests.engines.findings import report
 
 MAX_MODEL_LEN = 1024
 ANSWER = 16

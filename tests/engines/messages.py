@@ -43,3 +43,7 @@ class Launch:
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    imports: Sequence[str] = ()
+    """What the process it is forked from has imported; none for a cold start."""
+    constants: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """By module: what the environment would have set at import."""

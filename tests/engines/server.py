@@ -17,7 +17,8 @@ from pathlib import Path
 import httpx
 
 from tests.engines.drivers import Driver, Setup
-from tests.engines.messages import Answer, Ask
+from tests.engines.messages import Answer, Ask, Launch
+from tests.engines.warm_start import WarmProcess
 
 START_LIMIT_S = 420.0
 ANSWER_LIMIT_S = 900.0
@@ -50,18 +51,11 @@ class Server:
         self._driver = driver
         self._launch = driver.launch(setup, port)
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | WarmProcess | None = None
 
     def __enter__(self) -> Server:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._launch.command,
-                env={**os.environ, **self._launch.environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = _start(self._launch, self._log)
         try:
             self._wait_until_ready()
         except BaseException:
@@ -167,3 +161,17 @@ class Server:
                 pass
             time.sleep(0.5)
         raise TimeoutError(f"the server did not start:\n{self.log_text()[-6000:]}")
+
+
+def _start(launch: Launch, log: Path) -> subprocess.Popen[bytes] | WarmProcess:
+    """In a session of its own, so that all its processes can be ended together."""
+    if launch.imports:
+        return WarmProcess(launch, log, errors=log)
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            launch.command,
+            env={**os.environ, **launch.environment},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver, Setup
+from tests.engines.warm_start import completed
 
 pytestmark = pytest.mark.engine
 
@@ -56,13 +56,7 @@ def _ask(driver: Driver, setup: Setup, *flags: str) -> tuple[int, dict[str, Any]
         *own,
         *flags,
     ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **launch.environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-    )
+    done = completed(replace(launch, command=command))
     (engine,) = json.loads(done.stdout)["engines"]
     return done.returncode, engine
 

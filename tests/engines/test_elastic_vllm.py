@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from tests.engines import slow_decay
-from tests.engines.phases import run_phases
+from tests.engines.findings import found_by
 
 pytest.importorskip("vllm")
+
+from tests.engines.drivers.vllm import IMPORTS
+
 pytestmark = pytest.mark.engine
 
 ON_GPU = torch.cuda.is_available()
@@ -52,9 +55,15 @@ def serve(
     model: Path, options: dict[str, Any], ranks: int = 1, count: int = 4
 ) -> Found:
     """Serve the first so many phases in a process of its own."""
-    arguments = (str(model), json.dumps(options), str(ranks), str(count))
-    finding = run_phases("elastic_phases", arguments)
-    return finding.found | {"log": finding.log}
+    found, log = found_by(
+        "tests.engines.elastic_phases",
+        str(model),
+        json.dumps(options),
+        str(ranks),
+        str(count),
+        imports=() if ON_GPU else IMPORTS,
+    )
+    return found | {"log": log}
 
 
 def answers(found: Found) -> list[list[list[int]]]:

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def server(start_server: StartServer) -> Iterator[Server]:
-    """The plugin with its defaults."""
-    with start_server("reuse") as running:
+    """The plugin with its defaults, started as users start it."""
+    with start_server("reuse", cold=True) as running:
         yield running
 
 

@@ -28,6 +28,7 @@ def test_server_refuses_to_start(start_server: StartServer, refusal: Refusal) ->
             options=refusal.options,
             flags=refusal.flags,
             fault=refusal.fault,
+            cold=refusal.fault is not None,
         ),
     ):
         pass

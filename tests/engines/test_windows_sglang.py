@@ -8,11 +8,14 @@ of those that SGLang gives a window pool, it runs on a CPU as it is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
 from tests.engines import slow_decay
-from tests.engines.phases import Finding, run_phases
+from tests.engines.findings import found_by
 from tests.engines.window_phases import (
     ANSWER,
     LONG,
@@ -25,6 +28,9 @@ from tests.engines.window_phases import (
 from tests.engines.window_phases_sglang import BUDGET, RATIO
 
 pytest.importorskip("sglang")
+
+from tests.engines.drivers.sglang import IMPORTS
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
@@ -37,11 +43,20 @@ NOTHING = 1e-5
 """Nats by which another token may be likelier: rounding."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What was answered and seen, phase by phase, and all that was printed."""
+
+    found: dict[str, Any]
+    log: str
+
+
 @pytest.fixture(scope="module")
 def finding(tmp_path_factory: pytest.TempPathFactory) -> Finding:
-    """What was answered and seen, phase by phase."""
+    """Of all phases."""
     folder = tmp_path_factory.mktemp("laguna")
-    return run_phases("window_phases_sglang", (str(folder),))
+    module = "tests.engines.window_phases_sglang"
+    return Finding(*found_by(module, str(folder), imports=IMPORTS))
 
 
 def test_it_is_served_by_the_plugin(finding: Finding) -> None:

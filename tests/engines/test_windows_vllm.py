@@ -15,7 +15,7 @@ import pytest
 from tests.engines import slow_decay
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
-from tests.engines.phases import run_phases
+from tests.engines.findings import found_by
 from tests.engines.window_phases import (
     ANSWER,
     LONG,
@@ -29,6 +29,9 @@ from tests.engines.window_phases import (
 )
 
 pytest.importorskip("vllm")
+
+from tests.engines.drivers.vllm import IMPORTS
+
 pytestmark = pytest.mark.engine
 
 KINDS = ("gemma3", "llama4", "nemotron_h_window")
@@ -45,7 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def all_found(folder: Path) -> dict[str, dict[str, Found]]:
     """What each engine answered for each kind, and the levels of its pools."""
-    return run_phases("window_phases", (str(folder), *KINDS)).found
+    result: dict[str, dict[str, Found]]
+    result, _ = found_by(
+        "tests.engines.window_phases", str(folder), *KINDS, imports=IMPORTS
+    )
+    return result
 
 
 @pytest.fixture(params=KINDS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines import slow_decay
-from tests.engines.phases import report
+from tests.engines.findings import report
 
 MAX_MODEL_LEN = 1024
 STEP = 128

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines import slow_decay
+from tests.engines.findings import report
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
-from tests.engines.phases import report
 from tests.engines.window_phases import (
     ANSWER,
     CROWD_ANSWER,

@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
-from hybrid_plugin.core.memory.layout import DEFAULT_CHUNK, CacheLayout, PoolSizes
+from hybrid_plugin.core.memory.layout import (
+    DEFAULT_CHUNK,
+    CacheLayout,
+    PoolSizes,
+    TooLittleMemoryError,
+)
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 
@@ -139,7 +144,7 @@ def plan_elastic(
             its window.
 
     Raises:
-        ValueError: if one sequence of `max_model_len` tokens does not fit.
+        TooLittleMemoryError: if one sequence of `max_model_len` tokens does not fit.
     """
     least = layout.least(max_model_len, chunk)
     rows: dict[PoolId, tuple[int, int, int]] = {}
@@ -163,7 +168,7 @@ def plan_elastic(
     needed = _start_bytes(pools)
     if needed > budget:
         sizes = ", ".join(f"{p.granule_bytes} for {n}" for n, p in pools.items())
-        raise ValueError(
+        raise TooLittleMemoryError(
             f"{budget} bytes cannot hold one sequence of {max_model_len} tokens in "
             f"granules of bytes {sizes}, which takes {needed}"
         )

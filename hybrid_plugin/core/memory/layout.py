@@ -19,6 +19,10 @@ _ANY_LENGTH = 1 << 30
 """Tokens that fill every window."""
 
 
+class TooLittleMemoryError(ValueError):
+    """One sequence of the maximum length does not fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
     """Attention layers whose KV lives in pages.
@@ -159,12 +163,13 @@ class CacheLayout:
                 besides its window.
 
         Raises:
-            ValueError: if one sequence of `max_model_len` tokens does not fit.
+            TooLittleMemoryError: if one sequence of `max_model_len` tokens does not
+                fit.
         """
         least = self.least(max_model_len, chunk)
         needed = self.bytes_of(least)
         if needed > budget:
-            raise ValueError(
+            raise TooLittleMemoryError(
                 f"The cache memory of {_mib(budget)} cannot hold one sequence of "
                 f"{max_model_len} tokens, which takes {_mib(needed)} "
                 f"({least.pages} pages and {least.slots} state slots, the reserved "

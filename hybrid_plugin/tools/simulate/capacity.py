@@ -11,7 +11,7 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
-from hybrid_plugin.core.memory.layout import CacheLayout
+from hybrid_plugin.core.memory.layout import CacheLayout, TooLittleMemoryError
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
@@ -99,7 +99,7 @@ class Capacity:
                 state_memory_ratio=options.state_memory_ratio,
                 chunk=chunk,
             )
-        except ValueError as error:
+        except TooLittleMemoryError as error:
             raise ConfigError(str(error)) from error
         windows = zip(layout.attention_windows, sizes.windows, strict=True)
         return cls(
@@ -187,7 +187,7 @@ def _plan_elastic(
             max_model_len=longest,
             max_sequences=concurrency,
         )
-    except ValueError as error:
+    except TooLittleMemoryError as error:
         if options.elastic:
             raise ConfigError(
                 f"Elastic pools do not fit: {error}; give the cache more memory, or "

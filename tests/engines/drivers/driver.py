@@ -36,6 +36,8 @@ class Setup:
     """The same."""
     fault: str | None = None
     """See `faults`."""
+    cold: bool = False
+    """Whether to start it as users do, engine imports and all; see `warm_start`."""
 
 
 @dataclass(frozen=True)

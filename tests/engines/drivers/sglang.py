@@ -26,6 +26,7 @@ from tests.engines.drivers.driver import (
 from tests.engines.drivers.process import environment, overheard
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
+from tests.engines.traffic import CROWD, CROWDED_TOKENS
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -60,6 +61,13 @@ FLAGS = (
     ),
 )
 
+IMPORTS = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+)
+"""What a server's processes import."""
+
 PREEMPTION = "overlap, preemption"
 SINGLE_TOKENS = "page of 1, no overlap"
 ELASTIC = "elastic"
@@ -79,13 +87,19 @@ if ON_GPU:
         "mamba-2, bfloat16": Model("nemotron_h", "bfloat16", NEAR_TIE, stray=5),
     }
 
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+RETRACTING_NOW = {
+    "sglang.srt.managers.scheduler": {"TEST_RETRACT": True, "TEST_RETRACT_INTERVAL": 20}
+}
+"""The same where the scheduler has been imported."""
+
 VARIANTS = {
     PREEMPTION: Variant(
         {},
         0.05,
-        pools=(1280 // PAGE_SIZE, 12),
+        pools=(CROWDED_TOKENS // PAGE_SIZE, CROWD + 1),
         # SGLang reserves pages for answers; by itself it preempts hardly ever.
-        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"},
+        environment=RETRACTING,
         preempts=True,
     ),
     SINGLE_TOKENS: Variant({"page_size": 1}, 0.4, ("--disable-overlap-schedule",)),
@@ -210,7 +224,12 @@ class SglangDriver:
         if setup.dtype == "float32":
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
         variables |= setup.environment
-        return Launch(command, variables | planted(setup.fault))
+        return Launch(
+            command,
+            variables | planted(setup.fault),
+            () if setup.cold or ON_GPU else IMPORTS,
+            RETRACTING_NOW if setup.environment == RETRACTING else {},
+        )
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
         """Over /generate, whose every event repeats what came before it."""

@@ -25,6 +25,7 @@ from tests.engines.drivers.driver import (
 from tests.engines.drivers.process import environment, overheard
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
+from tests.engines.traffic import CROWD, CROWDED_TOKENS
 
 ON_GPU = torch.cuda.is_available()
 PAGE_SIZE = 16 if ON_GPU else 32
@@ -50,6 +51,16 @@ FLAGS = (
     ),
 )
 
+IMPORTS = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What a server's processes import, and is not the model's."""
+
 MODELS = {
     "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE),
     "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
@@ -59,10 +70,9 @@ MODELS = {
 
 VARIANTS = {
     "smallest page, preemption": Variant(
-        # Pages for few of the eleven sequences it has slots for.
         {},
         0.05,
-        pools=(1280 // PAGE_SIZE, 12),
+        pools=(CROWDED_TOKENS // PAGE_SIZE, CROWD + 1),
         preempts=True,
     ),
     "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
@@ -196,7 +206,11 @@ class VllmDriver:
             # Without it, Triton rounds float32 operands to 10 bits of mantissa.
             variables["TRITON_F32_DEFAULT"] = "ieee"
         variables |= setup.environment
-        return Launch(command, variables | planted(setup.fault, setup.pools))
+        return Launch(
+            command,
+            variables | planted(setup.fault, setup.pools),
+            () if setup.cold or ON_GPU else IMPORTS,
+        )
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
         """Over /v1/completions."""
