@@ -8,10 +8,15 @@ of those that SGLang gives a window pool, it runs on a CPU as it is.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.engines import slow_decay
+from tests.engines.conftest import StartServer
+from tests.engines.greedy import gaps
+from tests.engines.messages import Ask
 from tests.engines.phases import Finding, run_phases
 from tests.engines.window_phases import (
     ANSWER,
@@ -21,6 +26,7 @@ from tests.engines.window_phases import (
     SHARED,
     STEP,
     TURNS,
+    workload,
 )
 from tests.engines.window_phases_sglang import BUDGET, RATIO
 
@@ -41,9 +47,20 @@ NOTHING = 1e-5
 
 
 @pytest.fixture(scope="module")
-def finding(tmp_path_factory: pytest.TempPathFactory) -> Finding:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the model."""
+    return tmp_path_factory.mktemp("laguna")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, finding: Finding) -> Path:
+    """The model that the phases wrote."""
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finding(folder: Path) -> Finding:
     """What was answered and seen, phase by phase."""
-    folder = tmp_path_factory.mktemp("laguna")
     return run_phases("window_phases_sglang", (str(folder),), IMPORTS)
 
 
@@ -107,3 +124,18 @@ def test_a_map_that_lacks_what_is_resumed_is_noticed(finding: Finding) -> None:
     found = finding.found
     assert found["cached"]["broken"] == found["cached"]["second"]
     assert max(found["gaps"]["broken"]) > 1000 * NOTHING
+
+
+def test_a_server_reports_its_windows(start_server: StartServer, model: Path) -> None:
+    """Over the API, with the scheduler in a process of its own."""
+    prompts = workload()
+    turn, more = prompts["first"][1], prompts["more"][1]
+    with start_server("windows", model=model, dtype="float32") as server:
+        first = server.ask(turn, ANSWER)
+        again = [*turn, *first.tokens, *more]
+        second = server.ask(again, ANSWER)
+        levels = server.metrics()
+    asks = [Ask(tuple(prompt), ANSWER) for prompt in (turn, again)]
+    assert max(gaps(model, asks, [first, second])) < NOTHING
+    assert second.cached_tokens == len(turn) + ANSWER - 1
+    assert levels["window0{cached}"] > 0
