@@ -77,6 +77,7 @@ def test_greedy_answers_equal_stock(
         pools=variant.pools,
         flags=variant.flags,
         environment=variant.environment,
+        fault=variant.fault,
         dtype=reference.dtype,
         model=reference.model,
     ) as server:
@@ -85,7 +86,7 @@ def test_greedy_answers_equal_stock(
     print(variant, outcome)  # shown with -s: how near, not just whether
     assert len(outcome.wrong) <= reference.stray, outcome.wrong
     assert outcome.compared >= 0.8 * len(reference.asks)
-    assert outcome.differing <= (0.2 if reference.stray else 0.1) * outcome.compared
+    assert outcome.differing <= (0.2 if reference.stray > 1 else 0.1) * outcome.compared
     reused = sum(a.cached_tokens for a in answers)
     assert reused > variant.least_reuse * sum(a.prompt_tokens for a in answers)
     if variant.preempts:

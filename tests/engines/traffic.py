@@ -11,11 +11,6 @@ from tests.engines.messages import Answer, Ask
 
 Generate = Callable[[Sequence[Ask]], Sequence[Answer]]
 
-CROWDED_TOKENS = 1280
-"""Of KV pages, in a pool that a crowd outgrows."""
-CROWD = 11
-"""Sequences that run at once there."""
-
 WORDS = (
     "amber",
     "basin",
@@ -85,9 +80,8 @@ def mixed(mix: Mix) -> list[Ask]:
     """
     rng = random.Random(mix.seed)
     shared = [system_prompt(rng, n) for n in (40, 3 * mix.page_size, 150, 333)]
-    crowd = outgrowing(mix)
     asks = []
-    for _ in range(mix.requests - len(crowd)):
+    for _ in range(mix.requests):
         kind = rng.random()
         if kind < 0.25:
             length = rng.randint(1, 4 * mix.page_size)
@@ -97,17 +91,7 @@ def mixed(mix: Mix) -> list[Ask]:
             text += f" What is the code for {rng.choice(WORDS)}? "[: rng.randint(0, 40)]
         abort = rng.randint(1, 8) if rng.random() < 0.1 else None
         asks.append(Ask(encode(text), rng.randint(1, mix.max_tokens), abort))
-    return asks + crowd
-
-
-def outgrowing(mix: Mix) -> list[Ask]:
-    """Prompts that fit a pool of CROWDED_TOKENS together, and answers that do not.
-
-    Answers are so long that most requests have arrived before the first one ends.
-    """
-    prompt = CROWDED_TOKENS // CROWD - 3 * CROWD
-    texts = [f"{n}. " + system_prompt(random.Random(n), prompt) for n in range(CROWD)]
-    return [Ask(encode(text[:prompt]), 4 * mix.max_tokens) for text in texts]
+    return asks
 
 
 def next_turns(asks: Sequence[Ask], answers: Sequence[Answer], seed: int) -> list[Ask]:

@@ -66,6 +66,8 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
     pools: tuple[int, int] | None = None
     """As in `Setup`."""
+    fault: str | None = None
+    """The same."""
     preempts: bool = False
     """Whether sequences must be preempted."""
 

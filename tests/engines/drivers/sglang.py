@@ -26,7 +26,6 @@ from tests.engines.drivers.driver import (
 from tests.engines.drivers.process import environment, overheard
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
-from tests.engines.traffic import CROWD, CROWDED_TOKENS
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -97,7 +96,7 @@ VARIANTS = {
     PREEMPTION: Variant(
         {},
         0.05,
-        pools=(CROWDED_TOKENS // PAGE_SIZE, CROWD + 1),
+        pools=(1280 // PAGE_SIZE, 12),
         # SGLang reserves pages for answers; by itself it preempts hardly ever.
         environment=RETRACTING,
         preempts=True,

@@ -25,7 +25,6 @@ from tests.engines.drivers.driver import (
 from tests.engines.drivers.process import environment, overheard
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask, Launch
-from tests.engines.traffic import CROWD, CROWDED_TOKENS
 
 ON_GPU = torch.cuda.is_available()
 PAGE_SIZE = 16 if ON_GPU else 32
@@ -62,17 +61,20 @@ IMPORTS = (
 """What a server's processes import, and is not the model's."""
 
 MODELS = {
-    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE),
+    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE, stray=1),
     "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
 }
 """vLLM's gated delta net kernels take bfloat16 only, whose logits are 0.0625 to
-0.125 apart; `control.py` prints how far stock vLLM is from itself there."""
+0.125 apart; `control.py` prints how far stock vLLM is from itself there.  In one of a
+dozen runs, one of 150 answers begins with a token that is 0.81 nats off."""
 
 VARIANTS = {
     "smallest page, preemption": Variant(
+        # Few pages, and by and by one too few.
         {},
         0.05,
-        pools=(CROWDED_TOKENS // PAGE_SIZE, CROWD + 1),
+        pools=(1280 // PAGE_SIZE, 12),
+        fault="refuse_pages",
         preempts=True,
     ),
     "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),

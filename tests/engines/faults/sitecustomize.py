@@ -3,8 +3,11 @@
 
 A test that must fail when the cache is wrong proves it by failing under
 `zero_snapshots`; a server that must refuse to run half-patched proves it under
-`exclude_workers`.  HYBRID_TEST_POOLS has pools of an exact size, for tests that count
-what is evicted; for users there is memory to divide.
+`exclude_workers`.  Under `refuse_pages` an engine preempts, however slowly requests
+arrive, because a sequence that grows gets no page now and then.
+
+HYBRID_TEST_POOLS has pools of an exact size, for tests that count what is evicted; for
+users there is memory to divide.
 """
 
 import os
@@ -26,6 +29,19 @@ def _zero_snapshots() -> None:
         ]
 
     HybridCache.drain_commands = forgetful  # type: ignore[method-assign]
+
+
+def _refuse_pages() -> None:
+    from itertools import count
+
+    from hybrid_plugin.core.cache import HybridCache
+
+    grow, calls = HybridCache.grow, count(1)
+
+    def seldom(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return grow(self, *args, **kwargs) if next(calls) % 97 else None
+
+    HybridCache.grow = seldom  # type: ignore[method-assign]
 
 
 def _exclude_workers() -> None:
@@ -51,6 +67,8 @@ def _fix_pools(pages: int, slots: int) -> None:
 if "HYBRID_TEST_POOLS" in os.environ:
     _fix_pools(*map(int, os.environ["HYBRID_TEST_POOLS"].split(",")))
 
-{"zero_snapshots": _zero_snapshots, "exclude_workers": _exclude_workers}.get(
-    os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None
-)()
+{
+    "zero_snapshots": _zero_snapshots,
+    "refuse_pages": _refuse_pages,
+    "exclude_workers": _exclude_workers,
+}.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()
