@@ -26,13 +26,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import vllm_prefix
 from benchmarks.prefix_models import write_model
 from benchmarks.prefix_sides import MARK, check_plugin, machine, say, write
 from benchmarks.prefix_workloads import WORKLOADS, run_once
-from benchmarks.vllm_prefix import CONFIGURATIONS, EARLIER, FIXED, PLUGIN, STATE_DTYPES
+from benchmarks.vllm_prefix import CONFIGURATIONS, EARLIER, FIXED, PLUGIN
 
 Row = dict[str, Any]
 
+OF_A_GPU = ("compilation_config", "gdn_prefill_backend", "gpu_memory_utilization")
+"""Arguments of `vllm_prefix` that say nothing to a scheduler."""
 CPU_PAGE = 32
 """The least that attention on a CPU takes."""
 SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bookkeeping"
@@ -40,18 +43,15 @@ GPU_BLOCKS = {"qwen3-next": 544, "qwen3.5-4b": 528, "nemotron-h-8b": 1040}
 """Tokens in a block of vLLM 0.33 on an H200, as `vllm_prefix` found them."""
 
 
-def engine_arguments(name: str, model: str, cache_gib: float) -> dict[str, Any]:
-    """Of a configuration: as in `vllm_prefix`, but for what concerns the device."""
+def engine_arguments(name: str, model: str, cache_gib: int) -> dict[str, Any]:
+    """Of a configuration: those of `vllm_prefix`, but for what concerns the device."""
+    asked = argparse.Namespace(model=model, cache_gib=cache_gib)
+    shared = vllm_prefix.engine_arguments(asked)
     ours = name in (PLUGIN, FIXED)
     return {
+        **{key: value for key, value in shared.items() if key not in OF_A_GPU},
         "model": str(SCRATCH / model),
-        "skip_tokenizer_init": True,
         "enforce_eager": True,
-        "max_model_len": 8192,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": int(cache_gib * 2**30),
-        "mamba_ssm_cache_dtype": STATE_DTYPES.get(model, "auto"),
         "enable_prefix_caching": True,
         "block_size": CPU_PAGE if ours else GPU_BLOCKS[model],
         **CONFIGURATIONS[name],
@@ -137,7 +137,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS))
-    parser.add_argument("--cache-gib", type=float, default=8, help="(%(default)s)")
+    parser.add_argument("--cache-gib", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="path without suffix")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -704,9 +704,10 @@ class HybridCache:
         return True
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
-        """Whether windows are all that another one needs to resume at `length`.
+        """Whether a sequence without states can be resumed at `length`.
 
-        A step that went beyond adds to KV, where it overwrites a state.
+        It can if it still holds the pages that its windows cover there.  Later steps
+        only add KV behind `length`; a state they would have overwritten.
         """
         tables = zip(self.windows, sequence.windows, strict=True)
         return not self.slots.needed and all(

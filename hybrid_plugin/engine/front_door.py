@@ -156,7 +156,8 @@ class FrontDoor:
             num_tokens: tokens to have pages for now.
             reserve_tokens: tokens that must fit, though pages for them come later.
             watermark_pages: pages that must be left over.
-            window_demand: of which pages of window groups are reserved, if any are.
+            window_demand: bounds the pages to reserve in each window group; None
+                reserves none.
 
         Returns:
             None if there is no room, or if `hit` tokens cannot be restored any more:

@@ -119,7 +119,7 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
 class HybridWindowAllocator(HybridTokenAllocator):
     """The same beside a window pool, with the numbers that SGLang asks for then.
 
-    It has no budget for the window pool: who is admitted has its pages there reserved.
+    There is no budget for the window pool: admission reserves a request's pages there.
     """
 
     def __init__(self, cache: HybridCache, stock: Any, executor: Executor) -> None:

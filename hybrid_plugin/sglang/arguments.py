@@ -72,8 +72,9 @@ def has_windows(model: Any) -> bool:
     """Whether SGLang gives a model a pool of full attention and one for windows.
 
     DeepSeek-V4, whose windows are rings, has neither list of layers.  Of others, such
-    as Gemma-3, SGLang keeps all KV in one pool, and its own cache serves them.  Models
-    that only embed a prompt may look both ways in it, and begin none where one ended.
+    as Gemma-3, SGLang keeps all KV in one pool, and its own cache serves them.
+    Embedding models are left out: their attention may look ahead in the prompt, so KV
+    of a prefix depends on what follows it.
 
     Args:
         model: SGLang's `ModelConfig`.

@@ -7,6 +7,7 @@ sizes are kept; memory does not move between the two.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from hybrid_plugin.core.memory.attention_windows import (
     ChunkedLocal,
     SlidingWindow,
 )
-from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, PoolSizes
+from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.refusals import cannot_serve
@@ -111,7 +112,7 @@ def window_of(configurator: Any) -> AttentionWindow:
 
 
 def _require_known(configurator: Any, stock: Any) -> None:
-    """Refuse what hands out the pools' places in another way.
+    """Refuse pools whose places SGLang hands out in a way that is not known here.
 
     Raises:
         ConfigError: naming it.
@@ -145,15 +146,15 @@ def _plan(configurator: Any, stock: Any) -> CachePlan:
     # SGLang counts without the page that takes the writes of padding.
     pages, window_pages = stock.size_full // size + 1, stock.size_swa // size + 1
     longest = min(configurator.model_config.context_len, stock.size_full)
-    (least,) = layout.least(longest, get_schedule().chunked_prefill_size).windows
-    if window_pages < least:
+    least = layout.least(longest, get_schedule().chunked_prefill_size)
+    if window_pages < least.windows[0]:
         raise ConfigError(
             f"the pool of {window} holds {window_pages} pages, and one sequence of "
-            f"{longest} tokens takes up to {least}, the reserved one included: raise "
+            f"{longest} tokens takes up to {least.windows[0]}, the reserved one "
+            "included: raise "
             "--swa-full-tokens-ratio, or give the cache more memory."
         )
-    sizes = PoolSizes(pages=pages, slots=2, windows=(window_pages,))
-    return CachePlan(layout, sizes)
+    return CachePlan(layout, replace(least, pages=pages, windows=(window_pages,)))
 
 
 def _groups(

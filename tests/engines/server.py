@@ -151,8 +151,8 @@ class Server:
         assert self._process is not None
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                code = self._process.returncode
+            code = self._process.poll()
+            if code is not None:
                 raise ServerDiedError(code, self.log_text())
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:

@@ -39,13 +39,8 @@ class WarmProcess:
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs."""
-        return self._process.exitcode
-
     def poll(self) -> int | None:
-        """Its status if it has ended."""
+        """Its status; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:

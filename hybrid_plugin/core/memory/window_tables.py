@@ -26,7 +26,7 @@ class WindowGroup:
 
 @dataclass(frozen=True, slots=True)
 class WindowDemand:
-    """From which follows how many pages a sequence holds in a window at most."""
+    """Bounds the pages that a sequence holds in a window at once."""
 
     chunk_tokens: int
     """Tokens of one step of its prefill, at most."""
@@ -38,8 +38,8 @@ class WindowDemand:
     ) -> int:
         """Most pages that it holds at once.
 
-        While its prompt is computed, those of the next chunk come to those of the
-        window; while it decodes, a page begins when another one has left.
+        A prefill holds the pages of its next chunk besides those of the window.  A
+        decode starts a page only after another one has left the window.
         """
         live = max_live_pages(window, self.max_tokens, page_size)
         if not prefilling:

@@ -71,7 +71,7 @@ into chunks alone."""
 
 VARIANTS = {
     "smallest page, preemption": Variant(
-        # Few pages, and by and by one too few.
+        # Few pages, and now and then a request for one is refused.
         {},
         0.05,
         pools=(1280 // PAGE_SIZE, 12),

@@ -7,6 +7,7 @@ what is mapped, and what the kernel says is resident, to a file.
 
 import json
 import os
+import sys
 import threading
 import time
 
@@ -62,5 +63,5 @@ def _watch(report: str) -> None:
     Executor.run = watched  # type: ignore[method-assign]
 
 
-if os.environ.get("HYBRID_TEST_WATCH"):
+if os.environ.get("HYBRID_TEST_WATCH") and "multiprocessing" in " ".join(sys.orig_argv):
     _watch(os.environ["HYBRID_TEST_WATCH"])
