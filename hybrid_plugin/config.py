@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.errors import ConfigError as ConfigError
@@ -70,12 +69,6 @@ class HybridConfig:
         "A request waits for another one that is computing the prefix that both "
         "share, if that saves at least this many tokens; 0 for never.",
     )
-    eviction_policy: str = _option(
-        "used-first",
-        "What is evicted first: `used-first` what nobody resumed from yet, `lru` what "
-        "was used least recently, `flop-aware` the same weighed with the tokens that a "
-        "snapshot saves per byte.",
-    )
 
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
@@ -88,16 +81,6 @@ class HybridConfig:
             raise ConfigError(
                 "state_memory_ratio fixes the pools, and elastic pools move: set "
                 "elastic to false, or leave state_memory_ratio out."
-            )
-        if self.eviction_policy == "flop-aware-tuned":
-            raise ConfigError(
-                "eviction_policy flop-aware-tuned was removed: take flop-aware; "
-                "`hybrid-plugin simulate` still finds its weight by replay."
-            )
-        if self.eviction_policy not in _POLICIES:
-            raise ConfigError(
-                f"eviction_policy must be one of {', '.join(_POLICIES)}, got "
-                f"{self.eviction_policy!r:.40}."
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -125,21 +108,6 @@ class HybridConfig:
             in_batch_prefix_min_tokens=self.in_batch_prefix_min_tokens,
             delimiters=delimiters,
             system_min_tokens=self.system_snapshot_min_tokens or 1,
-        )
-
-    def eviction(self, *, token_bytes: float, slot_bytes: float) -> LeastRecentlyUsed:
-        """The eviction policy these options name.
-
-        Args:
-            token_bytes: KV of a token.
-            slot_bytes: states of a sequence.
-        """
-        if self.eviction_policy == "flop-aware":
-            return FlopAware(float, token_bytes=token_bytes, slot_bytes=slot_bytes)
-        return (
-            UsedFirst()
-            if self.eviction_policy == "used-first"
-            else (LeastRecentlyUsed())
         )
 
     @classmethod
@@ -174,26 +142,32 @@ _LEAST = {
 }
 _SIZES = ("gpu_memory_budget",)
 """Options in bytes, which take a size with a unit as well."""
-_POLICIES = ("used-first", "lru", "flop-aware")
 _FIXED_POOLS = (
     "bound both pools together with gpu_memory_budget, and split them with "
     "state_memory_ratio"
 )
 _FLOORS = "elastic pools need no floors; leave it out, or set elastic to false"
-_THRESHOLDS = (
-    "the plugin uses a constant; leave it out, and ask for the snapshots that you want "
-    "with a request's `hybrid_keep`"
+_LEARNED = (
+    "leave it out; the cache learns from the traffic which snapshots repay their cost. "
+    "Ask for others with a request's `hybrid_keep`"
 )
 _REMOVED = {
     "kv_pages": _FIXED_POOLS,
     "state_slots": _FIXED_POOLS,
     "kv_pages_floor": _FLOORS,
     "state_slots_floor": _FLOORS,
-    "max_snapshots_per_path": "leave it out; eviction_policy decides what goes first",
-    "branch_snapshot_min_tokens": _THRESHOLDS,
-    "prompt_snapshot_min_tokens": _THRESHOLDS,
-    "chunk_snapshot_min_tokens": _THRESHOLDS,
-    "prompt_body_share": _THRESHOLDS,
+    "eviction_policy": (
+        "the cache learns what is reused; `hybrid-plugin simulate --policy lru` "
+        "compares"
+    ),
+    "max_snapshots_per_path": "leave it out; what is worth least is evicted first",
+    "branch_snapshot_min_tokens": _LEARNED,
+    "prompt_snapshot_min_tokens": _LEARNED,
+    "chunk_snapshot_min_tokens": (
+        "the plugin uses a constant; leave it out, and ask for the snapshots that you "
+        "want with a request's `hybrid_keep`"
+    ),
+    "prompt_body_share": _LEARNED,
     "follow_min_tokens": "its name is in_batch_prefix_min_tokens now",
 }
 """Options of earlier versions, and what to use instead."""

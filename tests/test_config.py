@@ -16,7 +16,6 @@ from hybrid_plugin.config import (
     environment_options,
     switched_off_by_environment,
 )
-from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed, UsedFirst
 
 
 def test_defaults() -> None:
@@ -144,7 +143,7 @@ def test_options_that_nobody_could_set_are_gone() -> None:
         *("kv_pages", "state_slots", "kv_pages_floor", "state_slots_floor"),
         *("branch_snapshot_min_tokens", "prompt_snapshot_min_tokens"),
         *("chunk_snapshot_min_tokens", "prompt_body_share"),
-        *("max_snapshots_per_path", "follow_min_tokens"),
+        *("max_snapshots_per_path", "follow_min_tokens", "eviction_policy"),
     }
 
 
@@ -153,16 +152,24 @@ def test_a_renamed_option_names_its_new_name() -> None:
         HybridConfig.from_mapping({"follow_min_tokens": 8})
 
 
-def test_a_removed_eviction_policy() -> None:
-    with pytest.raises(ConfigError, match=r"was removed: take flop-aware; .*simulate"):
-        HybridConfig(eviction_policy="flop-aware-tuned")
+def test_the_eviction_policy_is_no_option() -> None:
+    with pytest.raises(ConfigError, match=r"learns what is reused; .*simulate"):
+        HybridConfig.from_mapping({"eviction_policy": "lru"})
 
 
-def test_the_thresholds_are_the_policys() -> None:
+def test_the_snapshot_policy_of_the_options() -> None:
     policy = HybridConfig().snapshot_policy(16)
-    assert policy.branch_min_tokens == 256
-    assert (policy.prompt_end_min_tokens, policy.body_share) == (1024, 0.75)
-    assert policy.chunk_end_min_tokens == 1024
+    assert (policy.page_size, policy.chunk_end_min_tokens) == (16, 1024)
+    assert (policy.system_min_tokens, policy.in_batch_prefix_min_tokens) == (1, 256)
+    asked = HybridConfig(system_snapshot_min_tokens=512, in_batch_prefix_min_tokens=0)
+    policy = asked.snapshot_policy(16)
+    assert (policy.system_min_tokens, policy.in_batch_prefix_min_tokens) == (512, 0)
+
+
+def test_each_cache_learns_by_itself() -> None:
+    options = HybridConfig()
+    one, other = options.snapshot_policy(16), options.snapshot_policy(16)
+    assert one.divergences is not other.divergences
 
 
 @pytest.mark.parametrize(
@@ -216,33 +223,6 @@ def test_environment_switch_that_says_neither(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(ENABLE_VARIABLE, "maybe")
     with pytest.raises(ConfigError, match="HYBRID_PLUGIN must be 0 or 1, got 'maybe'"):
         switched_off_by_environment()
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("used-first", UsedFirst),
-        ("lru", LeastRecentlyUsed),
-        ("flop-aware", FlopAware),
-    ],
-)
-def test_eviction_policies_by_name(name: str, kind: type) -> None:
-    config = HybridConfig.from_mapping({"eviction_policy": name})
-    assert type(config.eviction(token_bytes=100, slot_bytes=5000)) is kind
-
-
-def test_an_eviction_policy_knows_the_sizes() -> None:
-    config = HybridConfig(eviction_policy="flop-aware")
-    policy = config.eviction(token_bytes=100, slot_bytes=5000)
-    assert isinstance(policy, FlopAware)
-    assert (policy.token_bytes, policy.slot_bytes) == (100, 5000)
-
-
-def test_an_unknown_eviction_policy() -> None:
-    with pytest.raises(ConfigError, match="eviction_policy must be one of used-first"):
-        HybridConfig(eviction_policy="fifo")
-    with pytest.raises(ConfigError, match="takes str, got 3"):
-        HybridConfig.from_mapping({"eviction_policy": 3})
 
 
 def test_options_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

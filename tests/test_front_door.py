@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.engine.front_door import FrontDoor
+from tests.core.support import ByMinimum
 
 PAGE = 4
 
@@ -44,8 +45,10 @@ class Request:
 
 def door(pages: int = 40, slots: int = 9, *, sharing: int = 0) -> FrontDoor:
     options = HybridConfig(in_batch_prefix_min_tokens=sharing)
-    policy = replace(options.snapshot_policy(PAGE), body_share=0.0)
-    cache = HybridCache(PagePool(pages), SlotPool(slots), PAGE, policy)
+    policy = options.snapshot_policy(PAGE)
+    cache = HybridCache(
+        PagePool(pages), SlotPool(slots), PAGE, policy, eviction=ByMinimum()
+    )
     return FrontDoor(cache, logging.getLogger(__name__))
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import pytest
 from prometheus_client import REGISTRY
 
+from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.elastic import ElasticBroker
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
 from tests.core.elastic import ElasticSetup
-from tests.core.support import make_cache, serve, span, start
+from tests.core.support import Economical, make_cache, serve, span, start
 
 _ENGINES = itertools.count()
 
@@ -89,6 +92,34 @@ def test_moved_memory_is_published(labels: dict[str, str]) -> None:
     assert value("moves_total", labels) == 4
     assert value("move_seconds_total", labels) == pytest.approx(0.75)
     assert value("mapped_bytes", labels, pool="kv") == 5
+
+
+def test_averages_of_evictions_are_published(labels: dict[str, str]) -> None:
+    cache = make_cache(pages=9, slots=5)
+    fresh = snapshot_of(cache)
+    assert fresh["average/evicted_worth"] == 0, "nothing was evicted"
+    cache.memory._lost, cache.memory._freed = 2.5, 1 << 30
+    cache.memory.lifetime = 17.25
+    found = snapshot_of(cache)
+    assert found["average/evicted_worth"] == 2500, "a whole number of thousandths"
+    metrics = CacheMetrics(labels)
+    for sent in (fresh, found):
+        metrics.publish(sent)
+    assert value("evicted_worth", labels) == pytest.approx(2.5)
+    assert value("lifetime_admissions", labels) == pytest.approx(17.25)
+
+
+def test_evictions_move_the_averages() -> None:
+    cache = HybridCache(
+        PagePool(33), SlotPool(5), 4, SnapshotPolicy(4), eviction=Economical()
+    )
+    before = snapshot_of(cache)
+    for first in range(0, 1000, 100):
+        serve(cache, str(first), span(first, first + 10))
+    assert cache.stats.snapshots_evicted > 0
+    found = snapshot_of(cache)
+    for name in ("average/evicted_worth", "average/lifetime_admissions"):
+        assert found[name] > before[name]
 
 
 @pytest.mark.parametrize("name", CacheStats().as_dict())

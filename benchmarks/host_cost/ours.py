@@ -9,6 +9,10 @@ from benchmarks.host_cost.driver import PAGE, Laps
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.eviction import ExpectedSaving
+
+TOKEN_BYTES, SLOT_BYTES = 24 << 10, 36 << 20
+"""Of Qwen3-Next-80B-A3B."""
 
 
 class Ours:
@@ -22,6 +26,7 @@ class Ours:
             SlotPool(slots + 1),
             PAGE,
             HybridConfig().snapshot_policy(PAGE),
+            eviction=ExpectedSaving(token_bytes=TOKEN_BYTES, slot_bytes=SLOT_BYTES),
         )
         self._count = 0
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
@@ -27,16 +27,16 @@ from hybrid_plugin.core.memory.window_tables import (
     WindowGroup,
     WindowTable,
 )
+from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import Prefill
-from hybrid_plugin.core.policy.slot_tradeoff import SlotTradeoff
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from hybrid_plugin.core.policy.tuning import AlphaTuner
 from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.stats import CacheStats, PoolLevel
 from hybrid_plugin.core.tree.events import EventLog
-from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
+from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, as_tokens
 
 __all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
@@ -52,10 +52,9 @@ class HybridCache:
         page_size: tokens in a page, of every group.
         policy: where snapshots are taken.
         windows: groups of attention layers that look back only so far.
-        eviction: what goes first; by default `UsedFirst`.
+        eviction: what cached content is worth; by default its recency.
         events: where to note which pages come and go; by default nowhere.
         broker: finds free ids in all pools; by default every pool keeps its memory.
-        tuner: sets the weight of a `FlopAware` eviction policy.
     """
 
     pages: PagePool
@@ -67,14 +66,12 @@ class HybridCache:
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
     broker: MemoryBroker = field(default_factory=FixedBroker)
-    tuner: AlphaTuner | None = None
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
-    _branching: dict[str, int] = field(init=False, default_factory=dict)
-    """Live sequences whose branch point is still to get its snapshot: tokens from the
-    hit to there."""
-    _slot_tradeoff: SlotTradeoff = field(init=False, default_factory=SlotTradeoff)
+    _concurrency: ConcurrencyTradeoff = field(
+        init=False, default_factory=ConcurrencyTradeoff
+    )
     _commands: list[Command] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,15 +115,21 @@ class HybridCache:
         ids, length = as_tokens(tokens), len(tokens)
         most = length - 1 if limit is None else min(limit, length - 1)
         match = self.tree.match(namespace, ids, limit=most)
-        positions: tuple[int, ...] = ()
-        if self.tree.needs_snapshots:
-            positions = self.policy.snapshot_positions_of(
-                ids,
-                hit=match.length,
-                kv_length=match.kv_length,
-                snapshot_at=snapshot_at,
-            )
-        return LookUp(length, namespace, match, positions, self.tree.version, ids)
+        found = LookUp(length, namespace, match, {}, self.tree.version, ids)
+        if not self.tree.needs_snapshots:
+            return found
+        planned = self.policy.snapshot_positions_of(
+            ids,
+            hit=match.length,
+            kv_length=match.kv_length,
+            snapshot_at=snapshot_at,
+            repays=partial(
+                self.tree.eviction.repays_pass,
+                origin=found.origin,
+                running=self.live,
+            ),
+        )
+        return replace(found, planned=planned)
 
     def bypass(self, tokens: Sequence[int], namespace: Hashable = None) -> LookUp:
         """Stand in for `look_up` where a request must not be served from cache.
@@ -136,7 +139,7 @@ class HybridCache:
         """
         match = Match(0, None, array("i"), None, 0)
         ids = as_tokens(tokens)
-        return LookUp(len(tokens), namespace, match, (), self.tree.version, ids)
+        return LookUp(len(tokens), namespace, match, {}, self.tree.version, ids)
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -169,9 +172,8 @@ class HybridCache:
         sequence = self._sequences[seq_id]
         if not sequence.computed < position < sequence.prompt_length:
             raise ValueError(f"{seq_id!r} does not get to {position} any more")
-        sequence.snapshot_positions = tuple(
-            sorted({*sequence.snapshot_positions, position})
-        )
+        planned = {position: SnapshotKind.REQUESTED} | sequence.planned
+        sequence.planned = dict(sorted(planned.items()))
 
     def prefilling(self) -> list[Prefill]:
         """Live sequences that still compute prompts which others may resume from."""
@@ -183,11 +185,7 @@ class HybridCache:
                 sequence.prompt,
                 sequence.namespace,
                 partial(int, sequence.computed),
-                {
-                    position
-                    for position in sequence.snapshot_positions
-                    if position > sequence.computed
-                },
+                {one for one in sequence.planned if one > sequence.computed},
             )
             for seq_id, sequence in self._sequences.items()
             if sequence.cacheable and sequence.in_tree < sequence.prompt_length
@@ -246,14 +244,13 @@ class HybridCache:
             window_pages=self._window_wants(count, window_demand),
             slots=1,
         )
-        if not self.memory.has_room(match, wanted) or self._must_wait(
-            match, wanted, found.branch
-        ):
+        if not self.memory.has_room(match, wanted) or self._must_wait(wanted):
             self.memory.unshare(match)
             self.stats.refusals += 1
             return None
-        self.tree.begin_admission(self.live)
-        held = self._hold(match)
+        self.tree.begin_admission()
+        self._learn_divergence(found)
+        held, origin = self._hold(match), found.origin
         room = self.memory.obtain(
             match,
             now=self.memory.wanted(pages=count, window_pages=windows, slots=1),
@@ -272,11 +269,11 @@ class HybridCache:
             pages=pages,
             slot=room.slot,
             hit=match.length,
-            snapshot_positions=found.snapshot_positions,
+            planned=dict(found.planned),
             prompt_length=found.length,
             locked=self._settle(held, room),
             cacheable=cacheable,
-            origin=held,
+            origin=origin,
             prompt=found.tokens,
             computed=match.length,
             last_snapshot=match.length,
@@ -284,8 +281,6 @@ class HybridCache:
             windows=tables,
             window_demand=window_demand,
         )
-        if found.branch:
-            self._branching[seq_id] = found.branch
         return Admission(pages[:], room.slot, match.length)
 
     def grow(self, seq_id: str, num_tokens: int) -> Pages | None:
@@ -321,14 +316,9 @@ class HybridCache:
         """
         sequence = self._sequences[seq_id]
         sequence.computed = computed
-        branch = self._branching.get(seq_id)
-        if branch is not None and computed >= sequence.hit + branch:
-            del self._branching[seq_id]
         if sequence.in_tree < sequence.prompt_length:
             if self._is_snapshot_position(sequence, computed):
-                taken = self._take_snapshot(sequence, computed)
-                if taken is not None and computed not in sequence.snapshot_positions:
-                    self._supersede_chunk_end(sequence, taken)
+                self._take_snapshot(sequence, computed)
                 sequence.last_snapshot = computed
             if computed >= sequence.prompt_length:
                 if sequence.cacheable and sequence.prompt_length >= self.page_size:
@@ -336,7 +326,7 @@ class HybridCache:
                         sequence, sequence.prompt, sequence.prompt_length
                     )
                 sequence.in_tree = sequence.prompt_length
-                sequence.snapshot_positions = ()
+                sequence.planned = {}
                 sequence.prompt = array("q")
         self.trim(seq_id, computed)
 
@@ -369,8 +359,7 @@ class HybridCache:
                 has consumed a token nobody has seen), a state is worthless.
         """
         sequence = self._sequences.pop(seq_id)
-        self._branching.pop(seq_id, None)
-        self._slot_tradeoff.ended(max(computed - sequence.prompt_length, 0))
+        self._concurrency.ended(max(computed - sequence.prompt_length, 0))
         donated = False
         if sequence.cacheable and computed > 0:
             known = min(len(tokens), computed)
@@ -382,8 +371,6 @@ class HybridCache:
             self.slots.free_running(sequence.slot)
         if sequence.locked is not None:
             self.tree.unlock(sequence.locked)
-        if sequence.cacheable and computed > 0:
-            self._tell_tuner(sequence, tokens, computed)
 
     def flush(self) -> bool:
         """Forget everything cached.
@@ -486,35 +473,10 @@ class HybridCache:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _must_wait(
-        self, match: Match, wanted: Mapping[PoolId, int], branch: int
-    ) -> bool:
-        """Whether a sequence leaves its slot to snapshots that are worth more.
-
-        Those are hot ones, without which all that come after compute what they save
-        anew, and one that a sequence is to take where it branches off.
-
-        Args:
-            match: the sequence's hit.
-            wanted: ids by pool that it may need besides.
-            branch: tokens that the snapshot at its own branch point saves; 0 if
-                there is none.
-        """
-        slots = self.slots
-        most = self._slot_tradeoff.max_kept(slots.running)
-        if not slots.needed or not most or slots.free + slots.snapshots > most + 1:
-            return False
-        hot = {
-            node: node.end - node.resume_before() for node in self.tree.hot_snapshots()
-        }
-        planned, kept = self._slot_tradeoff.worth_keeping(
-            hot, max([branch, *self._branching.values()]), slots.running
-        )
-        if not kept and not planned:
-            return False
-        rest = {**wanted, Pool.STATE: wanted[Pool.STATE] + planned}
-        pinned = [node.snapshot.slot for node in kept if node.snapshot is not None]
-        return not self.memory.has_room(match, rest, pinned)
+    def _must_wait(self, wanted: Mapping[PoolId, int]) -> bool:
+        """Whether a sequence leaves memory to cached content that is worth more."""
+        lost = self.memory.price(wanted)
+        return lost > 0 and self._concurrency.should_wait(lost, self.live)
 
     def _hold(self, match: Match) -> Node | None:
         """Keep what is matched while room is made; returns the node it ends at."""
@@ -582,10 +544,24 @@ class HybridCache:
             ]
         )
 
+    def _learn_divergence(self, found: LookUp) -> None:
+        """Learn where the sequence parts from those before it.
+
+        A conversation that goes on where its last turn ended does not part.
+        """
+        match = found.match
+        if match.kv_length > match.length:
+            node = match.kv_node
+            if node is not None and node.is_leaf and node.snapshot is None:
+                self.tree.eviction.branched_off(node, self.tree.clock)
+        elif not match.length or found.origin is SnapshotKind.TURN_END:
+            return
+        self.policy.divergences.observe(found.length - match.kv_length)
+
     # ---------------------------------------------------- internal: insertion
 
     def _is_snapshot_position(self, sequence: LiveSequence, computed: int) -> bool:
-        return computed in sequence.snapshot_positions or (
+        return computed in sequence.planned or (
             computed < sequence.prompt_length
             and self.policy.keeps_chunk_end(computed, sequence.last_snapshot)
         )
@@ -635,10 +611,13 @@ class HybridCache:
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
             return None
-        if not self.memory.free_snapshot_slot(node):
+        kind = sequence.planned.get(length, SnapshotKind.CHUNK_END)
+        if not self.memory.free_snapshot_slot(
+            node, Snapshot(0, kind=kind, origin=sequence.origin)
+        ):
             return None
         slot = self.slots.allocate_snapshot()
-        self._attach(node, sequence, slot)
+        self._attach(node, sequence, slot, kind)
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
         return node
@@ -648,8 +627,7 @@ class HybridCache:
         node: Node,
         sequence: LiveSequence,
         slot: int,
-        *,
-        is_turn_end: bool = False,
+        kind: SnapshotKind,
     ) -> None:
         """Give the node a snapshot with the window pages of its path.
 
@@ -666,7 +644,7 @@ class HybridCache:
                 held = self.memory.pairs[index].settle(path, held)
             windows.append(held)
             group.pages.adopt(held)
-        snapshot = Snapshot(slot, tuple(windows), is_turn_end=is_turn_end)
+        snapshot = Snapshot(slot, tuple(windows), kind, sequence.origin)
         self.tree.attach_snapshot(node, snapshot)
         self.stats.snapshots_taken += 1
 
@@ -699,8 +677,7 @@ class HybridCache:
             self.tree.touch_snapshot(node)
             return False
         self.slots.donate(sequence.slot)
-        self._attach(node, sequence, sequence.slot, is_turn_end=True)
-        self._supersede(sequence.origin)
+        self._attach(node, sequence, sequence.slot, SnapshotKind.TURN_END)
         return True
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
@@ -714,37 +691,3 @@ class HybridCache:
             table.first <= self.memory.live(group, length).start
             for group, table in tables
         )
-
-    def _tell_tuner(
-        self, sequence: LiveSequence, tokens: Sequence[int], computed: int
-    ) -> None:
-        """Let the tuner replay a sequence that ended; it may change its mind."""
-        if self.tuner is not None and self.tuner.observe(
-            tokens, computed, sequence.prompt_length, sequence.namespace
-        ):
-            self.tree.rank_again()
-
-    def _supersede(self, origin: Node | None) -> None:
-        """Let the last turn's end go first, now that this turn's end is there.
-
-        Not so where others resumed there too, or where it was planned: a branch
-        point serves the next sequence as well.
-        """
-        if origin is None or origin.snapshot is None:
-            return
-        if origin.snapshot.is_turn_end and origin.snapshot.hits == 1:
-            self.tree.supersede_snapshot(origin)
-
-    def _supersede_chunk_end(self, sequence: LiveSequence, node: Node) -> None:
-        """Let a prompt's chunk end go first, now that a later one is there.
-
-        Who shares a long beginning with the prompt mostly shares that one too, and
-        a slot may take as many bytes as the KV of thousands of tokens.
-        """
-        snapshot = node.snapshot
-        assert snapshot is not None, "it was taken just now"
-        before, sequence.last_chunk_end = sequence.last_chunk_end, (node, snapshot)
-        if before is not None:
-            earlier, its_own = before
-            if earlier.snapshot is its_own and not its_own.hits:
-                self.tree.supersede_snapshot(earlier)

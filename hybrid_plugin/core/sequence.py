@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.memory.window_tables import WindowDemand, WindowTable
-from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Match
+from hybrid_plugin.core.tree.snapshot import SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
 
 
@@ -21,21 +22,22 @@ class LookUp:
     """Tokens of the sequence."""
     namespace: Hashable
     match: Match
-    snapshot_positions: tuple[int, ...]
-    """Positions at which its prefill should pause for a snapshot."""
+    planned: Mapping[int, SnapshotKind]
+    """Kinds of the snapshots that its prefill should pause for, by position."""
     version: int
     """Of the tree, when this was looked up."""
     tokens: Tokens
 
     @property
-    def branch(self) -> int:
-        """Tokens from its hit to where it parts from a sequence seen before.
+    def snapshot_positions(self) -> tuple[int, ...]:
+        """Positions at which its prefill should pause for a snapshot, ascending."""
+        return tuple(self.planned)
 
-        0 if no snapshot is planned there.
-        """
-        first = self.snapshot_positions[0] if self.snapshot_positions else 0
-        parts = self.match.length < first <= self.match.kv_length
-        return first - self.match.length if parts else 0
+    @property
+    def origin(self) -> SnapshotKind | None:
+        """Kind of the snapshot that it would resume from."""
+        node = self.match.node
+        return None if node is None or node.snapshot is None else node.snapshot.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,16 @@ class LiveSequence:
     pages: Pages
     slot: int
     hit: int
-    snapshot_positions: tuple[int, ...]
+    planned: dict[int, SnapshotKind]
+    """Kinds of the snapshots that its prefill pauses for, by position, ascending."""
     prompt_length: int
     locked: Node | None
     """The node that keeps its shared prefix in the tree."""
     cacheable: bool
     in_tree: int = 0
     """Tokens of it that were inserted into the tree so far."""
-    origin: Node | None = None
-    """The node it resumed from."""
+    origin: SnapshotKind | None = None
+    """Kind of the snapshot it resumed from."""
     prompt: Tokens = field(default_factory=lambda: array("q"))
     """Its tokens, until all are computed."""
     computed: int = 0
@@ -72,12 +75,15 @@ class LiveSequence:
     """Tokens of it at the last position worth a snapshot."""
     reserved: int = 0
     """Pages in all that there had to be room for when it was admitted."""
-    last_chunk_end: tuple[Node, Snapshot] | None = None
-    """The last chunk end that it gave a snapshot, and that snapshot."""
     windows: tuple[WindowTable, ...] = ()
     """Its pages in each window group."""
     window_demand: WindowDemand | None = None
     """What is reserved for it in each window group, if anything."""
+
+    @property
+    def snapshot_positions(self) -> tuple[int, ...]:
+        """Positions at which its prefill pauses for a snapshot, ascending."""
+        return tuple(self.planned)
 
     @property
     def promised(self) -> int:

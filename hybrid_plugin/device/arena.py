@@ -18,6 +18,8 @@ from hybrid_plugin.device.virtual_arena import (
 if TYPE_CHECKING:
     from hybrid_kernels.state_copy import Parts
 
+_FEW, _LARGE_ROW = 8, 16 << 20
+"""So few ids, and rows of so many bytes, are copied one by one on a GPU."""
 _COPY_BYTES = 16 << 20
 """Of one part that a CPU copies at once: it takes as much memory meanwhile."""
 _WORD = 8
@@ -26,8 +28,8 @@ _WORD = 8
 class Arena:
     """Bytes of one pool.
 
-    A layer-major pool has one part per layer, a slot-major pool a single one;
-    page or slot `i` is row `i` of every part.
+    A layer-major pool has one part per layer, one of packed pages or of slots a
+    single one; page or slot `i` is row `i` of every part.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -67,15 +69,15 @@ class Arena:
     def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy ids over others, in order on the current stream.
 
-        A GPU copies all of them in one launch; a slot whose states lie side by side
-        is one plain copy, which the device's copy engine does faster
-        (`benchmarks/results/state-moves-h200.md`).
+        A GPU copies all of them in one launch; a large row that lies side by side,
+        or a few of any size, are plain copies, which the device's copy engine does
+        faster (`benchmarks/results/state-moves-h200.md`).
 
         Args:
             sources: ids to read, none of which is written here.
             destinations: one for each, all different.
         """
-        if self._on_gpu and len(self.parts) > 1:
+        if self._on_gpu and not self._is_plain(len(sources)):
             from hybrid_kernels import state_copy
 
             ids = torch.tensor([sources, destinations], dtype=torch.int64)
@@ -85,6 +87,12 @@ class Arena:
             self._copy_each(sources, destinations)
         else:
             self._copy_together(sources, destinations)
+
+    def _is_plain(self, count: int) -> bool:
+        """Whether a GPU copies so many ids faster one by one."""
+        if len(self.parts) > 1:
+            return False
+        return count <= _FEW or self.parts[0].shape[1] >= _LARGE_ROW
 
     def _describe(self) -> Parts:
         """What the kernels read; they are compiled here, not when first needed."""

@@ -6,14 +6,20 @@ from __future__ import annotations
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
+from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
+from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.engine.sizing import CachePlan
 
 
 def build_cache(
-    plan: CachePlan, options: HybridConfig, delimiters: Delimiters | None = None
+    plan: CachePlan,
+    options: HybridConfig,
+    delimiters: Delimiters | None = None,
+    device_type: str = "cuda",
 ) -> HybridCache:
     """The cache of one engine, empty.
 
@@ -21,6 +27,7 @@ def build_cache(
         plan: sizes of its pools.
         options: of the plugin.
         delimiters: what ends a message, if the options want to know.
+        device_type: "cpu" or "cuda", as torch calls it.
     """
     layout, pools = plan.layout, build_pools(plan)
     return HybridCache(
@@ -30,10 +37,16 @@ def build_cache(
         broker=pools.broker,
         page_size=layout.page_size,
         policy=options.snapshot_policy(layout.page_size, delimiters),
-        eviction=options.eviction(
-            token_bytes=layout.page_bytes / layout.page_size,
-            slot_bytes=layout.snapshot_bytes,
-        ),
+        eviction=eviction_for(layout, device_type),
+    )
+
+
+def eviction_for(layout: CacheLayout, device_type: str = "cuda") -> ExpectedSaving:
+    """The eviction policy of a cache with that layout; it has learned nothing yet."""
+    return ExpectedSaving(
+        token_bytes=layout.page_bytes / layout.page_size,
+        slot_bytes=layout.snapshot_bytes,
+        pass_tokens=CPU_PASS_TOKENS if device_type == "cpu" else PASS_TOKENS,
     )
 
 

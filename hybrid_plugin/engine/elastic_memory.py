@@ -134,7 +134,9 @@ def describe(plan: ElasticPlan) -> str:
         f"({pool.granule_bytes / 2**20:.1f} MiB)"
         for name, pool in plan.pools.items()
     )
+    lie = "side by side" if plan.layout.packed else "apart"
     return (
         f"hybrid-plugin pools share {plan.budget / 2**20:.1f} MiB: memory moves in "
-        f"granules of {granules}; a page holds {plan.layout.page_size} tokens"
+        f"granules of {granules}; a page holds {plan.layout.page_size} tokens, and "
+        f"its layers lie {lie}"
     )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from hybrid_plugin.core.memory.layout import TooLittleMemoryError
+
 _CUDA_BLOCK, _LARGEST_CUDA_BLOCK = 2 << 20, 16 << 20
 """The least is what NVIDIA's drivers map; `CudaArena` checks it."""
 _CUDA_BLOCKS = 1024
@@ -34,5 +36,13 @@ def pool_budget(available: int, block_bytes: int) -> int:
     """Bytes of `available` ones that pools can share: whole blocks, less one.
 
     The one is mapped behind the holes of the address ranges.
+
+    Raises:
+        TooLittleMemoryError: if nothing is left.
     """
-    return (available // block_bytes - 1) * block_bytes
+    blocks = available // block_bytes - 1
+    if blocks < 1:
+        raise TooLittleMemoryError(
+            f"{available} bytes are less than two blocks of {block_bytes} bytes"
+        )
+    return blocks * block_bytes

@@ -37,16 +37,22 @@ _TOTALS = {
     "granules_emptied": "Granules emptied by moving what was cached in them.",
     "move_seconds": "Time a rank spent on moving memory.",
 }
-_LEVEL, _MAPPED = "level", "mapped"
-_MICROSECONDS = {"move_seconds": 1e-6}
-"""Totals that are sent as whole numbers of a smaller unit, and that unit."""
+_AVERAGES = {
+    "evicted_worth": "Tokens of prefill that what was evicted lately was expected to "
+    "save, per GiB and admission.",
+    "lifetime_admissions": "Admissions between last use and eviction, as of late.",
+}
+_LEVEL, _MAPPED, _AVERAGE = "level", "mapped", "average"
+_FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
+"""What is sent as whole numbers of a smaller unit, and that unit."""
+_GIB = 1 << 30
 
 
 def snapshot_of(cache: HybridCache) -> dict[str, int]:
     """All numbers `CacheMetrics` publishes, by name; whole numbers, as engines send.
 
     `level/POOL/KIND` counts ids; `mapped/POOL`, bytes, is there where pools share
-    memory; the others are totals.
+    memory; `average/NAME` is an average of the last evictions; the others are totals.
     """
     levels = {
         f"{_LEVEL}/{pool}/{kind}": getattr(level, kind)
@@ -59,10 +65,20 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
         "moves": stats.moves,
         "moved_bytes": stats.moved_bytes,
         "granules_emptied": stats.granules_emptied,
-        "move_seconds": round(stats.device_seconds / _MICROSECONDS["move_seconds"]),
+        "move_seconds": _whole("move_seconds", stats.device_seconds),
     }
     sizes = {f"{_MAPPED}/{pool}": size for pool, size in mapped}
-    return levels | cache.stats.as_dict() | moved | sizes
+    memory = cache.memory
+    averages = {
+        "evicted_worth": memory.lost_per_byte * _GIB,
+        "lifetime_admissions": memory.lifetime,
+    }
+    sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
+    return levels | cache.stats.as_dict() | moved | sizes | sent
+
+
+def _whole(name: str, value: float) -> int:
+    return round(value / _FRACTIONS[name])
 
 
 class CacheMetrics:
@@ -84,8 +100,11 @@ class CacheMetrics:
                 gauge.labels(**self._labels, pool=pool, kind=kind).set(value)
             elif what == _MAPPED:
                 self._gauges["mapped"].labels(**self._labels, pool=pool).set(value)
+            elif what == _AVERAGE:
+                gauge = self._gauges[place].labels(**self._labels)
+                gauge.set(value * _FRACTIONS[place])
         for name, before in self._published.items():
-            grown = (numbers[name] - before) * _MICROSECONDS.get(name, 1)
+            grown = (numbers[name] - before) * _FRACTIONS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
             self._published[name] = numbers[name]
 
@@ -111,6 +130,10 @@ def _collectors(
         [*label_names, "pool"],
         multiprocess_mode="mostrecent",
     )
+    for name, text in _AVERAGES.items():
+        gauges[name] = Gauge(
+            f"hybrid_cache_{name}", text, label_names, multiprocess_mode="mostrecent"
+        )
     counters = {
         name: Counter(f"hybrid_cache_{name}", text, label_names)
         for name, text in _TOTALS.items()

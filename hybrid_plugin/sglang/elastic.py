@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic pools in SGLang: one rank's pages and slots over one budget.
 
-Pages stay layer-major, as SGLang has them: each layer's keys, and its values,
-are one contiguous tensor, in which a granule is a whole number of blocks.  Slots
-become slot-major: all states of a slot lie together, so that a granule is a few
-slots and not a few of every layer's rows.  SGLang's Triton kernels take the
-strides; its own unified memory has the same layout for states.
+Slots become slot-major: all states of a slot lie together, so that a granule is a
+few slots and not a few of every layer's rows.  So do pages, token by token, where the
+attention backend takes it; elsewhere they stay as SGLang has them: each layer's keys,
+and its values, are one contiguous tensor, in which a granule is a whole number of
+blocks.  SGLang's own unified memory has the same layouts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.sglang import page_layout
 
 _STRIDED = ("triton", "flashinfer", None)
 """Backends of linear attention whose kernels take slot-major states."""
@@ -57,7 +58,7 @@ class SharedPools:
         """Give SGLang's `MHATokenToKVPool` its buffers.
 
         A layer's values lie right behind its keys, for kernels that reach both
-        from one address.
+        from one address: those of the same token where pages are packed.
 
         Raises:
             ConfigError: if the pool needs other bytes than were planned.
@@ -78,7 +79,7 @@ class SharedPools:
     def _place(
         self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        """One tensor of each shape, behind each other in the pages' addresses.
+        """One tensor of each shape, in the pages' addresses.
 
         Args:
             shapes: each `[tokens, ...]`, with page 0 counted in.
@@ -87,6 +88,29 @@ class SharedPools:
         Raises:
             ConfigError: if the pool needs other bytes than were planned.
         """
+        layout, pages = self.plan.layout, self.plan.sizes.pages
+        tensors: list[torch.Tensor] | None
+        if layout.packed:
+            rows = self._pages.memory.view(pages, -1)
+            tensors = page_layout.views(rows, layout.page_size, shapes, dtype)
+            used = sum(torch.Size(shape[1:]).numel() for shape in shapes)
+            planned = layout.page_bytes - sum(layout.page_padding)
+            if used * dtype.itemsize * layout.page_size != planned:
+                tensors = None
+            self._page_rows = [rows]
+        else:
+            tensors = self._place_apart(shapes, dtype)
+        if tensors is None:
+            raise ConfigError(
+                "elastic pools were planned for another KV cache than SGLang builds; "
+                "set elastic to false."
+            )
+        return tensors
+
+    def _place_apart(
+        self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[torch.Tensor] | None:
+        """Tensors behind each other; None where they are not those planned for."""
         rows = torch.Size((self.plan.sizes.pages, self.plan.layout.page_size))
         tensors, start = [], 0
         for shape in shapes:
@@ -97,12 +121,7 @@ class SharedPools:
             self._page_rows.append(part.view(rows[0], -1))
             tensors.append(part.view(dtype).view(*shape))
             start += size
-        if start != self._pages.size:
-            raise ConfigError(
-                "elastic pools were planned for another KV cache than SGLang builds; "
-                "set elastic to false."
-            )
-        return tensors
+        return tensors if start == self._pages.size else None
 
     def start(self) -> Executor:
         """Map what the plan has mapped at the start; the executor moves the rest.

@@ -15,12 +15,19 @@ from hybrid_plugin.sglang.slots import slot_bytes
 
 
 def make_layout(
-    model: Any, *, token_bytes: int, page_size: int, device_type: str, elastic: bool
+    model: Any,
+    *,
+    token_bytes: int,
+    page_size: int,
+    device_type: str,
+    elastic: bool,
+    packed: bool = False,
 ) -> CacheLayout:
     """How the cache of one rank is laid out.
 
-    Pages are the same in both cases, each layer's keys and values in tensors of their
-    own; elastic pools need to know every tensor, because each is mapped in blocks.
+    Fixed pools have each layer's keys and values in tensors of their own.  So have
+    elastic ones, which need to know every tensor because each is mapped in blocks,
+    unless their pages are packed.
 
     Args:
         model: SGLang's `ModelConfig`.
@@ -29,12 +36,13 @@ def make_layout(
         device_type: "cpu" or "cuda", as torch calls it.
         elastic: whether slots are elastic pools' own: all states of a slot side by
             side, each aligned.  SGLang's are layer-major, without padding.
+        packed: whether all layers of a page of elastic pools lie side by side.
     """
     hybrid = mambaish_config(model)
     params = hybrid.mamba2_cache_params
     tensors = tuple(map(str, hybrid.full_attention_layer_ids))
-    if elastic and not is_latent(model):
-        tensors = tuple(f"{n} {half}" for n in tensors for half in ("keys", "values"))
+    if elastic:
+        tensors = kv_tensors(model)
     states = tuple(map(str, params.layers))
     slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
     layout = CacheLayout(
@@ -44,10 +52,23 @@ def make_layout(
     )
     if not elastic:
         return replace(layout, slot_alignment=1)
+    layout = replace(layout, packed=packed)
     if device_type == "cpu":  # PyTorch's own operations reach all of it
         return layout
     reach = addressing.addressable_bytes(model, params)
     return replace(layout, addressable_slot_bytes=reach)
+
+
+def kv_tensors(model: Any) -> tuple[str, ...]:
+    """Names of the tensors in which SGLang keeps KV of full attention.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    layers = tuple(map(str, mambaish_config(model).full_attention_layer_ids))
+    if is_latent(model):
+        return layers
+    return tuple(f"{n} {half}" for n in layers for half in ("keys", "values"))
 
 
 def is_latent(model: Any) -> bool:

@@ -82,8 +82,9 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     import torch
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import attention_backends
 
-    from hybrid_plugin.sglang import elastic, planning
+    from hybrid_plugin.sglang import elastic, page_layout, planning
     from hybrid_plugin.sglang.arguments import has_windows
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
@@ -95,15 +96,19 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     attention_layers = len(mambaish_config(model).full_attention_layer_ids)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     options = read_options()
+    token_bytes = _token_bytes(model) * attention_layers
     lay_out = partial(
         make_layout,
         model,
-        token_bytes=_token_bytes(model) * attention_layers,
+        token_bytes=token_bytes,
         page_size=page_size,
         device_type=device_type,
     )
     return Outlook.sized(
-        lay_out(elastic=True),
+        lay_out(
+            elastic=True,
+            packed=page_layout.can_pack(model, attention_backends(), token_bytes),
+        ),
         cache_bytes,
         options,
         planning.limits_of(

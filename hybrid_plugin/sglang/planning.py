@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 import torch
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
-from sglang.srt.runtime_context import get_context, get_schedule, get_server_args
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_context,
+    get_schedule,
+    get_server_args,
+)
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
@@ -20,7 +25,7 @@ from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import chat_template, elastic_memory, sizing
 from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.sizing import EngineLimits, FixedCount
-from hybrid_plugin.sglang import elastic, known_pools
+from hybrid_plugin.sglang import elastic, known_pools, page_layout
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
@@ -64,8 +69,11 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
+    token_bytes = create_memory_pool_configurator(configurator)._cell_size
     taken: VirtualArena | None = None
+    packed = False
     if elastic_memory.is_wanted(options, hindrance):
+        packed = page_layout.can_pack(model, attention_backends(), token_bytes)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
         )
@@ -73,12 +81,12 @@ def reserve_slots(
     lay_out = partial(
         make_layout,
         model,
-        token_bytes=create_memory_pool_configurator(configurator)._cell_size,
+        token_bytes=token_bytes,
         page_size=get_schedule().page_size,
         device_type=device.type,
     )
     plan = sizing.divide(
-        lay_out(elastic=True),
+        lay_out(elastic=True, packed=packed),
         available,
         options,
         limits,
@@ -174,7 +182,8 @@ def _build(
     if plan.shared is None:
         pages, slots = stock.size // stock.page_size + 1, states.mamba_pool.size + 1
         plan = replace(plan, sizes=PoolSizes(pages, slots))
-    cache = build_cache(plan, options, delimiters(options))
+    device = torch.device(stock.device).type
+    cache = build_cache(plan, options, delimiters(options), device)
     if plan.shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache

@@ -11,7 +11,12 @@ from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.engine.sizing import CachePlan
-from hybrid_plugin.sglang.pool_rows import page_rows, slot_rows
+from hybrid_plugin.sglang.pool_rows import (
+    check_states,
+    kv_tensors,
+    page_rows,
+    slot_rows,
+)
 
 if TYPE_CHECKING:
     from hybrid_plugin.sglang.elastic import SharedPools
@@ -58,15 +63,16 @@ class PoolMemory:
         Raises:
             ConfigError: for pools that keep more than is known, or lie elsewhere.
         """
+        if self.shared is not None:
+            kv_tensors(kv_pool.full_kv_pool)
+            check_states(state_pool)
+            return self.shared.start()
         pages = page_rows(kv_pool.full_kv_pool, page_size)
         if state_pool is None:
             windows = page_rows(kv_pool.swa_kv_pool, page_size)
             return Executor({Pool.KV: Arena(pages), Pool.window(0): Arena(windows)})
-        slots = slot_rows(state_pool)
-        if self.shared is not None:
-            return self.shared.start()
         arenas: dict[PoolId, Arena] = {
             Pool.KV: Arena(pages),
-            Pool.STATE: Arena(slots),
+            Pool.STATE: Arena(slot_rows(state_pool)),
         }
         return Executor(arenas)

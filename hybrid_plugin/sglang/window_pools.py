@@ -82,7 +82,8 @@ def take_over(
     memory.plan = plan = _plan(configurator, stock)
     for line in plan.describe():
         logger.info("%s", line)
-    cache = build_cache(plan, options, delimiters(options))
+    device = torch.device(stock.device).type
+    cache = build_cache(plan, options, delimiters(options), device)
     executor = memory.executor(kv_pool, None, stock.page_size)
     allocator = HybridWindowAllocator(cache, stock, executor)
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)

@@ -372,6 +372,24 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         ("raw", "spec", "num_blocks", "layout", "kv_cache_tensor", "kernel_block_size"),
     ),
     HookPoint(
+        "vllm.v1.worker.utils:select_common_block_size",
+        ("kv_manager_block_size", "backends"),
+    ),
+    HookPoint(
+        "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts",
+        ("self",),
+        closed=True,
+    ),
+    HookPoint(
+        "vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", ()
+    ),
+    HookPoint(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.__init__",
+        ("self",),
+        mentions=("vllm_flash_attn_version",),
+    ),
+    HookPoint("vllm.config.cache:CacheConfig.get_resolved_kv_cache_layout", ("self",)),
+    HookPoint(
         f"{_WORKER}.initialize_from_config", ("self", "kv_cache_config"), closed=True
     ),
     HookPoint(f"{_WORKER}.load_model", ("self",), own=True),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -83,7 +84,8 @@ class HybridKVCacheManager:
                 other requests run.
             log_stats: whether vLLM collects statistics.
         """
-        self.cache = build_cache(kv_cache_config.plan, options, delimiters)
+        device = current_platform.device_type
+        self.cache = build_cache(kv_cache_config.plan, options, delimiters, device)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()

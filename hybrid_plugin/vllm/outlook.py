@@ -131,7 +131,7 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
     """Plan for the layers that the model has."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    from hybrid_plugin.vllm import page_size, planning, servable
+    from hybrid_plugin.vllm import page_layout, page_size, planning, servable
 
     _build(config)
     layers = config.compilation_config.static_forward_context
@@ -148,7 +148,8 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
     if reason is not None:
         raise servable.UnservableError(reason)
     page_size.choose(config)
-    return planning.make_layout(planning.make_groups(specs()))
+    packed = page_layout.obstacle(config) is None
+    return planning.make_layout(planning.make_groups(specs()), packed=packed)
 
 
 def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -26,7 +26,7 @@ from hybrid_plugin.core.memory.layout import (
 )
 from hybrid_plugin.engine import elastic_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
-from hybrid_plugin.vllm import addressing, elastic
+from hybrid_plugin.vllm import addressing, elastic, page_layout
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.servable import UnservableError
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec, window_of
@@ -136,8 +136,13 @@ def _check_chunks(groups: list[KVCacheGroupSpec], page_size: int) -> None:
             )
 
 
-def make_layout(groups: list[KVCacheGroupSpec]) -> CacheLayout:
-    """Sizes of a page of each pool and of a slot, over the groups' layers."""
+def make_layout(groups: list[KVCacheGroupSpec], *, packed: bool = False) -> CacheLayout:
+    """Sizes of a page of each pool and of a slot, over the groups' layers.
+
+    Args:
+        groups: of `make_groups`.
+        packed: whether all layers of a page lie side by side.
+    """
     pages = _page_groups(groups)
     states = [g for g in groups if not is_page_spec(g.kv_cache_spec)]
     return CacheLayout(
@@ -156,6 +161,7 @@ def make_layout(groups: list[KVCacheGroupSpec]) -> CacheLayout:
         addressable_slot_bytes=addressing.addressable_bytes(
             states, elastic.device_type()
         ),
+        packed=packed,
     )
 
 
@@ -180,7 +186,7 @@ def make_config(
     sizes: PoolSizes,
     shared: ElasticPlan | None = None,
 ) -> HybridKVCacheConfig:
-    """Place the groups' layers: KV layer after layer, states slot after slot.
+    """Place the groups' layers: KV as the layout says, states slot after slot.
 
     Args:
         vllm_config: of the engine.
@@ -215,11 +221,14 @@ def _tensors(
     for pool, group in zip(pools_of(groups), groups, strict=True):
         ids = sizes.of(pool)
         if pool == Pool.STATE:
-            bytes_each = layer_stride = _aligned_state_bytes(group)
+            layer_stride = _aligned_state_bytes(group)
             block_stride = layout.slot_bytes
+        elif layout.packed:
+            layer_stride = group.kv_cache_spec.page_size_bytes
+            block_stride = layout.row_bytes[pool]
         else:
-            bytes_each = group.kv_cache_spec.page_size_bytes
-            layer_stride, block_stride = bytes_each * ids, bytes_each
+            block_stride = group.kv_cache_spec.page_size_bytes
+            layer_stride = block_stride * ids
         yield PoolTensor(
             size=ids * layout.row_bytes[pool],
             # A copy: vLLM adds layers that read another's KV to the group.
@@ -245,7 +254,8 @@ def plan(
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
-    layout = make_layout(make_groups(worker_specs[0]))
+    fixed = make_layout(make_groups(worker_specs[0]))
+    layout = replace(fixed, packed=page_layout.is_packed(vllm_config))
     available = min(available_memory)
     options, limits = read_options(vllm_config), limits_of(vllm_config)
     model, longest = vllm_config.model_config, limits.max_model_len
@@ -258,7 +268,9 @@ def plan(
             limits.max_model_len,
             longest,
         )
-    found = sizing.divide(layout, available, options, limits, logger)
+    found = sizing.divide(
+        layout, available, options, limits, logger, fixed_layout=fixed
+    )
     for line in found.describe():
         logger.info("%s", line)
     return [

@@ -157,9 +157,10 @@ def _map_start(
 def _rows(
     config: HybridKVCacheConfig, pool: PoolId, memory: torch.Tensor
 ) -> list[torch.Tensor]:
-    """`[ids, bytes]` matrices: one per attention layer, or one of whole slots."""
-    if pool == Pool.STATE:
-        return [memory.view(config.slots, -1)]
+    """`[ids, bytes]` matrices: one of whole slots or pages, or one per layer."""
+    plan = config.plan
+    if pool == Pool.STATE or plan.layout.packed:
+        return [memory.view(plan.sizes.of(pool), -1)]
     rows = []
     for tensor in _tensors(config):
         if tensor.pool != pool:

@@ -9,6 +9,7 @@ from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.vllm import (
     activation,
     elastic,
+    page_layout,
     page_size,
     patches,
     reports,
@@ -66,6 +67,14 @@ class RunsCommands:
     def _specs(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         return specs
+
+    @named()
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """What the backends take; with elastic pools packed pages first."""
+        names: list[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
+        if self._stepped_aside is not None:
+            return names
+        return page_layout.supported(self.vllm_config, names)
 
     @named()
     def determine_available_memory(self) -> int:

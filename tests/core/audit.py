@@ -11,8 +11,7 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.attention_windows import live_pages
 from hybrid_plugin.core.memory.id_space import IdSpace
 from hybrid_plugin.core.memory.pools import PagePool
-from hybrid_plugin.core.policy.eviction import FlopAware
-from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
 from hybrid_plugin.core.tree.radix import MambaRadixCache
 
 
@@ -217,27 +216,21 @@ def audit_orders(tree: MambaRadixCache) -> None:
     leaves, snapshots = list(tree.leaves()), list(tree.snapshots())
     assert set(leaves) == {n for n in nodes if n.is_leaf and not n.kv_lock}
     assert set(snapshots) == {n for n in nodes if n.snapshot and not n.state_lock}
-    assert len(snapshots) == len(set(snapshots)) == sum(tree.snapshot_counts())
-    if not isinstance(tree.eviction, FlopAware):  # its priorities may shrink
+    assert len(snapshots) == len(set(snapshots))
+    if tree.eviction.changes_with_age:
+        for node in {*leaves, *snapshots}:
+            audit_schedule(tree, node)
+    else:
         for leaf in leaves:
-            assert tree._leaves.priority(leaf) <= tree.eviction.leaf(leaf)
-    for node in snapshots:
-        assert node.snapshot is not None
-        order = tree._snapshots[tree.eviction.segment(node.snapshot)]
-        assert node in order, "a snapshot is in another segment's order"
-    assert tree.hot_snapshots() == hot_by_search(tree, snapshots)
+            assert tree._leaves.priority(leaf) <= tree.eviction.leaf(leaf, tree.clock)
 
 
-def hot_by_search(tree: MambaRadixCache, unlocked: list[Node]) -> list[Node]:
-    """The definition of `hot_snapshots`, by a search of all unlocked snapshots."""
-    found = [
-        (node.snapshot.used_at, node)
-        for node in unlocked
-        if node.snapshot is not None
-        and node.snapshot.hits > node.snapshot.is_turn_end
-        and tree.age(node.snapshot.used_at) < tree.retention.live
-    ]
-    return [node for _, node in sorted(found, key=lambda one: -one[0])]
+def audit_schedule(tree: MambaRadixCache, node: Node) -> None:
+    """A node is ranked again when its age gets to the next power of two."""
+    since = node.used_at if node.snapshot is None else node.snapshot.used_at
+    age = admissions_between(since, tree.clock)
+    due = since // ADMISSION + (1 << age.bit_length())
+    assert (node, since) in tree._due.get(due, ()), "it keeps the worth of its youth"
 
 
 def audit_structure(tree: MambaRadixCache) -> None:

@@ -58,7 +58,6 @@ class ElasticSetup(Setup):
     budget: int = 20
     floors: tuple[int, int] = (1, 1)
     compacts: bool = True
-    patience: int = 0
 
     @property
     def granules(self) -> dict[PoolId, tuple[int, int]]:
@@ -93,9 +92,7 @@ class ElasticSetup(Setup):
             pool: PoolBudget(size, floors.get(pool, 1))
             for pool, (_, size) in self.granules.items()
         }
-        controller = ElasticBroker(
-            self.budget, budgets, compacts=self.compacts, patience=self.patience
-        )
+        controller = ElasticBroker(self.budget, budgets, compacts=self.compacts)
         return cls(
             pages=PagePool(self.pages, self.pages_per_granule),
             slots=SlotPool(self.slots, self.slots_per_granule)
@@ -107,6 +104,7 @@ class ElasticSetup(Setup):
             ),
             page_size=self.page_size,
             policy=Setup.build(self).policy,
+            eviction=self.eviction,
             broker=controller,
         )
 
@@ -251,7 +249,6 @@ def random_elastic_setup(
         budget=budget,
         floors=floors,
         compacts=rng.random() < 0.7,
-        patience=rng.choice((0, 1, 16)),
     )
 
 

@@ -23,7 +23,7 @@ from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
-from hybrid_plugin.core.policy.eviction import FlopAware
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import (
     InBatchPrefixSharing,
     Prefill,
@@ -33,7 +33,7 @@ from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.tree.tokens import Pages
 from tests.core.audit import audit, full_state
 from tests.core.device import FakeDevice, Forward, Prefixes
-from tests.core.support import Tokens
+from tests.core.support import ByMinimum, Economical, Tokens
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class Setup:
     prompt_end_min: int = 1
     chunk_end_min: int = 1
     max_running: int = 8
-    flop_aware: bool = False
-    """Whether evictions weigh what a snapshot saves."""
+    economical: bool = True
+    """Whether evictions weigh what content is expected to save."""
     has_states: bool = True
     windows: tuple[tuple[AttentionWindow, int], ...] = ()
     """The window of each group, and the pages that it has beyond those of `pages`."""
@@ -73,6 +73,12 @@ class Setup:
         """Tokens of the longest sequence that fits alone."""
         return (self.pages - 1) * self.page_size - self.lookahead
 
+    @property
+    def eviction(self) -> LeastRecentlyUsed:
+        """A new policy."""
+        policy = Economical if self.economical else ByMinimum
+        return policy(self.branch_min, self.prompt_end_min)
+
     def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
         """The cache under test."""
         return cls(
@@ -81,15 +87,10 @@ class Setup:
             page_size=self.page_size,
             policy=SnapshotPolicy(
                 page_size=self.page_size,
-                branch_min_tokens=self.branch_min,
-                prompt_end_min_tokens=self.prompt_end_min,
                 chunk_end_min_tokens=self.chunk_end_min,
                 in_batch_prefix_min_tokens=self.follow,
-                body_share=0.0,
             ),
-            eviction=FlopAware(float, token_bytes=1, slot_bytes=4)
-            if self.flop_aware
-            else None,
+            eviction=self.eviction,
             windows=tuple(
                 WindowGroup(span, PagePool(pages)) for span, pages in self.window_pools
             ),

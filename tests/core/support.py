@@ -10,12 +10,49 @@ from typing import Any, TypeAlias
 from hybrid_plugin.core.cache import Admission, HybridCache
 from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.eviction import ExpectedSaving, LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tree.snapshot import SnapshotKind
 
 NO_SNAPSHOTS = 1_000_000
 
 Tokens: TypeAlias = "tuple[int, ...]"
 """As some engines have them; the cache takes any sequence."""
+
+
+class ByMinimum(LeastRecentlyUsed):
+    """Recency, and planned snapshots that save so many tokens."""
+
+    def __init__(self, branch: int = 1, prompt_end: int = NO_SNAPSHOTS) -> None:
+        self.least = {SnapshotKind.BRANCH: branch, SnapshotKind.PROMPT_END: prompt_end}
+
+    def repays_pass(
+        self,
+        kind: SnapshotKind,
+        saved: int,
+        *,
+        origin: SnapshotKind | None,
+        running: int,
+    ) -> bool:
+        return saved >= self.least.get(kind, NO_SNAPSHOTS)
+
+
+class Economical(ExpectedSaving):
+    """The plugin's policy, at the scale of tests."""
+
+    def __init__(self, branch: int = 1, prompt_end: int = NO_SNAPSHOTS) -> None:
+        super().__init__(token_bytes=1, slot_bytes=4)
+        self.least = ByMinimum(branch, prompt_end)
+
+    def repays_pass(
+        self,
+        kind: SnapshotKind,
+        saved: int,
+        *,
+        origin: SnapshotKind | None,
+        running: int,
+    ) -> bool:
+        return self.least.repays_pass(kind, saved, origin=origin, running=running)
 
 
 def make_cache(
@@ -25,10 +62,16 @@ def make_cache(
     branch: int = 1,
     prompt_end: int = NO_SNAPSHOTS,
     chunk_end: int = NO_SNAPSHOTS,
+    policy: LeastRecentlyUsed | None = None,
 ) -> HybridCache:
     """A small cache; prompt and chunk ends get snapshots where a test says so."""
-    policy = SnapshotPolicy(page_size, branch, prompt_end, chunk_end, 0.0)
-    return HybridCache(PagePool(pages), SlotPool(slots), page_size, policy)
+    return HybridCache(
+        PagePool(pages),
+        SlotPool(slots),
+        page_size,
+        SnapshotPolicy(page_size, chunk_end),
+        eviction=ByMinimum(branch, prompt_end) if policy is None else policy,
+    )
 
 
 def admission(pages: Sequence[int], slot: int, hit: int) -> Admission:

@@ -31,6 +31,7 @@ def full_cache(chunk_end: int = NO_SNAPSHOTS) -> HybridCache:
         budget=40,
         prompt_end_min=NO_SNAPSHOTS,
         chunk_end_min=chunk_end,
+        economical=False,  # nobody waits for what is cached
     ).build()
     for number in range(10):
         serve(cache, f"short {number}", span(1000 + 10 * number, 1004 + 10 * number))

@@ -9,6 +9,7 @@ from tests.core.audit import audit
 from tests.core.elastic import ElasticSetup
 from tests.core.support import (
     NO_SNAPSHOTS,
+    Economical,
     admission,
     admit,
     make_cache,
@@ -204,7 +205,7 @@ def test_pages_take_the_memory_of_such_chunk_ends_before_that_of_their_own() -> 
         slot_bytes=4,
         prompt_end_min=NO_SNAPSHOTS,
         chunk_end_min=8,
-        patience=16,
+        economical=False,
     ).build()
     serve(cache, "older", span(500, 506))
     tokens = span(0, 57)
@@ -227,7 +228,7 @@ def test_a_chunk_end_that_another_resumed_from_stays() -> None:
     assert start(cache, "other", tokens[:8] + span(90, 95)).hit == 8
     cache.advance("long", 16)
     cache.advance("long", 24)
-    assert [node.end for node in cache.tree.snapshots()] == [16, 24, 8]
+    assert [node.end for node in cache.tree.snapshots()] == [16, 8, 24]
     audit(cache)
 
 
@@ -248,7 +249,7 @@ def test_a_branch_that_another_found_at_a_chunk_end_stays() -> None:
 
 def test_short_lived_ends_do_not_drive_out_a_shared_prompt() -> None:
     """Five slots; the shared prompt is used now and then, the others never."""
-    cache = make_cache(pages=200, slots=6)
+    cache = make_cache(pages=200, slots=6, policy=Economical())
     for n in range(3):
         serve(cache, f"shared {n}", SYSTEM + span(20 + 10 * n, 26 + 10 * n))
     for n in range(20):
@@ -276,7 +277,8 @@ def test_the_end_of_a_turn_that_two_went_on_from_stays() -> None:
     for n in range(2):
         tokens = span(0, 10) + span(100 * n + 100, 100 * n + 110)
         cache.finish(f"turn 2, {n}", tokens, len(tokens))
-    assert [node.end for node in cache.tree.snapshots()] == [20, 20, 10]
+    assert [node.end for node in cache.tree.snapshots()] == [10, 20, 20]
+    assert not any(n.snapshot and n.snapshot.is_superseded for n in cache.tree.nodes())
 
 
 @pytest.mark.parametrize("evicted", [False, True])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap, Zero
 from hybrid_plugin.device.arena import Arena, ElasticArena
@@ -122,3 +123,20 @@ def test_a_granule_is_a_whole_number_of_blocks() -> None:
 def test_moves_travel_between_processes() -> None:
     commands = [Map(Pool.KV, (1, 2)), Unmap(Pool.STATE, (3,)), state(1, 2)]
     assert pickle.loads(pickle.dumps(commands)) == commands
+
+
+def test_few_or_large_rows_that_lie_side_by_side_are_copied_plainly() -> None:
+    """On a GPU: many packed pages are one launch, a slot is a plain copy."""
+    packed, apart, slots = (
+        Arena([torch.empty(64, 4096, dtype=torch.int8)]),
+        Arena([torch.empty(64, 4096, dtype=torch.int8) for _ in range(2)]),
+        Arena([torch.empty(9, 16 << 20, dtype=torch.int8)]),
+    )
+    assert [packed._is_plain(count) for count in (1, 8, 9, 64)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not apart._is_plain(1)
+    assert slots._is_plain(9)

@@ -10,40 +10,45 @@ import pytest
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
 from hybrid_plugin.core.memory.elastic import (
     BATCHES_IN_POOL,
-    MUCH_OLDER,
-    PATIENCE,
     STEPS_IN_BUDGET,
     ElasticBroker,
     PoolBudget,
 )
 from hybrid_plugin.core.memory.id_space import IdSpace
+from hybrid_plugin.core.policy.costs import MOVE_TOKENS
 
 KV, STATE = Pool.KV, Pool.STATE
+SLOT_BYTES = 8
+LIFETIME = 2.0
+"""Admissions that content is kept."""
+REPAID = MOVE_TOKENS / SLOT_BYTES / LIFETIME
+"""Difference in worth that repays the move of a slot's memory, and no more."""
 
 
 @dataclass(slots=True)
 class Content:
-    """Cached ids of a pool, oldest first, each with its age."""
+    """Cached ids of a pool with their worth, in the order of eviction."""
 
     ids: IdSpace
-    cached: list[tuple[int, int]] = field(default_factory=list)
+    cached: list[tuple[int, float]] = field(default_factory=list)
     kept: int = 0
     """Free ids that somebody will take."""
-    hot: int = 0
-    """Cached ids, the newest, that go at the last."""
 
-    def fill(self, count: int, age: int = 0) -> None:
+    def fill(self, count: int, worth: float = 0) -> None:
         """Cache so many free ids."""
         taken = self.ids.allocate(count)
         self.ids.to_cached(taken)
-        self.cached += [(i, age) for i in taken]
+        self.cached += [(i, worth) for i in taken]
 
-    def age(self) -> int | None:
+    def worth(self) -> float | None:
         return self.cached[0][1] if self.cached else None
 
-    def evict(self, count: int, *, allow_hot: bool) -> bool:
-        if not allow_hot:
-            count = min(count, max(len(self.cached) - self.hot, 0))
+    def lifetime(self) -> float:
+        return LIFETIME
+
+    def evict(self, count: int) -> bool:
+        same = [one for one in self.cached if one[1] == self.cached[0][1]]
+        count = min(count, len(same))
         gone, self.cached = self.cached[:count], self.cached[count:]
         self.ids.free_cached([i for i, _ in gone])
         return bool(gone)
@@ -58,7 +63,7 @@ class Content:
             zip(old, self.ids.allocate_outside(granule, len(old)), strict=True)
         )
         self.ids.free_cached(old)
-        self.cached = [(moved.get(i, i), age) for i, age in self.cached]
+        self.cached = [(moved.get(i, i), worth) for i, worth in self.cached]
 
 
 class Pools:
@@ -165,23 +170,33 @@ def test_but_it_is_taken_where_there_is_nothing_else() -> None:
     assert pools.drain() == [Unmap(KV, (3, 4)), Map(STATE, (2,))]
 
 
-@pytest.mark.parametrize("much", [False, True], ids=["older", "much older"])
-def test_then_what_was_not_used_for_longer(much: bool) -> None:
+@pytest.mark.parametrize("more", [0.0, 0.1], ids=["just", "more"])
+def test_then_what_is_worth_so_much_less_that_it_repays_the_move(more: float) -> None:
     pools = full_pools(compacts=False)
-    pools.states.fill(1, age=10)
-    pools.kv.fill(12, age=MUCH_OLDER * 10 + PATIENCE + much)
-    pools.kv.fill(7, age=0)
+    pools.states.fill(1, worth=10)
+    pools.kv.fill(12, worth=10 - REPAID - more)
+    pools.kv.fill(7, worth=99)
     assert pools.provide(slots=1)
-    assert pools.states.ids.cached == (1 if much else 0)
+    assert pools.states.ids.cached == (1 if more else 0)
     moved = [Unmap(KV, (1, 2)), Map(STATE, (2,))]
-    assert pools.drain() == (moved if much else [])
+    assert pools.drain() == (moved if more else [])
 
 
-def test_pools_of_equal_age_stay_as_they_are() -> None:
+def test_no_more_of_it_than_is_worth_less() -> None:
+    pools = full_pools(compacts=False)
+    pools.states.fill(1, worth=10)
+    pools.kv.fill(3, worth=0)
+    pools.kv.fill(16, worth=10)
+    assert pools.provide(slots=1)
+    assert pools.states.ids.cached == 0, "one granule of pages makes no slot"
+    assert pools.kv.ids.cached == 16
+
+
+def test_pools_of_about_equal_worth_stay_as_they_are() -> None:
     pools = full_pools()
-    for age in range(200, 0, -1):
-        pools.states.fill(pools.states.ids.free, age)
-        pools.kv.fill(pools.kv.ids.free, age)
+    for number in range(200):
+        pools.states.fill(pools.states.ids.free, number / 2)
+        pools.kv.fill(pools.kv.ids.free, number / 2)
         assert pools.provide(pages=3, slots=1)
     assert pools.drain() == []
 
@@ -189,74 +204,60 @@ def test_pools_of_equal_age_stay_as_they_are() -> None:
 def test_without_content_of_its_own_a_pool_takes_young_content_too() -> None:
     pools = full_pools(compacts=False)
     pools.states.ids.allocate(1)
-    pools.kv.fill(19, age=0)
+    pools.kv.fill(19, worth=9)
     assert pools.provide(slots=1)
     assert pools.mapped == (3, 3)
     assert pools.kv.ids.cached == 7, "no more than two granules were emptied"
 
 
-def test_hot_content_stays_while_another_pool_has_anything() -> None:
-    pools = full_pools(compacts=False)
-    pools.states.fill(1, age=99)
-    pools.states.hot = 1
-    pools.kv.fill(19, age=0)
-    assert pools.provide(slots=1)
-    assert pools.drain() == [Unmap(KV, (1, 2)), Map(STATE, (2,))]
-    assert (pools.states.ids.cached, pools.kv.ids.cached) == (1, 7)
-
-
-def test_and_goes_where_there_is_nothing_else() -> None:
+def test_a_pool_with_nothing_cached_takes_what_another_needs_least() -> None:
     pools = full_pools()
-    pools.states.fill(1, age=0)
-    pools.states.hot = 1
-    pools.kv.ids.allocate(19)
-    assert pools.provide(slots=1)
-    assert pools.drain() == []
-    assert pools.states.ids.cached == 0
-
-
-def test_hot_content_makes_way_for_another_pool_at_the_last() -> None:
-    pools = full_pools()
-    pools.states.fill(1, age=99)
-    pools.states.hot = 1
+    pools.states.fill(1, worth=99)
     pools.kv.ids.allocate(12)
-    pools.kv.fill(7, age=0)
+    pools.kv.fill(7, worth=1)
     assert pools.provide(pages=8)
     assert pools.drain() == [Unmap(STATE, (1,)), Map(KV, (5,))]
     assert (pools.states.ids.cached, pools.kv.ids.cached) == (0, 0)
 
 
-def test_a_pool_without_addresses_left_gives_up_hot_content() -> None:
+def test_a_pool_without_addresses_left_evicts_its_own() -> None:
     pools = Pools(budget=36)
     assert pools.provide(slots=3)
     assert pools.mapped == (1, 4)
     assert not pools.states.ids.lowest_hole()
-    pools.states.fill(3, age=0)
-    pools.states.hot = 3
+    pools.states.fill(3, worth=99)
     pools.drain()
     assert pools.provide(slots=1)
     assert pools.drain() == []
     assert pools.states.ids.cached == 2
 
 
-def test_a_snapshot_does_not_take_hot_content() -> None:
+def test_a_snapshot_takes_what_is_worth_less() -> None:
     pools = full_pools()
-    pools.states.fill(1, age=99)
-    pools.states.hot = 1
+    pools.states.fill(1, worth=5)
     pools.kv.ids.allocate(19)
-    assert not pools.controller.offer(STATE)
+    assert not pools.controller.offer(STATE, 5)
     assert pools.states.ids.cached == 1
+    assert pools.controller.offer(STATE, 5.1)
+    assert pools.states.ids.cached == 0
 
 
-def test_a_snapshot_takes_old_content_only() -> None:
+def test_it_takes_another_pool_s_memory_only_if_that_repays_the_move() -> None:
     pools = full_pools()
     pools.states.ids.allocate(1)
-    pools.kv.fill(19, age=PATIENCE)
-    assert not pools.controller.offer(STATE)
+    pools.kv.fill(19, worth=5)
+    assert not pools.controller.offer(STATE, 5 + REPAID)
     assert pools.drain() == [] and pools.kv.ids.cached == 19
-    pools.kv.cached = [(i, PATIENCE + 1) for i, _ in pools.kv.cached]
-    assert pools.controller.offer(STATE)
+    assert pools.controller.offer(STATE, 5.1 + REPAID)
     assert pools.mapped == (3, 3)
+
+
+def test_what_is_missing_is_counted_in_bytes_of_all_pools() -> None:
+    pools = full_pools()
+    pools.states.ids.allocate(1)
+    assert pools.controller.missing({KV: 10, STATE: 1}) == {}, "19 pages are free"
+    pools.kv.fill(19)
+    assert pools.controller.missing({KV: 2, STATE: 1}) == {KV: 10.0}
 
 
 # ---------------------------------------------------------------- what is kept
@@ -266,7 +267,7 @@ def test_a_demand_that_does_not_fit_changes_nothing() -> None:
     pools = full_pools()
     pools.states.ids.allocate(1)
     pools.kv.ids.allocate(12)
-    pools.kv.fill(7, age=99)
+    pools.kv.fill(7, worth=1)
     assert not pools.controller.fits({STATE: 1})
     assert not pools.provide(slots=1)
     assert pools.drain() == [] and pools.mapped == (5, 2)
@@ -284,8 +285,8 @@ def test_both_demands_count_together() -> None:
 
 def test_pinned_content_does_not_count_as_room() -> None:
     pools = full_pools()
-    pools.states.fill(1, age=99)
-    pools.kv.fill(19, age=99)
+    pools.states.fill(1, worth=1)
+    pools.kv.fill(19, worth=1)
     assert pools.controller.fits({KV: 27})
     assert not pools.controller.fits({KV: 27}, {KV: [4]})
     assert pools.controller.fits({KV: 26}, {KV: [4]})
@@ -325,7 +326,7 @@ def test_floors_that_exceed_the_budget() -> None:
 def test_a_scattered_pool_is_moved_together() -> None:
     pools = full_pools()
     pools.states.ids.allocate(1)
-    pools.kv.fill(19, age=5)
+    pools.kv.fill(19, worth=3)
     pools.kv.cached = [one for one in pools.kv.cached if one[0] % 4 == 1]
     pools.kv.ids.free_cached([i for i in range(1, 20) if i % 4 != 1])
     assert pools.kv.ids.idle == 0
@@ -338,7 +339,7 @@ def test_a_scattered_pool_is_moved_together() -> None:
 def test_unless_that_is_not_allowed() -> None:
     pools = full_pools(compacts=False)
     pools.states.ids.allocate(1)
-    pools.kv.fill(19, age=5)
+    pools.kv.fill(19, worth=3)
     pools.kv.cached = [one for one in pools.kv.cached if one[0] % 4 == 1]
     pools.kv.ids.free_cached([i for i in range(1, 20) if i % 4 != 1])
     assert pools.provide(slots=1)
@@ -355,9 +356,9 @@ def test_memory_moves_in_large_steps() -> None:
     assert pools.provide(pages=4)
     assert pools.drain() == [Map(KV, tuple(range(1, 11)))]
     while pools.controller.slack >= 4:
-        pools.kv.fill(pools.kv.ids.free, age=500)
+        pools.kv.fill(pools.kv.ids.free, worth=0)
         assert pools.provide(pages=1)
-    pools.kv.fill(pools.kv.ids.free, age=500)
+    pools.kv.fill(pools.kv.ids.free, worth=0)
     pools.drain()
     assert pools.provide(slots=1)
     moved = pools.drain()

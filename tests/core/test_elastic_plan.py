@@ -66,6 +66,81 @@ def test_granules_are_whole_blocks_in_every_layer(
     assert made.layout.slot_bytes - of.slot_bytes <= of.slot_bytes / 31
 
 
+FALCON_H1 = layout(44, 16 * 2 * 2 * 128 * 2, 24 * MIB)
+JAMBA = layout(4, 16 * 2 * 8 * 128 * 2, 24 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("of", "block", "pages", "granule", "padding", "apart"),
+    [
+        (FALCON_H1, 2 * MIB, 32, 22 * MIB, 0, 88 * MIB),
+        (FALCON_H1, 16 * MIB, 256, 176 * MIB, 0, 704 * MIB),
+        (QWEN3_NEXT, 2 * MIB, 16, 6 * MIB, 0, 24 * MIB),
+        (QWEN3_NEXT, 16 * MIB, 128, 48 * MIB, 0, 192 * MIB),
+        (JAMBA, 2 * MIB, 8, 2 * MIB, 0, 8 * MIB),
+        # 7 layers of 18 KiB a page would fill 63 blocks exactly.
+        (KIMI_LINEAR, 2 * MIB, 16, 2 * MIB, 2 * KIB, 126 * MIB),
+    ],
+    ids=["Falcon-H1", "Falcon-H1, 16", "Qwen3-Next", "Qwen3-Next, 16", "Jamba", "Kimi"],
+)
+def test_packed_pages_move_in_smaller_granules(
+    of: CacheLayout, block: int, pages: int, granule: int, padding: int, apart: int
+) -> None:
+    wanted = {"block_bytes": block, "max_model_len": 8192, "max_sequences": 64}
+    made = plan_elastic(replace(of, packed=True), 10 << 30, **wanted)
+    kv = made.pools[Pool.KV]
+    assert (kv.per_granule, kv.granule_bytes) == (pages, granule)
+    assert granule % block == 0 and pages * made.layout.page_bytes == granule
+    assert made.layout.page_bytes == of.page_bytes + padding
+    assert made.layout.page_padding == (padding,)
+    assert made.sizes.pages == (10 << 30) // granule * pages
+    assert plan_elastic(of, 10 << 30, **wanted).pools[Pool.KV].granule_bytes == apart
+
+
+def test_packed_windows_are_padded_each_for_itself() -> None:
+    """Gemma-like: pages of full attention and of windows fill their own granules."""
+    of = CacheLayout(
+        page_size=16,
+        attention=(
+            AttentionGroup(tuple("abcde"), 32 * KIB),
+            AttentionGroup(tuple("fghijklmn"), 32 * KIB, SlidingWindow(1024)),
+            AttentionGroup(("wide",), 64 * KIB, SlidingWindow(1024)),
+            AttentionGroup(("far",), 32 * KIB - 512, SlidingWindow(4096)),
+        ),
+        states=(),
+        packed=True,
+    )
+    made = plan(of)
+    assert of.window_page_bytes == (11 * 32 * KIB, 32 * KIB - 512)
+    assert made.layout.page_bytes == 5 * 32 * KIB
+    assert made.layout.window_page_bytes == (11 * 32 * KIB, 32 * KIB)
+    assert made.layout.page_padding == (0, 0, 512)
+    granules = {name: pool.granule_bytes // MIB for name, pool in made.pools.items()}
+    assert granules == {Pool.KV: 10, Pool.window(0): 22, Pool.window(1): 2}
+    for name, pool in made.pools.items():
+        assert pool.per_granule * made.layout.row_bytes[name] == pool.granule_bytes
+        assert made.layout.row_bytes[name] % (16 * 128) == 0, "tokens stay aligned"
+
+
+def test_tokens_of_packed_pages_are_aligned_whatever_they_take() -> None:
+    of = replace(layout(3, 48 * 40, 2 * MIB, page_size=48), packed=True)
+    made = plan(of, max_model_len=1024)
+    assert made.layout.page_bytes % (48 * 128) == 0
+    assert made.pools[Pool.KV].granule_bytes % BLOCK == 0
+    assert made.layout.page_bytes >= of.page_bytes
+
+
+def test_packed_pages_start_and_stay_with_less() -> None:
+    apart, packed = (
+        plan(replace(FALCON_H1, packed=kind), budget=820 * MIB, max_sequences=8)
+        for kind in (False, True)
+    )
+    assert apart.pools[Pool.KV].floor == packed.pools[Pool.KV].floor == 1
+    assert start_of(apart)[0] * apart.pools[Pool.KV].granule_bytes == 88 * MIB
+    assert start_of(packed)[0] * packed.pools[Pool.KV].granule_bytes == 22 * MIB
+    assert (apart.sequences(8192), packed.sequences(8192)) == (1, 2)
+
+
 def test_a_small_budget_has_small_granules_though_they_are_padded() -> None:
     of = layout(2, 8 << 10, 421 << 10)
     small, large = (

@@ -23,16 +23,18 @@ from hybrid_plugin.core.tree.events import (
     PagesStored,
     sha256_chain,
 )
-from tests.core.support import NO_SNAPSHOTS, serve, span
+from tests.core.support import NO_SNAPSHOTS, ByMinimum, serve, span
 
 PAGE = 4
 
 
 def make(pages: int = 40, states: bool = True) -> tuple[HybridCache, EventLog]:
     log = EventLog()
-    policy = SnapshotPolicy(PAGE, 1, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
+    policy = SnapshotPolicy(PAGE, NO_SNAPSHOTS)
     slots = SlotPool(9) if states else NoSlots()
-    return HybridCache(PagePool(pages), slots, PAGE, policy, events=log), log
+    return HybridCache(
+        PagePool(pages), slots, PAGE, policy, events=log, eviction=ByMinimum()
+    ), log
 
 
 def keys(tokens: tuple[int, ...], namespace: Hashable = None) -> list[object]:
@@ -116,7 +118,7 @@ class TestEvents:
         log = EventLog(
             hasher=lambda parent, tokens, namespace: bytes(tokens.tolist()[:1])
         )
-        policy = SnapshotPolicy(PAGE, 1, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0)
+        policy = SnapshotPolicy(PAGE, NO_SNAPSHOTS)
         cache = HybridCache(PagePool(9), SlotPool(3), PAGE, policy, events=log)
         serve(cache, "a", span(0, 8))
         (event,) = log.take()

@@ -55,7 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         branch_min=st.integers(1, 6),
         prompt_end_min=st.integers(1, 12),
         chunk_end_min=st.integers(1, 12),
-        flop_aware=st.booleans(),
+        economical=st.booleans(),
     )
     def start(
         self,
@@ -68,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         branch_min: int,
         prompt_end_min: int,
         chunk_end_min: int,
-        flop_aware: bool,
+        economical: bool,
     ) -> None:
         setup = Setup(
             page_size=self.page_size,
@@ -81,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
             branch_min=branch_min,
             prompt_end_min=prompt_end_min,
             chunk_end_min=chunk_end_min,
-            flop_aware=flop_aware,
+            economical=economical,
         )
         self.engine = FakeEngine(replace(setup, windows=self.windows))
 

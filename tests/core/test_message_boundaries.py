@@ -12,7 +12,8 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from tests.core.support import NO_SNAPSHOTS, Tokens, make_cache, serve, span
+from hybrid_plugin.core.tree.snapshot import SnapshotKind
+from tests.core.support import NO_SNAPSHOTS, ByMinimum, Tokens, make_cache, serve, span
 
 START, END, SYSTEM, USER = 1, 2, 3, 4
 CHAT = Delimiters((START, SYSTEM), (END,))
@@ -88,10 +89,8 @@ class TestPositions:
 
 
 def make(delimiters: Delimiters | None) -> HybridCache:
-    policy = SnapshotPolicy(
-        4, 1, NO_SNAPSHOTS, NO_SNAPSHOTS, delimiters=delimiters, system_min_tokens=8
-    )
-    return HybridCache(PagePool(200), SlotPool(20), 4, policy)
+    policy = SnapshotPolicy(4, NO_SNAPSHOTS, delimiters=delimiters, system_min_tokens=8)
+    return HybridCache(PagePool(200), SlotPool(20), 4, policy, eviction=ByMinimum())
 
 
 class TestHits:
@@ -112,10 +111,15 @@ class TestHits:
         assert serve(cache, "b", chat(3, 9)).hit == 0
 
     def test_the_prompt_end_is_that_of_the_last_message(self) -> None:
-        policy = SnapshotPolicy(4, 1, 8, NO_SNAPSHOTS, 0.0, delimiters=CHAT)
+        policy = SnapshotPolicy(4, NO_SNAPSHOTS, delimiters=CHAT)
         prompt = array("q", [*chat(30, 20), START, 6, 6, 6, 6])
-        stops = policy.snapshot_positions_of(prompt, hit=0, kv_length=0)
-        assert stops == (32 + 24,)
+        stops = policy.snapshot_positions_of(
+            prompt,
+            hit=0,
+            kv_length=0,
+            repays=lambda kind, saved: kind is SnapshotKind.PROMPT_END,
+        )
+        assert stops == {32 + 24: SnapshotKind.PROMPT_END}
 
 
 class TestHints:

@@ -17,7 +17,7 @@ from hybrid_plugin.core.memory.pools import NoSlots, PagePool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from tests.core.audit import audit
-from tests.core.support import NO_SNAPSHOTS, prefill, span, start
+from tests.core.support import NO_SNAPSHOTS, ByMinimum, prefill, span, start
 
 
 def pages(*ids: int) -> array[int]:
@@ -77,7 +77,8 @@ class TestSequences:
             PagePool(60),
             NoSlots(),
             4,
-            SnapshotPolicy(4, 1, NO_SNAPSHOTS, NO_SNAPSHOTS, 0.0),
+            SnapshotPolicy(4, NO_SNAPSHOTS),
+            eviction=ByMinimum(),
             windows=(WindowGroup(SlidingWindow(6), PagePool(60)),),
         )
 

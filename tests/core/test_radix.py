@@ -328,29 +328,3 @@ def test_renumbering_replaces_ids_and_nothing_else() -> None:
     assert match(tree, "abcdefghi").length == 8
     assert [n.snapshot.slot for n in tree.snapshots() if n.snapshot] == [6]
     assert tree.version > before
-
-
-def test_ages_count_admissions() -> None:
-    tree = tree_with("ab", "cd")
-    snap(tree, next(tree.leaves()), 1)
-    assert (tree.kv_age(), tree.snapshot_age()) == (0, 0)
-    for _ in range(3):
-        tree.begin_admission()
-    assert (tree.kv_age(), tree.snapshot_age()) == (3, 3)
-    for leaf in list(tree.leaves()):
-        tree.touch(leaf)
-    assert (tree.kv_age(), tree.snapshot_age()) == (0, 3)
-    tree.clear()
-    assert (tree.kv_age(), tree.snapshot_age()) == (None, None)
-
-
-def test_a_superseded_snapshot_is_older_than_anything() -> None:
-    tree = tree_with("ab", "cd")
-    first, second = tree.leaves()
-    snap(tree, first, 1)
-    for _ in range(3):
-        tree.begin_admission()
-    snap(tree, second, 2)
-    tree.supersede_snapshot(second)
-    assert tree.next_snapshot() is second
-    assert (tree.snapshot_age() or 0) > 1000

@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache
+from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from tests.core.audit import audit_orders, audit_structure
 from tests.core.test_radix import match, put, snap, t, tree_with
 
@@ -229,52 +229,95 @@ def test_clear_returns_everything_and_forgets_it() -> None:
     assert tree.next_snapshot() is None
 
 
-class TestSegments:
-    def used(self) -> tuple[MambaRadixCache, list[Node]]:
-        """Four snapshots, of which the first and the third were resumed from."""
+class TestSuperseding:
+    """A snapshot whose place a later one on the same path takes goes first."""
+
+    def chain(self, *ends: int) -> tuple[MambaRadixCache, list[Node]]:
+        """One path with nodes that end there."""
         tree = MambaRadixCache(1)
-        nodes = [
-            tree.insert(None, array("q", [n]), array("i", [n]))[0] for n in (1, 2, 3, 4)
-        ]
-        for slot, node in enumerate(nodes, start=1):
-            snap(tree, node, slot)
-        tree.use_snapshot(nodes[0])
-        tree.use_snapshot(nodes[2])
+        nodes = []
+        for end in ends:
+            tokens, pages = array("q", range(end)), array("i", range(1, end + 1))
+            nodes.append(tree.insert(None, tokens, pages)[0])
         return tree, nodes
 
-    def test_used_ones_outlive_unused_ones(self) -> None:
-        tree, nodes = self.used()
-        assert list(tree.snapshots()) == [nodes[1], nodes[3], nodes[0], nodes[2]]
-        assert tree.snapshot_counts() == (2, 2)
+    def turn(self, tree: MambaRadixCache, node: Node, slot: int) -> None:
+        tree.attach_snapshot(node, Snapshot(slot, kind=SnapshotKind.TURN_END))
+
+    def superseded(self, *nodes: Node) -> list[bool]:
+        return [n.snapshot is not None and n.snapshot.is_superseded for n in nodes]
+
+    def test_the_next_turn_takes_the_place_of_the_last(self) -> None:
+        tree, (first, second) = self.chain(2, 4)
+        self.turn(tree, first, 1)
+        tree.use_snapshot(first)
+        self.turn(tree, second, 2)
+        assert self.superseded(first, second) == [True, False]
+        assert tree.next_snapshot() is first
+        assert second.resume_before() == 0 and second.alone() == 4
+
+    def test_not_before_it_was_used(self) -> None:
+        tree, (first, second) = self.chain(2, 4)
+        self.turn(tree, first, 1)
+        self.turn(tree, second, 2)
+        assert self.superseded(first) == [False]
+
+    def test_not_where_another_path_leads_on(self) -> None:
+        tree, (first, second) = self.chain(2, 4)
+        self.turn(tree, first, 1)
+        tree.use_snapshot(first)
+        tree.insert(None, array("q", [0, 1, 7]), array("i", [1, 2, 9]))
+        self.turn(tree, second, 2)
+        assert self.superseded(first) == [False]
+
+    def test_it_is_wanted_again_when_the_later_one_leaves(self) -> None:
+        tree, (first, second) = self.chain(2, 4)
+        self.turn(tree, first, 1)
+        tree.use_snapshot(first)
+        self.turn(tree, second, 2)
+        tree.detach_snapshot(second)
+        assert self.superseded(first) == [False]
+
+    def test_and_when_somebody_resumes_there(self) -> None:
+        tree, (first, second) = self.chain(2, 4)
+        self.turn(tree, first, 1)
+        tree.use_snapshot(first)
+        self.turn(tree, second, 2)
+        tree.use_snapshot(first)
+        assert self.superseded(first) == [False]
+
+    def test_a_branch_point_takes_the_place_of_a_guess(self) -> None:
+        tree, (body, branch, end) = self.chain(2, 3, 5)
+        tree.attach_snapshot(body, Snapshot(1, kind=SnapshotKind.BODY))
+        self.turn(tree, end, 2)
+        assert self.superseded(body) == [False], "a turn's end tells nothing of it"
+        tree.use_snapshot(body)
+        tree.attach_snapshot(branch, Snapshot(3, kind=SnapshotKind.BRANCH))
+        assert self.superseded(body, branch, end) == [True, False, False]
+
+    def test_chunk_ends_of_a_prompt_follow_each_other(self) -> None:
+        tree, (first, second) = self.chain(2, 4)
+        for slot, node in enumerate((first, second), start=1):
+            tree.attach_snapshot(node, Snapshot(slot, kind=SnapshotKind.CHUNK_END))
+        assert self.superseded(first, second) == [True, False]
+
+    def test_turns_that_end_inside_a_page(self) -> None:
+        tree = MambaRadixCache(4)
+        node, _ = tree.insert(None, t("abcd"), array("i", [1]))
+        first, _ = tree.insert_tail(node, t("ef"), 2)
+        self.turn(tree, first, 1)
+        tree.use_snapshot(first)
+        longer, _ = tree.insert(None, t("abcdefgh"), array("i", [1, 3]))
+        second, _ = tree.insert_tail(longer, t("i"), 4)
+        self.turn(tree, second, 2)
+        assert self.superseded(first, second) == [True, False]
+        assert second.alone() == 9, "nothing but the superseded tail branches off"
+        third, _ = tree.insert_tail(node, t("efx"), 5)
+        tree.use_snapshot(first)
+        self.turn(tree, third, 3)
+        assert self.superseded(first) == [False], "two paths continue it now"
+        audit_structure(tree)
         audit_orders(tree)
-
-    def test_unless_they_hold_more_than_three_quarters(self) -> None:
-        tree, nodes = self.used()
-        slots = [ids(tree.evict_snapshot())[1] for _ in range(4)]
-        assert slots == [2, 4, 1, 3]
-        tree, nodes = self.used()
-        tree.use_snapshot(nodes[1])
-        assert tree.next_snapshot() is nodes[3]
-        tree.use_snapshot(nodes[3])
-        fresh, _ = tree.insert(None, array("q", [5]), array("i", [5]))
-        snap(tree, fresh, 5)
-        assert tree.next_snapshot() is nodes[0]
-
-    def test_a_superseded_one_goes_first(self) -> None:
-        tree, nodes = self.used()
-        tree.supersede_snapshot(nodes[2])
-        assert tree.next_snapshot() is nodes[2]
-        tree.touch_snapshot(nodes[2])
-        assert tree.next_snapshot() is nodes[1]
-        audit_orders(tree)
-
-    def test_plain_recency_has_one_order(self) -> None:
-        tree = MambaRadixCache(1, eviction=LeastRecentlyUsed())
-        nodes = [tree.insert(None, array("q", [n]), array("i", [n]))[0] for n in (1, 2)]
-        for slot, node in enumerate(nodes, start=1):
-            snap(tree, node, slot)
-        tree.use_snapshot(nodes[0])
-        assert list(tree.snapshots()) == [nodes[1], nodes[0]]
 
 
 class TestTrim:

@@ -4,6 +4,11 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tree.snapshot import SnapshotKind
+from tests.core.support import NO_SNAPSHOTS
+
+BRANCH, BODY = SnapshotKind.BRANCH, SnapshotKind.BODY
+PROMPT_END = SnapshotKind.PROMPT_END
 
 
 def stops(
@@ -14,9 +19,17 @@ def stops(
     page_size: int = 16,
     branch: int = 1,
     prompt_end: int = 1,
+    body: int = NO_SNAPSHOTS,
 ) -> tuple[int, ...]:
-    policy = SnapshotPolicy(page_size, branch, prompt_end, 1, 0.0)
-    return policy.prefill_positions(length=length, hit=hit, kv_length=kv_length)
+    """Positions where snapshots are planned that save at least so many tokens."""
+    least = {BRANCH: branch, PROMPT_END: prompt_end, BODY: body}
+    planned = SnapshotPolicy(page_size).prefill_positions(
+        length=length,
+        hit=hit,
+        kv_length=kv_length,
+        repays=lambda kind, saved: saved >= least[kind],
+    )
+    return tuple(planned)
 
 
 @pytest.mark.parametrize(
@@ -47,19 +60,12 @@ def test_no_stop_at_or_before_the_hit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hit", "kv_length", "branch", "expected"),
-    [
-        pytest.param(192, 224, 32, (224, 288), id="just"),
-        pytest.param(192, 224, 33, (288,), id="too near"),
-        pytest.param(192, 240, 999, (240, 288), id="a quarter of the hit"),
-        pytest.param(192, 224, 999, (288,), id="less than a quarter"),
-        pytest.param(0, 16, 999, (16, 288), id="the first page shared"),
-    ],
+    ("branch", "expected"), [(32, (224, 288)), (33, (288,))], ids=["just", "too near"]
 )
-def test_least_distance_of_a_branch(
-    hit: int, kv_length: int, branch: int, expected: tuple[int, ...]
+def test_a_branch_saves_what_lies_behind_the_hit(
+    branch: int, expected: tuple[int, ...]
 ) -> None:
-    assert stops(300, hit=hit, kv_length=kv_length, branch=branch) == expected
+    assert stops(300, hit=192, kv_length=224, branch=branch) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,11 +116,11 @@ def test_stops_ascend_between_the_hit_and_the_end(page_size: int) -> None:
 def test_a_chunk_cut_short_ends_on_a_page_where_it_can(
     start: int, end: int, expected: int
 ) -> None:
-    assert SnapshotPolicy(16, 1, 1, 1).align_chunk_end(start, end) == expected
+    assert SnapshotPolicy(16).align_chunk_end(start, end) == expected
 
 
 def test_a_chunk_end_counts_from_the_snapshot_before_it() -> None:
-    policy = SnapshotPolicy(16, 1, 1, 64)
+    policy = SnapshotPolicy(16, 64)
     assert policy.keeps_chunk_end(64, 0)
     assert not policy.keeps_chunk_end(64, 16)
     assert not policy.keeps_chunk_end(70, 0)
@@ -134,6 +140,31 @@ def test_a_chunk_end_counts_from_the_snapshot_before_it() -> None:
 def test_a_long_prompt_stops_after_its_body_too(
     length: int, hit: int, kv_length: int, expected: tuple[int, ...]
 ) -> None:
-    policy = SnapshotPolicy(16, 1, 1024, 1024, body_share=0.75)
-    found = policy.prefill_positions(length=length, hit=hit, kv_length=kv_length)
+    found = stops(length, hit=hit, kv_length=kv_length, prompt_end=1024, body=1024)
     assert found == expected
+
+
+def test_the_body_ends_where_prompts_were_seen_to_part() -> None:
+    policy = SnapshotPolicy(16)
+    for _ in range(4):
+        policy.divergences.observe(250)
+    planned = policy.prefill_positions(length=10_000, hit=0, kv_length=0)
+    assert planned == {9744: BODY, 9984: PROMPT_END}
+
+
+def test_kinds_and_what_each_would_save() -> None:
+    asked = []
+
+    def repays(kind: SnapshotKind, saved: int) -> bool:
+        asked.append((kind, saved))
+        return kind is not BRANCH
+
+    planned = SnapshotPolicy(16).prefill_positions(
+        length=1000,
+        hit=64,
+        kv_length=320,
+        wanted={500: SnapshotKind.REQUESTED, 64: SnapshotKind.SYSTEM},
+        repays=repays,
+    )
+    assert planned == {496: SnapshotKind.REQUESTED, 736: BODY, 992: PROMPT_END}
+    assert asked == [(BRANCH, 256), (BODY, 240), (PROMPT_END, 256)]

@@ -21,7 +21,15 @@ from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowDemand, WindowGroup
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from tests.core.audit import audit
-from tests.core.support import NO_SNAPSHOTS, admit, prefill, serve, span, start
+from tests.core.support import (
+    NO_SNAPSHOTS,
+    ByMinimum,
+    admit,
+    prefill,
+    serve,
+    span,
+    start,
+)
 
 
 def make(
@@ -36,7 +44,8 @@ def make(
         PagePool(pages),
         SlotPool(9) if states else NoSlots(),
         page_size,
-        SnapshotPolicy(page_size, 1, NO_SNAPSHOTS, chunk_end, 0.0),
+        SnapshotPolicy(page_size, chunk_end),
+        eviction=ByMinimum(),
         windows=tuple(WindowGroup(s, PagePool(window_pages)) for s in spans),
     )
 

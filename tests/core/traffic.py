@@ -56,7 +56,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
     side = random.Random(repr(setup))
     return replace(
         setup,
-        flop_aware=side.random() < 0.3,
+        economical=side.random() < 0.3,
         follow=side.choice((0, 1, 2 * page_size)),
     )
 

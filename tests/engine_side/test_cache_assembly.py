@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import pytest
-
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.memory.broker import FixedBroker
@@ -19,7 +17,7 @@ from hybrid_plugin.core.memory.layout import (
     StateGroup,
 )
 from hybrid_plugin.core.memory.pools import NoSlots
-from hybrid_plugin.core.policy.eviction import FlopAware, UsedFirst
+from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits, divide
 
@@ -59,13 +57,9 @@ def test_pools_that_share_memory() -> None:
     assert [group.pages.capacity for group in cache.windows] == [*plan.sizes.windows]
 
 
-@pytest.mark.parametrize("policy", ["used-first", "flop-aware"])
-def test_eviction_weighs_what_a_snapshot_keeps(policy: str) -> None:
-    eviction = build_cache(FIXED, HybridConfig(eviction_policy=policy)).tree.eviction
-    if policy == "used-first":
-        assert type(eviction) is UsedFirst
-        return
-    assert isinstance(eviction, FlopAware)
+def test_eviction_knows_what_content_holds() -> None:
+    eviction = build_cache(FIXED, HybridConfig()).tree.eviction
+    assert isinstance(eviction, ExpectedSaving)
     assert eviction.token_bytes == 2 * 4096 / 16
     # Two states, and the window's 40 tokens: 4 pages where they begin within one.
     assert eviction.slot_bytes == 2 * 3000 + 4 * 1024

@@ -150,6 +150,12 @@ def test_elastic_pools_leave_the_block_behind_holes_alone() -> None:
     assert found.sequences(512) == found.shared.sequences(512)
 
 
+@pytest.mark.parametrize("available", [-MIB, 0, 16 * KIB, 32 * KIB - 1])
+def test_elastic_pools_need_a_block_beside_that(available: int) -> None:
+    with pytest.raises(ConfigError, match=r"do not fit: .* less than two blocks of"):
+        divided(available, elastic=True)
+
+
 def test_elastic_pools_have_windows_too() -> None:
     layout = replace(LAYOUT, attention=(*LAYOUT.attention, WINDOW))
     found = divided(4 * MIB, elastic=True, layout=layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ class Finding:
 
 
 def run_phases(
-    module: str, arguments: Sequence[str], imports: Sequence[str] = ()
+    module: str,
+    arguments: Sequence[str],
+    imports: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Finding:
     """Run a module of `tests.engines` and read the JSON that it printed.
 
@@ -32,9 +35,11 @@ def run_phases(
         module: its name there; it calls `report` once.
         arguments: of its command line.
         imports: as of a `Launch`.
+        environment: likewise, besides what every such process gets.
     """
     command = [sys.executable, "-m", f"tests.engines.{module}", *arguments]
-    done = completed(Launch(command, {"OMP_NUM_THREADS": "1"}, imports))
+    variables = {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+    done = completed(Launch(command, variables, imports))
     log = done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     assert done.returncode == 0 and len(lines) == 1, log[-4000:]

@@ -47,9 +47,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return slow_decay.write_nemotron_h(tmp_path_factory.mktemp("model") / "nemotron-h")
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "layer-major"])
+def packed(request: pytest.FixtureRequest) -> bool:
+    """Whether the layers of a page may lie side by side."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
 def moving(
-    model: Path, start_server: StartServer, tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    start_server: StartServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    packed: bool,
 ) -> Seen:
     """All phases, then pressure, on one server with pools over one budget."""
     report = tmp_path_factory.mktemp("watch") / "report.json"
@@ -59,7 +68,7 @@ def moving(
         dtype="float32",
         options=ELASTIC,
         max_running=64,
-        environment=watch_environment(report),
+        environment=watch_environment(report, packed=packed),
     ) as server:
         seen = Seen([], [], [])
         for prompts in phases().values():
@@ -98,6 +107,10 @@ def test_memory_goes_where_it_is_wanted(moving: Seen) -> None:
         assert more["resident_kv"] > 2 * less["resident_kv"]
         assert less["resident_state"] > 2 * more["resident_state"]
     assert moving.at_last["grown_kv"] > 10 and moving.at_last["grown_state"] > 10
+
+
+def test_pages_lie_as_wanted(moving: Seen, packed: bool) -> None:
+    assert f"its layers lie {'side by side' if packed else 'apart'}" in moving.log
 
 
 def test_the_budget_is_held(moving: Seen) -> None:

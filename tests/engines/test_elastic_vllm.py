@@ -37,12 +37,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return slow_decay.write_nemotron_h(tmp_path_factory.mktemp("model") / "nemotron-h")
 
 
+@pytest.fixture(scope="module", params=[None, "LBHNC"], ids=["packed", "layer-major"])
+def layout(request: pytest.FixtureRequest) -> str | None:
+    """What vLLM is told about its layout; None for the plugin's choice."""
+    value: str | None = request.param
+    return value
+
+
 @pytest.fixture(scope="module")
-def moving(model: Path) -> Found:
+def moving(model: Path, layout: str | None) -> Found:
     """What was seen of pools over one budget."""
     if ON_GPU:
         pytest.skip("resident memory is looked at on CPUs")
-    return serve(model, ELASTIC)
+    return serve(model, ELASTIC, layout=layout)
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +59,17 @@ def expected(model: Path) -> list[list[list[int]]]:
 
 
 def serve(
-    model: Path, options: dict[str, Any], ranks: int = 1, count: int = 4
+    model: Path,
+    options: dict[str, Any],
+    ranks: int = 1,
+    count: int = 4,
+    layout: str | None = None,
 ) -> Found:
     """Serve the first so many phases in a process of its own."""
     arguments = (str(model), json.dumps(options), str(ranks), str(count))
-    finding = run_phases("elastic_phases", arguments, () if ON_GPU else IMPORTS)
+    environment = {"VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+    imports = () if ON_GPU else IMPORTS
+    finding = run_phases("elastic_phases", arguments, imports, environment)
     return finding.found | {"log": finding.log}
 
 
@@ -71,6 +84,11 @@ def test_memory_goes_where_it_is_wanted(moving: Found) -> None:
         assert more["resident_kv"] > 2 * less["resident_kv"]
         assert less["resident_state"] > 2 * more["resident_state"]
     assert moving["stats"]["moves"] > 50
+
+
+def test_pages_lie_as_wanted(moving: Found, layout: str | None) -> None:
+    lie = "apart" if layout else "side by side"
+    assert f"its layers lie {lie}" in moving["log"]
 
 
 def test_the_budget_is_held(moving: Found) -> None:

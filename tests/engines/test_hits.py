@@ -9,11 +9,13 @@ are batched is the engine's affair.
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from hybrid_plugin.config import HybridConfig
 from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
 from tests.engines.replay import replay
 from tests.engines.traffic import encode, system_prompt
 
@@ -34,7 +36,9 @@ def prompts_of(rng: random.Random, systems: list[tuple[int, ...]]) -> tuple[int,
     return start + encode(system_prompt(rng, rng.randint(1, 60)))
 
 
-def test_hits_equal_those_of_the_core_alone(start_server: StartServer) -> None:
+def test_hits_equal_those_of_the_core_alone(
+    start_server: StartServer, driver: Driver
+) -> None:
     """Shared prompts, branches and chats, with evictions of pages and states."""
     rng = random.Random(20)
     systems = [encode(system_prompt(rng, n)) for n in (40, 150, 300)]
@@ -50,7 +54,14 @@ def test_hits_equal_those_of_the_core_alone(start_server: StartServer) -> None:
             stream.append((prompt, answer.tokens))
             cached.append(answer.cached_tokens)
         metrics = server.metrics()
-    assert cached == replay(stream, HybridConfig(**OPTIONS), POOLS, CHUNK)
+        slot = re.search(r"state slots of ([\d.]+) KiB", server.log_text())
+    assert slot is not None
+    slot_bytes = float(slot[1]) * 2**10
+    options = HybridConfig(**OPTIONS)
+    by_chunk = driver.name == "vllm"
+    assert cached == replay(
+        stream, options, POOLS, CHUNK, slot_bytes, chunk_by_chunk=by_chunk
+    )
     assert sum(cached) > 0.2 * sum(len(prompt) for prompt, _ in stream)
     assert metrics["pages_evicted"] > 0
     assert metrics["snapshots_evicted"] > 0

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybrid_plugin.core.policy.costs import PASS_TOKENS
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.messages import Ask
@@ -41,11 +42,11 @@ def test_next_turn_reuses_prompt_and_answer(server: Server, driver: Driver) -> N
 def test_third_request_with_a_short_system_prompt_hits(
     server: Server, driver: Driver
 ) -> None:
-    """The second reveals the branch; 40 tokens are one page and a bit."""
-    system = encode("Speak like a pirate. " + system_prompt(random.Random(2), 19))
+    """The second reveals the branch, if a guess did not: it repays a pass."""
+    system = encode("Speak like a pirate. " + system_prompt(random.Random(2), 44))
     endings = [encode(f"{letter}: tell me about it.") for letter in "ABCDEFGH"]
     cached = [server.ask(system + end, 8).cached_tokens for end in endings]
-    assert cached[:2] == [0, 0]
+    assert cached[0] == 0
     assert all(tokens >= driver.page_size for tokens in cached[2:])
 
 
@@ -60,19 +61,21 @@ def test_branches_in_the_middle_are_found(server: Server, driver: Driver) -> Non
     assert answer.cached_tokens >= len(limbs[1]) // page * page - page
 
 
-def test_salt_separates(server: Server, driver: Driver) -> None:
+def test_salt_separates(server: Server) -> None:
     prompt = encode(system_prompt(random.Random(4), 200))
     endings = [encode(ending) for ending in ("one", "two", "three")]
     alice = [server.ask(prompt + end, 4, salt="alice") for end in endings]
     bob = server.ask(prompt + endings[-1], 4, salt="bob")
-    assert alice[-1].cached_tokens >= 200 - driver.page_size
+    # Where the first one's guess is this near, one more snapshot does not repay a pass.
+    assert alice[-1].cached_tokens >= 200 - PASS_TOKENS // 2
     assert bob.cached_tokens == 0
 
 
 def test_prompt_logprobs_bypass_the_cache(server: Server) -> None:
     """They need every prompt position computed."""
     prompt = encode(system_prompt(random.Random(5), 100))
-    server.ask(prompt, 4)
+    for ending in "!.":  # the second reveals the branch
+        server.ask(prompt + encode(ending), 4)
     assert server.ask(prompt + encode("?"), 4).cached_tokens > 0
     assert server.cached_with_prompt_logprobs(prompt + encode("?")) == 0
 
@@ -94,7 +97,8 @@ def test_counters_agree_with_the_answers(server: Server) -> None:
 
 def test_reset_forgets_everything(server: Server) -> None:
     prompt = encode(system_prompt(random.Random(7), 90))
-    server.ask(prompt, 4)
+    for ending in "?.":  # the second reveals the branch
+        server.ask(prompt + encode(ending), 4)
     assert server.ask(prompt + encode("!!"), 4).cached_tokens > 0
     server.reset_prefix_cache()
     assert server.ask(prompt + encode("!!"), 4).cached_tokens == 0
@@ -113,8 +117,10 @@ def test_requests_that_arrive_together_compute_their_beginning_once(
     answers = server.ask_all(asks, requests)
     after = server.metrics()
     assert [(a.error, len(a.tokens)) for a in answers] == [(None, 8)] * requests
-    cached = sorted(answer.cached_tokens for answer in answers)
+    first, *others = sorted(answer.cached_tokens for answer in answers)
     whole = len(shared) // driver.page_size * driver.page_size
-    assert cached == [0] + [whole] * (requests - 1)
+    assert first == 0
+    # Each goes on where less than `in_batch_prefix_min_tokens` is left to share.
+    assert all(whole - 256 < cached <= whole for cached in others)
     waits = "in_batch_prefix_waits"
     assert after[waits] - before[waits] == requests - 1

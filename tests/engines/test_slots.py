@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few slots: all of them run sequences, and snapshots make way by a policy.
+"""Few slots: all of them run sequences, and snapshots make way by their worth.
 
 One server for both: which snapshot goes first has nothing to do with how many
 sequences run.
@@ -21,13 +21,12 @@ from tests.engines.traffic import encode
 pytestmark = pytest.mark.engine
 
 SLOTS = 8
-OPTIONS = {"page_size": 32, "eviction_policy": "flop-aware"}
+OPTIONS = {"page_size": 32}
 POOLS = (200, SLOTS + 1)
 
 
 @pytest.fixture(scope="module")
 def server(start_server: StartServer) -> Iterator[Server]:
-    """Not the default policy."""
     with start_server("slots", options=OPTIONS, pools=POOLS) as running:
         yield running
 
@@ -55,8 +54,8 @@ def test_as_many_sequences_run_as_there_are_slots(server: Server) -> None:
     assert metrics["state{cached}"] > 0
 
 
-def test_flop_aware_with_a_cap_per_path(server: Server) -> None:
-    """Chats go on and hit, while slots are so few that snapshots must go."""
+def test_chats_go_on_while_snapshots_make_way(server: Server) -> None:
+    """Each next turn hits, while slots are so few that other snapshots must go."""
     evicted = server.metrics()["snapshots_evicted"]
     cached = []
     for chat in range(SLOTS + 2):

@@ -33,6 +33,7 @@ from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAlloc
 from hybrid_plugin.sglang.parking import park_paused, parked_first
 from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 from hybrid_plugin.sglang.scheduling import HybridPrefillAdder
+from tests.core.support import ByMinimum
 
 PAGE = 4
 POLICY = HybridConfig(in_batch_prefix_min_tokens=0).snapshot_policy(PAGE)
@@ -180,7 +181,9 @@ class Bench:
 
     def make_core(self, pages: int, slots: int) -> HybridCache:
         """Full attention and states."""
-        return HybridCache(PagePool(pages), SlotPool(slots), PAGE, POLICY)
+        return HybridCache(
+            PagePool(pages), SlotPool(slots), PAGE, POLICY, eviction=ByMinimum()
+        )
 
     def make_allocator(self) -> HybridTokenAllocator:
         """On pools without memory."""

@@ -64,10 +64,10 @@ def test_options_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_line_goes_before_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    both = '{"page_size": 64, "eviction_policy": "lru"}'
+    both = '{"page_size": 64, "elastic": false}'
     monkeypatch.setenv("HYBRID_CONFIG", both)
     parse("--enable-hybrid-plugin", "--hybrid-config", '{"page_size": 32}')
-    expected = HybridConfig(page_size=32, eviction_policy="lru")
+    expected = HybridConfig(page_size=32, elastic=False)
     assert activation.read_options() == expected
 
 

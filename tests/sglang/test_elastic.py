@@ -20,7 +20,7 @@ from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateG
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host_arena import HostArena
-from hybrid_plugin.sglang import elastic
+from hybrid_plugin.sglang import elastic, page_layout
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
@@ -40,23 +40,24 @@ BUDGET = 4 << 20
 TOKEN_BYTES = LAYERS * 2 * HEADS * WIDTH * 2
 
 
-def plan(budget: int = BUDGET) -> ElasticPlan:
+def plan(budget: int = BUDGET, *, packed: bool = False) -> ElasticPlan:
     names = tuple(f"KV tensor {i}" for i in range(2 * LAYERS))
     layout = CacheLayout(
         page_size=PAGE,
         attention=(AttentionGroup(names, TOKEN_BYTES * PAGE // (2 * LAYERS)),),
         states=(StateGroup(("states",), 126 << 10),),
+        packed=packed,
     )
     return plan_elastic(
         layout, budget, block_bytes=BLOCK, max_model_len=512, max_sequences=4
     )
 
 
-@pytest.fixture
-def shared() -> Iterator[SharedPools]:
+@pytest.fixture(params=[False, True], ids=["layer-major", "packed"])
+def shared(request: pytest.FixtureRequest) -> Iterator[SharedPools]:
     memory = HostArena(BUDGET + BLOCK, BLOCK)
     assert memory.hold(memory.usable) is None
-    yield SharedPools(plan(), memory)
+    yield SharedPools(plan(packed=request.param), memory)
     memory.close()
 
 
@@ -76,10 +77,103 @@ def test_keys_and_values_of_a_layer_lie_behind_each_other(shared: SharedPools) -
     pool = key_value_pool(shared.tokens)
     shared.place_keys_and_values(pool)
     assert len(pool.k_buffer) == len(pool.v_buffer) == LAYERS
+    packed = shared.plan.layout.packed
     for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
         assert keys.shape == (shared.tokens + PAGE, HEADS, WIDTH)
-        assert keys.is_contiguous() and values.is_contiguous()
-        assert values.data_ptr() == keys.data_ptr() + keys.nbytes
+        assert keys[0].is_contiguous() and values.stride() == keys.stride()
+        assert keys.is_contiguous() != packed
+        apart = keys[0].nbytes if packed else keys.nbytes
+        assert values.data_ptr() == keys.data_ptr() + apart
+
+
+def test_layers_cover_each_page_exactly_once(shared: SharedPools) -> None:
+    pool = key_value_pool(shared.tokens)
+    shared.place_keys_and_values(pool)
+    executor = shared.start()
+    mapped = shared.plan.pools[Pool.KV].start * shared.plan.pools[Pool.KV].per_granule
+    tensors = [
+        tensor
+        for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        for tensor in layer
+    ]
+    for number, tensor in enumerate(tensors, start=1):
+        for token in range(mapped * PAGE):
+            tensor.view(torch.int8)[token] += 16 * number + token % 16
+    parts = executor._arenas[Pool.KV].parts
+    row = HEADS * WIDTH * 2
+    for index in range(mapped):
+        tokens = [
+            [
+                bytes([16 * number + t % 16]) * row
+                for number in range(1, len(tensors) + 1)
+            ]
+            for t in range(index * PAGE, (index + 1) * PAGE)
+        ]
+        if not shared.plan.layout.packed:
+            tokens = [list(layer) for layer in zip(*tokens, strict=True)]
+        expected = b"".join(part for token in tokens for part in token)
+        assert b"".join(part[index].numpy().tobytes() for part in parts) == expected
+
+
+def test_commands_touch_one_page(shared: SharedPools) -> None:
+    pool = key_value_pool(shared.tokens)
+    shared.place_keys_and_values(pool)
+    executor = shared.start()
+    mapped = shared.plan.pools[Pool.KV].start * shared.plan.pools[Pool.KV].per_granule
+    tensors = [
+        tensor[: mapped * PAGE].unflatten(0, (mapped, PAGE))
+        for tensor in (*pool.k_buffer, *pool.v_buffer)
+    ]
+    for number, tensor in enumerate(tensors, start=1):
+        tensor.fill_(torch.nan)
+        tensor[1] = number
+    executor.run([Copy(Pool.KV, 1, 3), Zero(Pool.KV, 2)])
+    for number, tensor in enumerate(tensors, start=1):
+        assert (tensor[[1, 3]] == number).all() and not tensor[2].any()
+        rest = [i for i in range(mapped) if i not in (1, 2, 3)]
+        assert rest and tensor[rest].isnan().all()
+
+
+def test_tokens_stay_evenly_apart_however_a_page_is_padded() -> None:
+    names = tuple(f"KV tensor {i}" for i in range(7))
+    layout = CacheLayout(
+        page_size=PAGE,
+        attention=(AttentionGroup(names, 32 * PAGE),),
+        states=(StateGroup(("states",), 126 << 10),),
+        packed=True,
+    )
+    made = plan_elastic(
+        layout, BUDGET, block_bytes=BLOCK, max_model_len=512, max_sequences=4
+    )
+    assert made.layout.page_padding == (32 * PAGE,), "a token of 224 bytes takes 256"
+    rows = torch.arange(4 * made.layout.page_bytes).to(torch.int8).view(4, -1)
+    tokens = 4 * PAGE
+    found = page_layout.views(rows, PAGE, [(tokens, 1, 16)] * 7, torch.bfloat16)
+    assert found is not None and len(found) == 7
+    for number, tensor in enumerate(found):
+        assert tensor.shape == (tokens, 1, 16) and tensor.stride(0) == 128
+        assert tensor.data_ptr() == rows.data_ptr() + 32 * number
+    assert page_layout.views(rows, PAGE, [(tokens, 1, 20)], torch.bfloat16) is None
+    assert page_layout.views(rows, PAGE, [(tokens - 1, 16)], torch.bfloat16) is None
+    assert page_layout.views(rows, PAGE, [(tokens, 144)], torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("backends", "row", "reason"),
+    [
+        (("triton", "triton"), 512, None),
+        (("fa3", "flashinfer"), 1152, None),
+        (("torch_native",), 16, None),
+        (("fa4", "triton"), 512, "fa4 are not known"),
+        (("flashmla", None), 512, "None, flashmla are not known"),
+        (("triton",), 200, "200 bytes in each tensor, no multiple of 16"),
+    ],
+)
+def test_packed_where_kernels_are_known_to_take_it(
+    backends: tuple[str | None, ...], row: int, reason: str | None
+) -> None:
+    found = page_layout.obstacle(backends, row)
+    assert found is None if reason is None else reason in (found or "")
 
 
 def test_what_is_mapped_keeps_content_and_what_left_is_gone(

@@ -96,7 +96,6 @@ def remembered(bench: Bench) -> dict[str, int]:
         "held": len(cache.front_door._sharing._held),
         "pauses": len(cache.front_door._sharing._pauses),
         "sequences": core.live,
-        "branches": len(core._branching),
         "commands": len(core._commands),
     }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,11 +172,25 @@ def test_ranks_of_data_parallel_attention_divide_the_slots(
 @pytest.mark.skipif(
     not host_arena.is_available(), reason="needs memory that can be returned"
 )
-def test_elastic_pools_get_memory_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backends", "unknown"),
+    [(("triton", "fa3"), None), (("triton", "trtllm_mha"), "kernels of trtllm_mha")],
+)
+def test_elastic_pools_get_memory_to_share(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    backends: tuple[str, ...],
+    unknown: str | None,
+) -> None:
     running = Running(monkeypatch)
-    running.reserve(4 * MIB)
+    monkeypatch.setattr(planning, "attention_backends", lambda: backends)
+    with caplog.at_level(logging.INFO):
+        running.reserve(4 * MIB)
     shared = running.memory.shared
     assert shared is not None and running.memory.plan is not None
+    assert shared.plan.layout.packed == (unknown is None)
+    assert ("the pages of each layer apart" in caplog.text) == (unknown is not None)
+    assert unknown is None or unknown in caplog.text
     try:
         assert shared.plan is running.memory.plan.shared
         assert shared.memory.usable == shared.plan.budget < 4 * MIB

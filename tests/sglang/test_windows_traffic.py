@@ -38,6 +38,7 @@ from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.sglang import token_placement
 from hybrid_plugin.sglang.allocator import HybridWindowAllocator
 from hybrid_plugin.sglang.pool_memory import PoolMemory
+from tests.core.support import ByMinimum
 from tests.sglang.broken_map import forgotten_hits
 from tests.sglang.fakes import PAGE, POLICY, Batch, Bench, request
 
@@ -70,7 +71,14 @@ class WindowBench(Bench):
 
     def make_core(self, pages: int, slots: int) -> HybridCache:
         group = WindowGroup(self.window, PagePool(self.window_pages))
-        return HybridCache(PagePool(pages), NoSlots(), PAGE, POLICY, windows=(group,))
+        return HybridCache(
+            PagePool(pages),
+            NoSlots(),
+            PAGE,
+            POLICY,
+            windows=(group,),
+            eviction=ByMinimum(),
+        )
 
     def make_allocator(self) -> HybridWindowAllocator:
         size = (self.core.pages.capacity - 1) * PAGE

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from hybrid_plugin.core.cache import LookUp
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
+from tests.core.support import ByMinimum
 
 PAGE = 16
 
@@ -95,9 +96,7 @@ def manager(
         watermark=watermark,
         log_stats=True,
     )
-    made.cache.policy = replace(
-        made.cache.policy, prompt_end_min_tokens=32, body_share=0.0
-    )
+    made.cache.tree.eviction = ByMinimum(prompt_end=32)
     return made
 
 

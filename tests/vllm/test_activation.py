@@ -94,11 +94,11 @@ def test_conflict_steps_aside_with_a_warning(
 
 def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """They travel with the configuration, to processes without the variable too."""
-    monkeypatch.setenv("HYBRID_CONFIG", '{"page_size": 64, "eviction_policy": "lru"}')
+    monkeypatch.setenv("HYBRID_CONFIG", '{"page_size": 64, "elastic": false}')
     given = {"hybrid_plugin": {"page_size": 32}}
     config = config_of(additional_config=given)
     monkeypatch.delenv("HYBRID_CONFIG")
-    assert read_options(config) == HybridConfig(page_size=32, eviction_policy="lru")
+    assert read_options(config) == HybridConfig(page_size=32, elastic=False)
 
 
 def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

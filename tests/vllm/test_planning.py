@@ -11,7 +11,12 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    MambaSpec,
+)
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.vllm import planning
@@ -34,7 +39,9 @@ def config_of(longest: int = 1024, *, auto: bool = False, **options: Any) -> Any
             max_model_len=longest, original_max_model_len=-1 if auto else longest
         ),
         cache_config=SimpleNamespace(
-            prefix_cache_retention_interval=None, kv_cache_memory_bytes=None
+            prefix_cache_retention_interval=None,
+            kv_cache_memory_bytes=None,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     )

@@ -12,10 +12,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.vllm.scheduler import COMMANDS, HybridScheduler
-from tests.vllm.fakes import PAGE, admit, compute, manager, nothing_kept, request
+from tests.vllm.fakes import admit, compute, manager, nothing_kept, request
 
 
 @pytest.fixture
@@ -154,23 +154,32 @@ def test_preemptions_are_counted(
 # --------------------------------------- where a prompt that hits nothing is cut
 
 
-def test_a_repeated_prompt_is_cut_where_the_third_one_resumes(scheduler: Any) -> None:
-    """A prompt below `prompt_end_min_tokens` leaves KV and no state inside it.
+@pytest.mark.parametrize(
+    ("length", "cuts", "hits"),
+    [
+        (600, [(), (592,), ()], [0, 0, 592]),
+        (2000, [(1488,), (1984,), ()], [0, 1488, 1984]),
+    ],
+    ids=["short", "long"],
+)
+def test_a_repeated_prompt_is_cut_where_the_third_one_resumes(
+    scheduler: Any, length: int, cuts: list[tuple[int, ...]], hits: list[int]
+) -> None:
+    """The second sending shows where prompts part, and leaves a snapshot there.
 
-    Its second sending hits nothing and is cut at its last page end, for a snapshot
-    that the third one resumes from: that one split is the branch point's.
+    The first is cut only if the guess where that will be repays the pass: a prompt of
+    600 tokens leaves KV and no state inside it.
     """
     scheduler.kv_cache_manager = of = manager(pages=200)
-    of.cache.policy = HybridConfig().snapshot_policy(PAGE)
-    cuts, hits = [], []
+    of.cache.tree.eviction = ExpectedSaving(token_bytes=1, slot_bytes=1)
+    found = []
     for name in ("first", "second", "third"):
-        one = request(name, 1000)
+        one = request(name, length)
         _, hit, _ = of.get_computed_blocks(one)
-        hits.append(hit)
-        cuts.append(of.front_door.snapshot_positions(one.request_id))
-        admit(of, one, 1000 - hit)
-        for position in (*cuts[-1], 1000):
+        positions = of.front_door.snapshot_positions(one.request_id)
+        found.append((positions, hit))
+        admit(of, one, length - hit)
+        for position in (*positions, length):
             compute(of, one, position)
         of.free(one)
-    assert hits == [0, 0, 992]
-    assert cuts == [(), (992,), ()]
+    assert found == list(zip(cuts, hits, strict=True))

@@ -185,7 +185,7 @@ def test_every_token_in_reach_is_where_the_tables_say(kind: str) -> None:
     model = Model(config_of(*KINDS[kind]), broken=False)
     hits = serve(model, seed=3)
     assert hits > 500
-    assert model.copied > 5, "hits that end inside a page"
+    assert model.copied > 2, "hits that end inside a page"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,11 +10,20 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.vllm import specs
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.scheduler import HybridAsyncScheduler, HybridScheduler
 
 _NEVER = 1 << 30
+
+
+class WithoutPasses(LeastRecentlyUsed):
+    """No snapshot is worth a pause."""
+
+    def repays_pass(self, *args: Any, **kwargs: Any) -> bool:
+        """See `LeastRecentlyUsed`."""
+        return False
 
 
 def scheduler(**arguments: Any) -> Scheduler:
@@ -30,13 +39,8 @@ def async_scheduler(**arguments: Any) -> Scheduler:
 def _without_snapshots(scheduler: Any) -> Scheduler:
     """The tests count the tokens of every step, and pauses would change them."""
     cache = scheduler.kv_cache_manager.cache
-    cache.policy = replace(
-        cache.policy,
-        branch_min_tokens=_NEVER,
-        prompt_end_min_tokens=_NEVER,
-        chunk_end_min_tokens=_NEVER,
-        body_share=0.0,
-    )
+    cache.policy = replace(cache.policy, chunk_end_min_tokens=_NEVER)
+    cache.tree.eviction = WithoutPasses()
     return cast(Scheduler, scheduler)
 
 

@@ -40,16 +40,17 @@ class MoveStats:
 class Reclaim(Protocol):
     """What the owner of a pool's ids tells the broker, and does for it."""
 
-    def age(self) -> int | None:
-        """Admissions since what would be evicted next was used; None for nothing."""
+    def worth(self) -> float | None:
+        """Worth of what would be evicted next; None for nothing.
 
-    def evict(self, count: int, *, allow_hot: bool) -> bool:
-        """Evict that, up to `count` ids; False if nothing could be.
-
-        Args:
-            count: ids that are wanted.
-            allow_hot: whether hot content may go.
+        Comparable between pools: what it is expected to save, by byte and admission.
         """
+
+    def lifetime(self) -> float:
+        """Admissions that content is kept after its last use, as of late."""
+
+    def evict(self, count: int) -> bool:
+        """Evict that, up to `count` ids; False if nothing could be."""
 
     def promised(self) -> int:
         """Free ids that live sequences will take; others get them if they must."""
@@ -99,8 +100,14 @@ class MemoryBroker(Protocol):
             False if it cannot be done, with nothing changed.
         """
 
-    def offer(self, pool: PoolId) -> bool:
+    def offer(self, pool: PoolId, worth: float) -> bool:
         """Make one id free in a pool, if something worth less can make room."""
+
+    def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
+        """Ids that must be evicted for pools to have so many free ones.
+
+        Where memory moves, in ids of any of the pools.
+        """
 
     def max_free(self, pool: PoolId) -> int:
         """Ids of a pool that could be free at once, if all that is cached went."""
@@ -158,14 +165,25 @@ class FixedBroker:
         for pool, count in wanted.items():
             ids, reclaim = self._pools[pool]
             while ids.free < count:
-                evicted = reclaim.evict(count - ids.free, allow_hot=True)
+                evicted = reclaim.evict(count - ids.free)
                 assert evicted, f"cached ids of {pool} belong to evictable nodes"
         return True
 
-    def offer(self, pool: PoolId) -> bool:
-        """See `MemoryBroker.offer`; here a newer snapshot is worth more."""
+    def offer(self, pool: PoolId, worth: float) -> bool:
+        """See `MemoryBroker.offer`."""
         ids, reclaim = self._pools[pool]
-        return ids.free > 0 or reclaim.evict(1, allow_hot=True)
+        if ids.free:
+            return True
+        least = reclaim.worth()
+        return least is not None and least < worth and reclaim.evict(1)
+
+    def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
+        """See `MemoryBroker.missing`."""
+        return {
+            pool: count - self._pools[pool][0].free
+            for pool, count in wanted.items()
+            if count > self._pools[pool][0].free
+        }
 
     def max_free(self, pool: PoolId) -> int:
         """See `MemoryBroker.max_free`."""

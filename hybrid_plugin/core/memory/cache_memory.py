@@ -18,9 +18,13 @@ from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.stats import CacheStats
-from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.node import Node, admissions_between
 from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache, Match
+from hybrid_plugin.core.tree.snapshot import Snapshot
 from hybrid_plugin.core.tree.tokens import Pages
+
+_SLOTS_AVERAGED = 8
+"""Slots' worth of evicted bytes over which the cost of evictions is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,9 @@ class CacheMemory:
         self.stats = stats
         self.enqueue = enqueue
         self.promised_pages = promised_pages
+        self._lost = self._freed = 0.0
+        self.lifetime = 1.0
+        """Admissions since what was evicted of late had been used."""
         self.page_pools: dict[PoolId, PagePool] = {Pool.KV: pages}
         for index, group in enumerate(self.windows):
             self.page_pools[Pool.window(index)] = group.pages
@@ -198,14 +205,36 @@ class CacheMemory:
             pairs.begin(pages, found[-1])
         return tuple(found)
 
-    def free_snapshot_slot(self, node: Node) -> bool:
-        """Free a slot, at the price of what is worth less than a snapshot of `node`."""
+    def free_snapshot_slot(self, node: Node, planned: Snapshot) -> bool:
+        """Free a slot, at the price of what is worth less than a snapshot of `node`.
+
+        Args:
+            node: that is to get a snapshot.
+            planned: that snapshot, without its slot.
+        """
         if not self.slots.needed or self.slots.free:
             return True
-        self.tree.lock(node)  # its pages must not make room for its snapshot
-        found = self.broker.offer(Pool.STATE)
-        self.tree.unlock(node)
+        tree = self.tree
+        planned.used_at = tree.clock
+        worth = tree.eviction.snapshot(node, planned, tree.clock)
+        tree.lock(node)  # its pages must not make room for its snapshot
+        found = self.broker.offer(Pool.STATE, worth)
+        tree.unlock(node)
         return found
+
+    def price(self, wanted: Mapping[PoolId, int]) -> float:
+        """What an admission is expected to cost later ones, in tokens by admission.
+
+        That is the memory that has to be evicted for it, times what evicted memory was
+        worth lately.
+        """
+        if not self.lost_per_byte:
+            return 0.0
+        missing = self.broker.missing(wanted)
+        pages = missing.get(Pool.KV, 0.0)
+        slots = missing.get(Pool.STATE, 0.0)
+        lost = self.tree.eviction.held_bytes(pages, slots, self.tree.page_size)
+        return lost * self.lost_per_byte
 
     def _provide(self, match: Match, wanted: Mapping[PoolId, int]) -> bool:
         snapshot = _snapshot_of(match)
@@ -270,19 +299,55 @@ class CacheMemory:
 
     def evict_pages(self, count: int) -> bool:
         """Free up to `count` pages, those worth least; False if there are none."""
-        evicted = self.tree.evict_kv(count)
-        if evicted is None:
+        leaf = self.tree.next_leaf()
+        if leaf is None:
             return False
+        lost, since = self._expected_loss(leaf)
+        evicted = self.tree.evict_kv(count)
+        assert evicted is not None, "there is a leaf"
+        self._note_loss(lost, since, evicted)
         self.take_back(evicted)
         return True
 
     def evict_snapshot(self) -> bool:
         """Free the slot of the snapshot that is worth least, if there is one."""
-        evicted = self.tree.evict_snapshot()
-        if evicted is None:
+        node = self.tree.next_snapshot()
+        if node is None:
             return False
+        lost, since = self._expected_loss(node)
+        evicted = self.tree.evict_snapshot()
+        assert evicted is not None, "there is a snapshot"
+        self._note_loss(lost, since, evicted)
         self.take_back(evicted)
         return True
+
+    def _expected_loss(self, node: Node) -> tuple[float, int]:
+        """What evicting a node costs by admission, and when it was used last."""
+        snapshot, now = node.snapshot, self.tree.clock
+        if snapshot is None:
+            return 0.0, node.used_at
+        lost = self.tree.eviction.expected_tokens(node, snapshot, now)
+        return lost, snapshot.used_at
+
+    def _note_loss(self, lost: float, since: int, evicted: Evicted) -> None:
+        """Update what is known of evictions, of the last slots' worth of bytes.
+
+        A snapshot's whole value is lost with it, and its KV is freed after that.
+        """
+        size, policy = self.tree.page_size, self.tree.eviction
+        snapshots = evicted.snapshot is not None
+        freed = policy.held_bytes(len(evicted.pages), snapshots, size)
+        whole = _SLOTS_AVERAGED * policy.held_bytes(0, 1, size)
+        share = min(freed / whole, 1.0) if whole else 0.0
+        self._lost = self._lost * (1 - share) + lost
+        self._freed = self._freed * (1 - share) + freed
+        age = admissions_between(since, self.tree.clock)
+        self.lifetime += (age - self.lifetime) * share
+
+    @property
+    def lost_per_byte(self) -> float:
+        """Tokens by admission and byte that evictions of late are expected to cost."""
+        return self._lost / self._freed if self._freed else 0.0
 
     def take_back(self, evicted: Evicted) -> None:
         """Free the ids that left the tree, and count them."""

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """ElasticBroker: one byte budget for all pools, moved to where it is needed.
 
-A pool that runs dry asks it to expand.  It takes, in this order: what the
-budget has left; idle granules of the pools that use theirs least; what is
-cached, the pool's own or another's, whichever was not used for longer; then
-what another pool can spare at all; and at last what is hot.  No pool loses
-what a live sequence uses, nor goes below its floor.
+A pool that runs dry asks it to expand.  It takes, in this order: what the budget has
+left; idle granules of the pools that use theirs least; what is cached, the pool's own
+or another's, whichever is worth less; and then what another pool can spare at all.  No
+pool loses what a live sequence uses, nor goes below its floor.
 
-Every move costs a wait for the device.  So memory moves in few large steps,
-and content that is cached moves out of another pool's way only if it is older
-by far than the pool's own: pools of about equal age stay as they are.
+Every move costs a wait for the device.  So memory moves in few large steps, and content
+makes way for another pool's only if the difference in worth, for as long as content is
+kept, repays the wait.
 
 Decides only; memory moves when the commands are executed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,13 +23,10 @@ from dataclasses import dataclass, field
 from hybrid_plugin.core.commands import Command, Map, PoolId, Unmap
 from hybrid_plugin.core.memory.broker import MoveStats, Reclaim
 from hybrid_plugin.core.memory.id_space import IdSpace
+from hybrid_plugin.core.policy.costs import MOVE_TOKENS
 
 STEPS_IN_BUDGET = 128
 """A move takes at least this part of the budget, where that can be had."""
-MUCH_OLDER = 2
-"""How many times older another pool's content must be to go before its own."""
-PATIENCE = 16
-"""And by how many admissions at least."""
 BATCHES_IN_POOL = 1024
 """What is evicted at least is this part of a pool."""
 NOTICEABLE = 0.1
@@ -61,6 +58,11 @@ class PoolState:
     @property
     def bytes(self) -> int:
         return self.ids.mapped * self.budget.granule_bytes
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of an id."""
+        return self.budget.granule_bytes / self.ids.per_granule
 
     def least_granules(self, wanted: int, pinned: Iterable[int]) -> int:
         """Granules that hold `wanted` more ids, once all else is evicted."""
@@ -97,7 +99,6 @@ class ElasticBroker:
         budgets: Mapping[PoolId, PoolBudget],
         *,
         compacts: bool = True,
-        patience: int = PATIENCE,
     ) -> None:
         """Prepare for the pools of `budgets`, which `register` brings.
 
@@ -105,14 +106,11 @@ class ElasticBroker:
             budget: bytes that may be mapped at once.
             budgets: what each pool takes, in the order in which they are served.
             compacts: whether cached ids may be moved to empty a granule.
-            patience: admissions by which another pool's content must be older at
-                least to go before a pool's own.
         """
         self.budget = budget
         self.stats = MoveStats()
         self._budgets = dict(budgets)
         self._compacts = compacts
-        self._patience = patience
         self._members: dict[PoolId, PoolState] = {}
         self._enqueue: Callable[[Command], None] = _lose
         self._noticed: dict[PoolId, float] = {}
@@ -195,6 +193,14 @@ class ElasticBroker:
             total += granules * member.budget.granule_bytes
         return total <= self.budget
 
+    def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
+        """See `MemoryBroker.missing`."""
+        missing = -float(self.slack)
+        for pool, member in self._members.items():
+            missing += (wanted.get(pool, 0) - member.ids.free) * member.row_bytes
+        pool, member = next(iter(self._members.items()))
+        return {pool: missing / member.row_bytes} if missing > 0 else {}
+
     def max_free(self, pool: PoolId) -> int:
         """Ids of a pool that could be free at once, if all that is cached went."""
         member, rest = self._members[pool], self.budget
@@ -222,19 +228,23 @@ class ElasticBroker:
             return True
         if not self.fits(wanted, pinned):
             return False
-        served = self._serve(wanted, pinned or {}, must=True)
+        served = self._serve(wanted, pinned or {})
         assert served, "what is neither live nor reserved can be evicted"
         return True
 
-    def offer(self, pool: PoolId) -> bool:
+    def offer(self, pool: PoolId, worth: float) -> bool:
         """Make one id free in a pool, if something worth less can make room.
+
+        Args:
+            pool: that needs an id.
+            worth: of what is to be kept there.
 
         Returns:
             False if everything else is worth more or in use.
         """
         if self._members[pool].ids.free:
             return True
-        return self._serve({pool: 1}, {}, must=False)
+        return self._serve({pool: 1}, {}, limit=worth)
 
     # ---------------------------------------------------------------- internal
 
@@ -250,54 +260,47 @@ class ElasticBroker:
         wanted: Mapping[PoolId, int],
         pinned: Mapping[PoolId, Iterable[int]],
         *,
-        must: bool,
+        limit: float = math.inf,
     ) -> bool:
         begin = time.perf_counter()
         for pool, member in self._members.items():
             member.wanted = wanted.get(pool, 0)
             kept = pinned.get(pool, ())
             member.least = member.least_granules(member.wanted, kept)
-        served = all(self._fill(m, must=must) for m in self._members.values())
+        served = all(self._fill(m, limit) for m in self._members.values())
         self._flush()
         self.stats.seconds += time.perf_counter() - begin
         return served
 
-    def _fill(self, member: PoolState, *, must: bool) -> bool:
-        """Get a pool the free ids that it wants."""
+    def _fill(self, member: PoolState, limit: float) -> bool:
+        """Get a pool the free ids that it wants for what is worth less than that."""
         while member.ids.free < member.wanted:
-            if not self._gain(member, must=must):
+            if not self._gain(member, limit):
                 return False
         return True
 
-    def _gain(self, member: PoolState, *, must: bool) -> bool:
+    def _gain(self, member: PoolState, limit: float) -> bool:
         """Do one thing that brings a pool nearer to free ids; False if none does."""
-        if member.takes_memory():
-            if self._map_slack(member) or self._take_idle(member, allow_hot=False):
-                return True
-            if self._take_older(member, must):
-                return True
-        count = max(member.wanted - member.ids.free, member.batch)
-        return member.reclaim.evict(count, allow_hot=False) or (
-            must and self._gain_at_last(member, count)
-        )
-
-    def _gain_at_last(self, member: PoolState, count: int) -> bool:
-        """The same, at the price of what nobody should lose; hot content goes last."""
         maps = member.takes_memory()
-        if maps and (
-            self._take_idle(member, allow_hot=True)
-            or self._shrink_another(member, allow_hot=False)
+        if maps and (self._map_slack(member) or self._take_idle(member, last=False)):
+            return True
+        own = member.reclaim.worth()
+        if maps and self._take_cheaper(
+            member, min(limit, math.inf if own is None else own)
         ):
             return True
-        return member.reclaim.evict(count, allow_hot=True) or (
-            maps and self._shrink_another(member, allow_hot=True)
+        count = max(member.wanted - member.ids.free, member.batch)
+        if own is not None and own < limit and member.reclaim.evict(count):
+            return True
+        return (
+            limit == math.inf
+            and maps
+            and (self._take_idle(member, last=True) or self._shrink_another(member))
         )
 
-    def _shrink_another(self, member: PoolState, *, allow_hot: bool) -> bool:
+    def _shrink_another(self, member: PoolState) -> bool:
         """Take one granule from any other pool; False if none can give one."""
-        return any(
-            self._shrink(donor, allow_hot=allow_hot) for donor in self._donors(member)
-        )
+        return any(self._shrink(donor) for donor in self._donors(member))
 
     def _map_slack(self, member: PoolState) -> bool:
         """Map what the budget has left, up to one step."""
@@ -308,18 +311,18 @@ class ElasticBroker:
             self._map(member)
         return count > 0
 
-    def _take_idle(self, member: PoolState, *, allow_hot: bool) -> bool:
+    def _take_idle(self, member: PoolState, *, last: bool) -> bool:
         """Take idle granules of other pools, up to one step and at least enough.
 
         Args:
             member: the pool that gets them.
-            allow_hot: whether this is the last resort.  If not, the others keep what
+            last: whether this is the last resort.  If not, the others keep what
                 they promised and a granule's worth of free ids.
         """
         missing = max(self._step, member.budget.granule_bytes) - self.slack
         plan: list[tuple[PoolState, int]] = []
         for donor in self._donors(member):
-            kept = 0 if allow_hot else donor.reclaim.promised() + donor.ids.per_granule
+            kept = 0 if last else donor.reclaim.promised() + donor.ids.per_granule
             most = min(donor.ids.idle, donor.spare_granules(donor.wanted + kept))
             count = min(most, -(-missing // donor.budget.granule_bytes))
             plan.append((donor, count))
@@ -334,32 +337,37 @@ class ElasticBroker:
                 self._unmap(donor)
         return True
 
-    def _take_older(self, member: PoolState, must: bool) -> bool:
-        """Shrink pools with much older content, up to one step."""
-        own = member.reclaim.age()
-        limit = self._patience if own is None else MUCH_OLDER * own + self._patience
-        if own is None and must:
-            limit = -1
+    def _take_cheaper(self, member: PoolState, limit: float) -> bool:
+        """Shrink pools whose content is worth less than `limit`, up to one step."""
         missing = max(self._step, member.budget.granule_bytes) - self.slack
         gained = 0
         while gained < missing:
-            donor = self._oldest_donor(member, limit)
-            if donor is None or not self._shrink(donor, allow_hot=False):
+            donor = self._cheapest_donor(member, limit)
+            if donor is None or not self._shrink(donor, limit):
                 break
             gained += donor.budget.granule_bytes
-            if self.slack >= member.budget.granule_bytes:
-                limit = max(limit, self._patience)  # beyond need, only what is old
         return gained > 0
 
-    def _oldest_donor(self, member: PoolState, limit: int) -> PoolState | None:
-        """The pool with the oldest content, if that is older than `limit`."""
-        ages = {m.pool: m.reclaim.age() for m in self._donors(member)}
-        old = {pool: age for pool, age in ages.items() if age is not None}
-        pool = max(old, key=lambda one: old[one], default=None)
-        return None if pool is None or old[pool] <= limit else self._members[pool]
+    def _cheapest_donor(self, member: PoolState, limit: float) -> PoolState | None:
+        """The pool with content worth least, if moving its memory repays the move.
 
-    def _shrink(self, donor: PoolState, *, allow_hot: bool) -> bool:
-        """Take one granule from a pool, evicting what is oldest; False if it cannot."""
+        It saves the difference for as long as content is kept.
+        """
+        least, found = limit, None
+        for donor in self._donors(member):
+            worth = donor.reclaim.worth()
+            if worth is not None and worth < least:
+                least, found = worth, donor
+        moved = max(self._step, member.budget.granule_bytes)
+        gain = (limit - least) * moved * member.reclaim.lifetime()
+        return found if gain > MOVE_TOKENS else None
+
+    def _shrink(self, donor: PoolState, limit: float = math.inf) -> bool:
+        """Take one granule from a pool, evicting what is worth least.
+
+        Returns:
+            False if it cannot, or if it would take what is worth `limit` or more.
+        """
         if donor.ids.mapped <= donor.least:
             return False
         while not (donor.ids.idle and donor.spare_granules(donor.wanted)):
@@ -370,8 +378,10 @@ class ElasticBroker:
                     donor.reclaim.migrate_granule(granule)
                     self.stats.granules_emptied += 1
                     continue
-            if not donor.reclaim.evict(donor.ids.per_granule, allow_hot=allow_hot):
+            worth = donor.reclaim.worth()
+            if worth is None or worth >= limit:
                 return False
+            donor.reclaim.evict(donor.ids.per_granule)
         self._unmap(donor)
         return True
 

@@ -21,6 +21,11 @@ from hybrid_plugin.core.memory.window_tables import WindowGroup
 
 _STATES_AT_START = 4
 """Slots get one part in this many of the budget at the start, at most."""
+_COARSENESS = 4
+"""So many times a granule's bytes count as lost: what is unused of a pool's last one
+grows with it, and memory leaves a pool only with the last of a granule's rows."""
+_TOKEN_ALIGNMENT = 128
+"""Bytes: kernels load keys and values in vectors, and some count strides in heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,12 @@ class ElasticPlan:
     """All pools over one budget; equal on every rank."""
 
     layout: CacheLayout
-    """With slots that fill a granule without a rest."""
+    """With slots and packed pages that fill a granule without a rest."""
     budget: int
     """Bytes that may be mapped at once."""
     block_bytes: int
-    """Bytes that the device maps at a time, in each layer's buffer of pages."""
+    """Bytes that the device maps at a time: in the pool, or, where pages are not
+    packed, in each layer's buffer of pages."""
     pools: Mapping[PoolId, PoolPlan]
     """In the order in which memory is found for them."""
 
@@ -148,14 +154,19 @@ def plan_elastic(
     """
     least = layout.least(max_model_len, chunk)
     rows: dict[PoolId, tuple[int, int, int]] = {}
-    for name, window in layout.page_pools.items():
-        rows[name] = (
-            layout.row_bytes[name],
-            _pages_per_granule(layout, window, block_bytes),
-            least.of(name),
-        )
+    if layout.packed:
+        layout, per_page = _fit_packed(layout, block_bytes, budget)
+    else:
+        per_page = {
+            name: _pages_per_granule(layout, window, block_bytes)
+            for name, window in layout.page_pools.items()
+        }
+    for name, per in per_page.items():
+        rows[name] = layout.row_bytes[name], per, least.of(name)
     if layout.slot_bytes:
-        per_slot, slot_bytes = _granule_of_slots(layout, block_bytes, budget)
+        per_slot, slot_bytes = _granule(
+            layout.slot_bytes, layout.slot_alignment, block_bytes, budget
+        )
         layout = replace(layout, slot_alignment=slot_bytes)
         rows[Pool.STATE] = (slot_bytes, per_slot, 0)
     pools = {
@@ -188,22 +199,49 @@ def _pages_per_granule(
     )
 
 
-def _granule_of_slots(
+def _fit_packed(
     layout: CacheLayout, block_bytes: int, budget: int
-) -> tuple[int, int]:
-    """The granule that loses the least: (slots in it, bytes of each).
+) -> tuple[CacheLayout, dict[PoolId, int]]:
+    """Pad packed pages so that they fill granules; with the pages of each granule.
 
-    Lost is what pads its slots, in each granule, and what a pool has of its last
-    granule without using it, once: half a granule for each pool.
+    Tokens stay equally far apart, and aligned, whatever the padding.
     """
-    candidates: list[tuple[float, int, int]] = []
-    slots = 1
-    while block_bytes % slots == 0 and block_bytes // slots >= layout.slot_alignment:
-        granule = -(-slots * layout.slot_bytes // block_bytes) * block_bytes
-        padding = 1 - slots * layout.slot_bytes / granule
-        candidates.append((padding + granule / budget, slots, granule // slots))
-        slots *= 2
-    return min(candidates)[1:]
+    alignment = layout.page_size * _TOKEN_ALIGNMENT
+    padding, per_page = [], {}
+    for name in layout.page_pools:
+        used = layout.row_bytes[name]
+        aligned = -(-used // alignment) * alignment
+        per_page[name], size = _granule(aligned, alignment, block_bytes, budget)
+        padding.append(size - used)
+    return replace(layout, page_padding=tuple(padding)), per_page
+
+
+def _granule(
+    row_bytes: int, alignment: int, block_bytes: int, budget: int
+) -> tuple[int, int]:
+    """The granule that loses the least: (rows in it, bytes of each).
+
+    A row is a slot or a packed page.  Lost is what pads the rows, in each granule,
+    and the granule itself, a few times (`_COARSENESS`).
+
+    Args:
+        row_bytes: bytes of a row that are used, a multiple of the alignment.
+        alignment: rows begin at multiples of so many bytes.
+        block_bytes: a granule is a whole number of blocks.
+        budget: bytes that may be mapped at once.
+    """
+    best: tuple[float, int, int] | None = None
+    rows = 1
+    while True:
+        granule = -(-rows * row_bytes // block_bytes) * block_bytes
+        coarse = _COARSENESS * granule / budget
+        if best is not None and coarse >= best[0]:
+            return best[1:]
+        if granule % (rows * alignment) == 0:
+            lost = 1 - rows * row_bytes / granule + coarse
+            if best is None or lost < best[0]:
+                best = lost, rows, granule // rows
+        rows += 1
 
 
 def _with_warm_up(plan: ElasticPlan, max_sequences: int) -> ElasticPlan:

@@ -77,6 +77,12 @@ class CacheLayout:
     """Slots start at multiples of this many bytes."""
     addressable_slot_bytes: int | None = None
     """Bytes of slots that the model's kernels can address; None for all."""
+    packed: bool = False
+    """Whether all layers of a page lie side by side, one page behind the other;
+    otherwise all pages of a layer do, one layer behind the other."""
+    page_padding: tuple[int, ...] = ()
+    """Bytes behind the layers of a packed page, for each of `page_pools`, in order;
+    empty for none."""
 
     @property
     def page_bytes(self) -> int:
@@ -213,9 +219,12 @@ class CacheLayout:
         )
 
     def _page_bytes_of(self, window: AttentionWindow) -> int:
-        return sum(
+        used = sum(
             g.page_bytes * len(g.layers) for g in self.attention if g.window == window
         )
+        if not self.page_padding:
+            return used
+        return used + self.page_padding[list(self.page_pools.values()).index(window)]
 
     def least(self, max_model_len: int, chunk: int = DEFAULT_CHUNK) -> PoolSizes:
         """What one sequence of the greatest length takes, with the reserved ids.

@@ -20,17 +20,21 @@ def register_pools(memory: CacheMemory) -> None:
 
 
 class PageReclaim:
-    """Cached KV pages: the least recently used leaves of the tree."""
+    """Cached KV pages: the leaves of the tree."""
 
     def __init__(self, memory: CacheMemory) -> None:
         self._memory = memory
 
-    def age(self) -> int | None:
-        """Admissions since the oldest leaf was used."""
-        return self._memory.tree.kv_age()
+    def worth(self) -> float | None:
+        """Of the leaf that goes next."""
+        return self._memory.tree.kv_worth()
 
-    def evict(self, count: int, *, allow_hot: bool) -> bool:
-        """Evict up to that many pages of the oldest leaf."""
+    def lifetime(self) -> float:
+        """As the cache has it."""
+        return self._memory.lifetime
+
+    def evict(self, count: int) -> bool:
+        """Evict up to that many pages of that leaf."""
         return self._memory.evict_pages(count)
 
     def promised(self) -> int:
@@ -53,14 +57,16 @@ class SnapshotReclaim:
     def __init__(self, memory: CacheMemory) -> None:
         self._memory = memory
 
-    def age(self) -> int | None:
-        """Admissions since the snapshot to go next was taken or used."""
-        return self._memory.tree.snapshot_age()
+    def worth(self) -> float | None:
+        """Of the snapshot that goes next."""
+        return self._memory.tree.snapshot_worth()
 
-    def evict(self, count: int, *, allow_hot: bool) -> bool:
-        """Evict that snapshot; a hot one only if it may go."""
-        if not allow_hot and self._memory.tree.next_is_hot():
-            return False
+    def lifetime(self) -> float:
+        """As the cache has it."""
+        return self._memory.lifetime
+
+    def evict(self, count: int) -> bool:
+        """Evict that snapshot."""
         return self._memory.evict_snapshot()
 
     def promised(self) -> int:

@@ -1,155 +1,182 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: the order in which cached KV and snapshots are evicted.
+"""Eviction policies: what cached content is worth; the least worth is evicted first.
 
-A policy assigns priorities, and the lowest priority is evicted first.  The tree asks
-for the priority when a node or snapshot is used, and again before it evicts.  The
-second value counts only if it is higher than the first.
+The tree asks for the worth of a leaf or snapshot when it is used, when its age enters
+another interval, and again before it is evicted.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Hashable
 
-from hybrid_plugin.core.tree.node import ADMISSION, Node, Snapshot
+from hybrid_plugin.core.policy.costs import PASS_TOKENS
+from hybrid_plugin.core.policy.reuse import ReuseModel
+from hybrid_plugin.core.policy.reuse_classes import (
+    KV_ALONE,
+    assumed_chance,
+    class_of,
+    unused_class,
+    used_class,
+)
+from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
+from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
 
 class LeastRecentlyUsed:
-    """Plain recency; the base class of all policies."""
+    """Worth is recency; the base class of all policies."""
 
-    segments = 1
-    """Number of snapshot groups, each with its own order."""
+    changes_with_age = False
+    """Whether the worth of content changes while it is not used."""
 
-    def leaf(self, node: Node) -> float:
-        """Priority of the KV of an unlocked leaf."""
+    def leaf(self, node: Node, now: int) -> float:
+        """Worth of an unlocked leaf of the tree at clock value `now`."""
         return node.used_at
 
-    def snapshot(self, node: Node, snapshot: Snapshot) -> float:
-        """Priority of a snapshot within its segment."""
-        return -math.inf if snapshot.is_superseded else snapshot.used_at
+    def snapshot(self, node: Node, snapshot: Snapshot, now: int) -> float:
+        """Worth of a snapshot that `node` has, or could get."""
+        return -1.0 if snapshot.is_superseded else snapshot.used_at
 
-    def segment(self, snapshot: Snapshot) -> int:
-        """Index of the segment that a snapshot belongs to."""
-        return 0
+    def expected_tokens(self, node: Node, snapshot: Snapshot, now: int) -> float:
+        """Tokens that a snapshot is expected to save by admission; 0 if unknown."""
+        return 0.0
 
-    def next_segment(self, sizes: tuple[int, ...]) -> int:
-        """The segment from which the next snapshot is evicted.
+    def held_bytes(self, pages: float, snapshots: float, page_size: int) -> float:
+        """Bytes of pages and snapshots; 0 where the policy does not know."""
+        return 0.0
+
+    def repays_pass(
+        self,
+        kind: SnapshotKind,
+        saved: int,
+        *,
+        origin: SnapshotKind | None,
+        running: int,
+    ) -> bool:
+        """Whether a planned snapshot is worth the forward pass that it costs.
 
         Args:
-            sizes: unlocked snapshots per segment.  If the chosen segment is empty,
-                the tree takes another.
+            kind: of its position.
+            saved: tokens that each use of it would save.
+            origin: kind of the snapshot that its sequence resumes from, if any.
+            running: number of other sequences, which the pass computes for as well.
         """
-        return 0
+        return saved * (1 + running) >= PASS_TOKENS
+
+    def grew_older(self, node: Node, now: int) -> None:
+        """Called when the age of content enters another interval."""
+
+    def used(self, node: Node, now: int) -> None:
+        """Called before a sequence resumes from the snapshot of `node`."""
+
+    def branched_off(self, node: Node, now: int) -> None:
+        """Called when a sequence shares KV of `node` that no snapshot follows."""
 
     def evicted(self, node: Node, now: int) -> None:
-        """Called when a snapshot was evicted to make room, at time `now`."""
+        """Called before the snapshot of a node is evicted, or its KV without one."""
 
 
-class UsedFirst(LeastRecentlyUsed):
-    """Evicts snapshots that were never resumed from before reused ones.
+class ExpectedSaving(LeastRecentlyUsed):
+    """Worth is the prefill that content is expected to save, per byte and admission.
 
-    Most snapshots are never reused, while a reused one is likely to be reused again.
-    The ends of many short sequences must not evict the prompt that they share.
-    Snapshots that were not reused yet keep a quarter of the slots.
+    A snapshot saves the prefill from the nearest snapshot before it to its own
+    position.  It holds its slot, and the KV up to it that nothing else needs: without
+    the snapshot this KV is useless, and the snapshot without the KV.  How often it is
+    used is learned (`ReuseModel`) by class (`reuse_classes`).
+
+    KV without a snapshot behind it saves nothing itself, but shows where the next
+    sequence branches off, which then takes a snapshot there.
     """
 
-    segments = 2
-
-    def segment(self, snapshot: Snapshot) -> int:
-        """0 for snapshots that were never resumed from, 1 for the others."""
-        return 1 if snapshot.hits else 0
-
-    def next_segment(self, sizes: tuple[int, ...]) -> int:
-        """The reused ones only if they hold more than three quarters."""
-        unused, used = sizes
-        return 1 if used > 3 * unused else 0
-
-
-class FlopAware(LeastRecentlyUsed):
-    """Recency plus the weighted computation that a snapshot saves per byte.
-
-    After Marconi (Pan et al., MLSys 2025), which adds alpha times the saved operations
-    per byte to the recency of an entry.  A snapshot saves the computation from the
-    nearest earlier snapshot to its own position.  It costs its slot and the KV after
-    that snapshot which no other path shares, because this KV is useless without it.
-    (The last segment alone would be too small a cost: a short segment at the end of a
-    long path would always look cheap.)
-
-    The logarithm of the saving is used: if the probability of reuse halves in equal
-    times, the entries with the largest saving x probability are those with the largest
-    recency + constant x log(saving).  KV without a snapshot after it is evicted first.
-    """
+    changes_with_age = True
 
     def __init__(
         self,
-        cost: Callable[[float], float],
         *,
         token_bytes: float,
         slot_bytes: float,
-        alpha: float = 0.5,
+        pass_tokens: int = PASS_TOKENS,
     ) -> None:
         """Create the policy.
 
         Args:
-            cost: operations (or seconds, or tokens) to compute the first n tokens of
-                a sequence, as an increasing function of n.
             token_bytes: KV of a token.
             slot_bytes: states of a sequence.
-            alpha: the weight: e times the saving per byte counts as much as being
-                used `alpha` snapshot lifetimes later; 0 is plain recency.  See
-                `AlphaTuner`.
+            pass_tokens: tokens whose prefill takes as long as a pass of few tokens.
         """
-        self.cost = cost
+        self.pass_tokens = pass_tokens
         self.token_bytes = token_bytes
         self.slot_bytes = slot_bytes
-        self.alpha = alpha
-        self._lifetime = float(_FIRST_LIFETIME * ADMISSION)
-        self._usual = math.log(cost(_USUAL) / self._bytes(_USUAL))
+        self.reuse = ReuseModel(assumed_chance)
 
-    def with_alpha(self, alpha: float) -> FlopAware:
-        """A policy for the same model with another weight and initial estimates."""
-        return FlopAware(
-            self.cost,
-            token_bytes=self.token_bytes,
-            slot_bytes=self.slot_bytes,
-            alpha=alpha,
-        )
+    def leaf(self, node: Node, now: int) -> float:
+        """Expected tokens saved per byte and admission."""
+        if node.snapshot is not None:
+            return self.snapshot(node, node.snapshot, now)
+        rate = self.reuse.rate(KV_ALONE, admissions_between(node.used_at, now))
+        branch = unused_class(SnapshotKind.BRANCH, None)
+        return rate * self.reuse.chance(branch) / max(self.token_bytes, 1.0)
 
-    def leaf(self, node: Node) -> float:
-        """As `snapshot`; leaves without a snapshot are evicted first."""
-        if node.snapshot is None:
-            return node.used_at - _FAR
-        return node.used_at + self._worth(node)
+    def snapshot(self, node: Node, snapshot: Snapshot, now: int) -> float:
+        """Expected tokens saved per byte and admission."""
+        held = self.slot_bytes
+        if not snapshot.is_superseded:  # otherwise its successor needs the KV as well
+            held += self.token_bytes * node.alone()
+        return self.expected_tokens(node, snapshot, now) / max(held, 1.0)
 
-    def snapshot(self, node: Node, snapshot: Snapshot) -> float:
-        """Recency and the logarithm of the saving per byte."""
-        if snapshot.is_superseded:
-            return super().snapshot(node, snapshot)
-        return snapshot.used_at + self._worth(node)
+    def expected_tokens(self, node: Node, snapshot: Snapshot, now: int) -> float:
+        """Tokens that a snapshot is expected to save by admission."""
+        age = admissions_between(snapshot.used_at, now)
+        rate = self.reuse.rate(class_of(snapshot), age)
+        return rate * (node.end - node.resume_before())
+
+    def held_bytes(self, pages: float, snapshots: float, page_size: int) -> float:
+        """Bytes of pages and snapshots."""
+        return self.token_bytes * page_size * pages + self.slot_bytes * snapshots
+
+    def repays_pass(
+        self,
+        kind: SnapshotKind,
+        saved: int,
+        *,
+        origin: SnapshotKind | None,
+        running: int,
+    ) -> bool:
+        """Whether all uses of a snapshot are expected to save a pass's worth of tokens.
+
+        A snapshot that is used once may be used again, and so on.
+        """
+        again = min(self.reuse.chance(used_class(kind)), _MOST)
+        first = self.reuse.chance(unused_class(kind, origin))
+        uses = first / (1.0 - again)
+        return uses * saved * (1 + running) >= self.pass_tokens
+
+    def grew_older(self, node: Node, now: int) -> None:
+        """Learn that content was not used so far."""
+        kind, age = self._class_and_age(node, now)
+        self.reuse.hold(kind, age, now // ADMISSION)
+
+    def used(self, node: Node, now: int) -> None:
+        """Learn from a use."""
+        self._observe(node, now, used=True)
+
+    def branched_off(self, node: Node, now: int) -> None:
+        """Learn from a use of KV alone."""
+        age = admissions_between(node.used_at, now)
+        self.reuse.observe(KV_ALONE, age, now // ADMISSION, used=True)
 
     def evicted(self, node: Node, now: int) -> None:
-        """Update the average lifetime of snapshots."""
-        if node.snapshot is not None:
-            age = now - node.snapshot.used_at
-            self._lifetime += (age - self._lifetime) / _LIFETIMES_REMEMBERED
+        """Learn how long content was not used."""
+        self._observe(node, now, used=False)
 
-    def _worth(self, node: Node) -> float:
-        """The weighted saving per byte, in units of the tree's clock."""
-        if not self.alpha:
-            return 0.0
-        saving = self.cost(node.end) - self.cost(node.resume_before())
-        # Zero for a typical sequence, so that it does not depend on the lifetime.
-        per_byte = math.log(saving / self._bytes(node.alone())) - self._usual
-        return self.alpha * self._lifetime * per_byte
+    def _observe(self, node: Node, now: int, *, used: bool) -> None:
+        kind, age = self._class_and_age(node, now)
+        self.reuse.observe(kind, age, now // ADMISSION, used=used)
 
-    def _bytes(self, tokens: float) -> float:
-        return max(self.slot_bytes + self.token_bytes * tokens, 1.0)
+    def _class_and_age(self, node: Node, now: int) -> tuple[Hashable, int]:
+        if node.snapshot is None:
+            return KV_ALONE, admissions_between(node.used_at, now)
+        age = admissions_between(node.snapshot.used_at, now)
+        return class_of(node.snapshot), age
 
 
-_FIRST_LIFETIME = 50
-"""Assumed lifetime of a snapshot, in admissions, before the first eviction."""
-_LIFETIMES_REMEMBERED = 50
-_USUAL = 4096.0
-"""Tokens of a sequence with a typical saving per byte."""
-_FAR = 1 << 60
-"""Larger than any value of the clock."""
+_MOST = 0.999

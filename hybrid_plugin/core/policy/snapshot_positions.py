@@ -27,35 +27,36 @@ pages are shared without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from hybrid_plugin.core.policy.divergence import Divergences
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.core.tree.snapshot import SnapshotKind
 from hybrid_plugin.core.tree.tokens import Tokens
+
+Repays = Callable[[SnapshotKind, int], bool]
+"""Whether a snapshot of a kind that saves so many tokens is worth a forward pass."""
+
+
+def always(kind: SnapshotKind, saved: int) -> bool:
+    """Every snapshot is."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPolicy:
     """Plans the positions at which a prefill pauses for a snapshot.
 
-    Every pause costs an additional forward pass, so a snapshot must save a minimum
-    number of tokens.
+    Every pause costs an additional forward pass, which the snapshot has to repay.
     """
 
     page_size: int
-    branch_min_tokens: int = 256
-    """Minimum distance of a branch point from the last usable snapshot; a quarter of
-    that snapshot's own position is enough as well: the first shared page matters, one
-    more hardly does."""
-    prompt_end_min_tokens: int = 1024
-    """The same minimum for a prompt end, which only an identical prompt can use,
-    rarer than a branch."""
     chunk_end_min_tokens: int = 1024
-    """The same minimum for a chunk end, counted from any earlier snapshot.  It adds no
-    forward pass, but takes a slot."""
-    body_share: float = 0.75
-    """Position of the body snapshot as a share of the prompt; 0 for none.  It stands
-    for the document that prompts share, before the question that differs."""
+    """Minimum distance of a chunk end from any earlier snapshot.  It adds no forward
+    pass, but costs a copy."""
+    divergences: Divergences = field(default_factory=Divergences)
+    """Where prompts part: determines the position of the body snapshot."""
     delimiters: Delimiters | None = None
     """Message delimiters of the model's chat template, if known."""
     system_min_tokens: int = 64
@@ -70,36 +71,41 @@ class SnapshotPolicy:
         length: int,
         hit: int,
         kv_length: int,
-        wanted: Sequence[int] = (),
+        wanted: Mapping[int, SnapshotKind] | None = None,
         prompt_end: int | None = None,
-    ) -> tuple[int, ...]:
+        repays: Repays = always,
+    ) -> dict[int, SnapshotKind]:
         """Return the positions where the prefill of a sequence pauses, ascending.
 
         Args:
             length: tokens of the sequence.
             hit: tokens that are restored, not computed.
             kv_length: tokens whose KV the tree has (`Match.kv_length`).
-            wanted: requested positions, from outside the policy.
+            wanted: requested positions, from outside the policy, and their kinds.
             prompt_end: end of the last message; by default the end of the sequence.
+            repays: whether a snapshot of a kind that saves so many tokens is worth a
+                forward pass.
         """
         # At least one token must be left to compute when a sequence resumes.
         last = self._floor(length - 1)
+        planned: dict[int, SnapshotKind] = {}
         branch = min(self._floor(kv_length), last)
-        positions = [hit]
-        if self._worthwhile(branch, hit, min(self.branch_min_tokens, hit // 4)):
-            positions.append(branch)
-        for position in map(self._floor, wanted):
-            before = max(
-                [one for one in positions if one <= position], default=position
-            )
-            if position <= last and self._worthwhile(position, before, 1):
-                positions.append(position)
-        body = self._floor(int(last * self.body_share))
+        if _exists(branch, hit) and repays(SnapshotKind.BRANCH, branch - hit):
+            planned[branch] = SnapshotKind.BRANCH
+        for asked, kind in (wanted or {}).items():
+            position = self._floor(asked)
+            if position <= last and _exists(position, hit):
+                planned.setdefault(position, kind)
         end = last if prompt_end is None else min(self._floor(prompt_end), last)
-        for position in (body, end):
-            if self._worthwhile(position, max(positions), self.prompt_end_min_tokens):
-                positions.append(position)
-        return tuple(sorted(positions[1:]))
+        body = min(self._floor(self.divergences.best_position(length)), last)
+        for position, kind in (
+            (body, SnapshotKind.BODY),
+            (end, SnapshotKind.PROMPT_END),
+        ):
+            before = max(planned, default=hit)
+            if _exists(position, before) and repays(kind, position - before):
+                planned[position] = kind
+        return dict(sorted(planned.items()))
 
     def snapshot_positions_of(
         self,
@@ -108,7 +114,8 @@ class SnapshotPolicy:
         hit: int,
         kv_length: int,
         snapshot_at: Sequence[int] = (),
-    ) -> tuple[int, ...]:
+        repays: Repays = always,
+    ) -> dict[int, SnapshotKind]:
         """Return the positions of a sequence, including those from its messages.
 
         Args:
@@ -116,21 +123,23 @@ class SnapshotPolicy:
             hit: tokens that are restored, not computed.
             kv_length: tokens whose KV the tree has (`Match.kv_length`).
             snapshot_at: positions at which the application asks for a snapshot.
+            repays: as for `prefill_positions`.
         """
-        if self.delimiters is None:
-            return self.prefill_positions(
-                length=len(tokens), hit=hit, kv_length=kv_length, wanted=snapshot_at
-            )
-        ends = self.delimiters.ends(tokens)
-        system_end = self.delimiters.system_end(tokens, ends)
-        if system_end - hit >= self.system_min_tokens:
-            snapshot_at = (*snapshot_at, system_end)
+        wanted = dict.fromkeys(snapshot_at, SnapshotKind.REQUESTED)
+        prompt_end = None
+        if self.delimiters is not None:
+            ends = self.delimiters.ends(tokens)
+            system_end = self.delimiters.system_end(tokens, ends)
+            if system_end - hit >= self.system_min_tokens:
+                wanted.setdefault(system_end, SnapshotKind.SYSTEM)
+            prompt_end = ends[-1] if ends else None
         return self.prefill_positions(
             length=len(tokens),
             hit=hit,
             kv_length=kv_length,
-            wanted=snapshot_at,
-            prompt_end=ends[-1] if ends else None,
+            wanted=wanted,
+            prompt_end=prompt_end,
+            repays=repays,
         )
 
     def align_chunk_end(self, start: int, end: int) -> int:
@@ -144,11 +153,13 @@ class SnapshotPolicy:
     def keeps_chunk_end(self, position: int, last: int) -> bool:
         """Whether a chunk end gets a snapshot; `last` is the previous snapshot."""
         on_page = position % self.page_size == 0
-        return on_page and self._worthwhile(position, last, self.chunk_end_min_tokens)
+        return on_page and position - last >= self.chunk_end_min_tokens
 
     def _floor(self, position: int) -> int:
         return position // self.page_size * self.page_size
 
-    def _worthwhile(self, position: int, hit: int, minimum: int) -> bool:
-        # Some kernels take a first chunk of one token for a decode step.
-        return position >= 2 and position - hit >= max(minimum, 1)
+
+def _exists(position: int, before: int) -> bool:
+    """Whether a prefill that starts at `before` can pause at `position`."""
+    # Some kernels take a first chunk of one token for a decode step.
+    return position >= 2 and position > before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes and snapshots of the radix tree."""
+"""Nodes of the radix tree."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import cast
 
+from hybrid_plugin.core.tree.snapshot import Snapshot
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
 
 ADMISSION = 1 << 20
@@ -16,29 +17,6 @@ ADMISSION = 1 << 20
 def admissions_between(then: int, now: int) -> int:
     """Number of admissions between two values of the tree's clock."""
     return now // ADMISSION - then // ADMISSION
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """Everything besides full-attention KV that is needed to resume at one position."""
-
-    slot: int
-    """Slot with the state; the reserved slot for a model without state layers."""
-    windows: tuple[Pages, ...] = ()
-    """Per window group, the pages that are needed to resume, in order."""
-    used_at: int = 0
-    """Clock value when it was taken, taken again or resumed from."""
-    hits: int = 0
-    """Number of sequences that resumed from it."""
-    is_turn_end: bool = False
-    """Whether it was donated by a sequence that ended here."""
-    is_superseded: bool = False
-    """Whether it is not expected to be reused."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether sequences other than the next turn of one chat resumed from it."""
-        return self.hits > self.is_turn_end
 
 
 _NONE = cast("dict[bytes, Node]", MappingProxyType({}))
@@ -130,10 +108,55 @@ class Node:
         """
         node = self
         while (parent := node.parent) is not None:
-            if len(parent.children) + len(parent.tails) > 1 or parent._is_wanted():
+            if parent._is_wanted() or parent._branches(node):
                 return self.end - parent.end
             node = parent
         return self.end
+
+    def resumed_before(self) -> Node | None:
+        """The nearest node with a snapshot before this one that only leads here.
+
+        None if other paths lead on from there, or if there is none.  Takes time linear
+        in the nodes between.
+        """
+        node = self
+        while (parent := node.parent) is not None:
+            before = parent._tail_before(node)
+            if before is not None:
+                return None if parent._goes_on(before, node) else before
+            if parent.parent is None or parent._branches(node):
+                return None
+            if parent.snapshot is not None:
+                return parent
+            node = parent
+        return None
+
+    def _branches(self, child: Node) -> bool:
+        """Whether paths other than that to `child` begin here."""
+        if len(self.children) > (not child.is_tail):
+            return True
+        return any(
+            tail is not child and tail._is_wanted() for tail in self.tails.values()
+        )
+
+    def _tail_before(self, child: Node) -> Node | None:
+        """The longest tail of this node that the path to `child` continues."""
+        tails = [
+            tail
+            for tail in self.tails.values()
+            if tail is not child and child.tokens[: len(tail.tokens)] == tail.tokens
+        ]
+        return max(tails, key=lambda tail: len(tail.tokens), default=None)
+
+    def _goes_on(self, tail: Node, child: Node) -> bool:
+        """Whether a path other than that to `child` continues a tail of this node."""
+        length = len(tail.tokens)
+        return any(
+            other is not child
+            and other is not tail
+            and other.tokens[:length] == tail.tokens
+            for other in (*self.children.values(), *self.tails.values())
+        )
 
     def _is_wanted(self) -> bool:
         return self.snapshot is not None and not self.snapshot.is_superseded

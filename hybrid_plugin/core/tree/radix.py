@@ -12,14 +12,14 @@ of the tree.  Locking and touching take constant time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed, UsedFirst
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.priority_queue import PriorityOrder
-from hybrid_plugin.core.policy.retention import Retention
 from hybrid_plugin.core.tree.events import EventLog
-from hybrid_plugin.core.tree.node import ADMISSION, Node, Snapshot, admissions_between
+from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
+from hybrid_plugin.core.tree.snapshot import Snapshot
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
 
 _NO_PAGES: Pages = array("i")
@@ -42,6 +42,8 @@ class Match:
     """Tokens in whole pages whose KV is in the tree, with or without a state.  If it
     exceeds `length`, an earlier sequence diverged there, after the last snapshot: a
     branch point."""
+    kv_node: Node | None = field(default=None, compare=False)
+    """The node in which `kv_length` lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,17 @@ class MambaRadixCache:
             page_size: tokens in a page.
             needs_snapshots: whether a prefix can be resumed only at a snapshot.  With
                 full attention alone it can be resumed at any page end.
-            eviction: the eviction policy; by default `UsedFirst`.
+            eviction: the eviction policy; by default recency.
             events: log of pages that are stored and removed.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.needs_snapshots = needs_snapshots
-        self.eviction = eviction if eviction is not None else UsedFirst()
+        self.eviction = eviction if eviction is not None else LeastRecentlyUsed()
         self.events = events
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
-        self.retention = Retention()
         self._reset_orders()
         self.clock = 0
         """Increases with every use of a node; the upper bits count admissions."""
@@ -136,8 +137,9 @@ class MambaRadixCache:
         return longest
 
     def _resume_at(self, best: Node | None, path: list[Node], kv_length: int) -> Match:
+        last = path[-1] if path else None
         if best is None:
-            return Match(0, None, _NO_PAGES, None, kv_length)
+            return Match(0, None, _NO_PAGES, None, kv_length, last)
         whole = best.end - len(best.tokens) if best.is_tail else best.end
         pages = array("i")
         for node in path:
@@ -145,7 +147,7 @@ class MambaRadixCache:
                 break
             pages += node.pages
         tail_page = best.pages[0] if best.is_tail else None
-        return Match(best.end, best, pages, tail_page, kv_length)
+        return Match(best.end, best, pages, tail_page, kv_length, last)
 
     def _resume_at_page(self, path: list[Node], length: int, kv_length: int) -> Match:
         pages = array("i")
@@ -235,9 +237,13 @@ class MambaRadixCache:
             raise ValueError("a snapshot needs a node other than the root without one")
         node.snapshot = snapshot
         snapshot.used_at = self._tick()
-        self.retention.used(node)
+        before = node.resumed_before()
+        old = None if before is None else before.snapshot
+        if old is not None and old.is_superseded_by(snapshot):
+            self._supersede(before, True)
         self._rank_snapshot(node)
         self._rank_leaf(node)
+        self._schedule(node, snapshot.used_at)
         self.version += 1
 
     def detach_snapshot(self, node: Node) -> Evicted:
@@ -250,6 +256,7 @@ class MambaRadixCache:
         if node.is_tail:
             return Evicted(self._remove(node), snapshot)
         self._rank_leaf(node)
+        self._schedule(node, node.used_at)
         return Evicted(_NO_PAGES, snapshot)
 
     def touch(self, node: Node) -> None:
@@ -261,6 +268,8 @@ class MambaRadixCache:
         if node.parent is not None:
             node.used_at = self._tick()
             self._rank_leaf(node)
+            if node.snapshot is None and node.is_leaf:
+                self._schedule(node, node.used_at)
 
     def touch_snapshot(self, node: Node) -> None:
         """Mark the snapshot of `node` as just taken again."""
@@ -268,27 +277,18 @@ class MambaRadixCache:
             self._unrank_snapshot(node)
             node.snapshot.used_at = self._tick()
             node.snapshot.is_superseded = False
-            self.retention.used(node)
             self._rank_snapshot(node)
+            self._rank_leaf(node)
+            self._schedule(node, node.snapshot.used_at)
 
     def use_snapshot(self, node: Node) -> None:
         """Record that a sequence resumed from the snapshot of `node`."""
         snapshot = node.snapshot
         if snapshot is None:
             raise ValueError("the node has no snapshot")
+        self.eviction.used(node, self.clock)
         snapshot.hits += 1
         self.touch_snapshot(node)
-
-    def supersede_snapshot(self, node: Node) -> None:
-        """Mark the snapshot of `node` to be evicted first: it will not be reused."""
-        snapshot = node.snapshot
-        if snapshot is None:
-            return
-        self._unrank_snapshot(node)
-        snapshot.hits = 0
-        snapshot.is_superseded = True
-        self.retention.forget(node)
-        self._rank_snapshot(node)
 
     # ------------------------------------------------------------------- locks
 
@@ -322,7 +322,7 @@ class MambaRadixCache:
     # ---------------------------------------------------------------- eviction
 
     def evict_kv(self, wanted: int = 1) -> Evicted | None:
-        """Evict from the unlocked leaf with the lowest priority.
+        """Evict from the unlocked leaf that is worth least.
 
         Args:
             wanted: number of pages needed.  A leaf without a snapshot loses at most
@@ -332,21 +332,20 @@ class MambaRadixCache:
         Returns:
             The removed ids; None if nothing can be evicted.
         """
-        leaf = self._victim_leaf()
+        leaf = self.next_leaf()
         if leaf is None:
             return None
         self.version += 1
         snapshot = leaf.snapshot
         if snapshot is None and not leaf.is_tail and wanted < len(leaf.pages):
             return Evicted(self._trim(leaf, wanted))
+        self.eviction.evicted(leaf, self.clock)
         if snapshot is not None:
-            self.eviction.evicted(leaf, self.clock)
             self._drop_snapshot(leaf)
         return Evicted(self._remove(leaf), snapshot)
 
     def evict_snapshot(self) -> Evicted | None:
-        """Evict the unlocked snapshot with the lowest priority; None if there is
-        none."""
+        """Evict the unlocked snapshot that is worth least; None if there is none."""
         node = self.next_snapshot()
         if node is None:
             return None
@@ -354,47 +353,40 @@ class MambaRadixCache:
         return self.detach_snapshot(node)
 
     def next_snapshot(self) -> Node | None:
-        """The node whose snapshot would be evicted next; hot ones come last."""
-        orders = self._snapshots
-        choice = self.eviction.next_segment(self.snapshot_counts())
-        hot = None
-        for order in (orders[choice], *orders):
-            node = self._least(order)
-            if node is not None and not self._is_hot(node):
-                return node
-            hot = hot or node
-        return hot
+        """The node whose snapshot would be evicted next; None if there is none."""
+        return self._least(self._snapshots, self._worth_of_snapshot)
 
-    def _least(self, order: PriorityOrder[Node]) -> Node | None:
-        """The node of a segment whose snapshot has the lowest priority."""
+    def next_leaf(self) -> Node | None:
+        """The leaf that would be evicted next; None if there is none."""
+        return self._least(self._leaves, self.eviction.leaf)
+
+    def _least(
+        self, order: PriorityOrder[Node], worth: Callable[[Node, int], float]
+    ) -> Node | None:
         while (node := order.first()) is not None:
-            assert node.snapshot is not None, "ranked nodes have one"
-            priority = self.eviction.snapshot(node, node.snapshot)
-            if priority <= order.priority(node):
+            now = worth(node, self.clock)
+            if now <= order.priority(node):
                 return node
-            order.put(node, priority)
+            order.put(node, now)
         return None
 
-    def next_is_hot(self) -> bool:
-        """Whether only hot snapshots could be evicted."""
+    def _worth_of_snapshot(self, node: Node, now: int) -> float:
+        assert node.snapshot is not None, "ranked nodes have one"
+        return self.eviction.snapshot(node, node.snapshot, now)
+
+    def kv_worth(self) -> float | None:
+        """Worth of the leaf that would be evicted next; None if there is none."""
+        leaf = self.next_leaf()
+        return None if leaf is None else self._leaves.priority(leaf)
+
+    def snapshot_worth(self) -> float | None:
+        """Worth of the snapshot that would be evicted next; None if there is none."""
         node = self.next_snapshot()
-        return node is not None and self._is_hot(node)
-
-    def hot_snapshots(self) -> list[Node]:
-        """Nodes with an unlocked hot snapshot, the most recently used first.
-
-        Takes time linear in their number; see `Retention.hot`.
-        """
-        return list(self.retention.hot(self.clock))
+        return None if node is None else self._snapshots.priority(node)
 
     def snapshots(self) -> Iterator[Node]:
-        """Nodes with an unlocked snapshot, by segment and in eviction order."""
-        for order in self._snapshots:
-            yield from order
-
-    def snapshot_counts(self) -> tuple[int, ...]:
-        """Number of unlocked snapshots per segment of the eviction policy."""
-        return tuple([len(order) for order in self._snapshots])
+        """Nodes with an unlocked snapshot, in eviction order."""
+        return iter(self._snapshots)
 
     def clear(self) -> list[Evicted]:
         """Remove everything, locked or not; return all removed ids."""
@@ -450,54 +442,43 @@ class MambaRadixCache:
         """Leaves that may be evicted, in eviction order."""
         return iter(self._leaves)
 
-    def rank_again(self) -> None:
-        """Recompute all priorities, after the policy has changed."""
-        for node in list(self._leaves):
-            self._rank_leaf(node)
-        for node in list(self.snapshots()):
-            self._unrank_snapshot(node)
-            self._rank_snapshot(node)
-
     # -------------------------------------------------------------------- ages
 
-    def begin_admission(self, live: int = 0) -> None:
-        """Count one admission, the unit of ages.
-
-        Args:
-            live: number of other live sequences.
-        """
-        self.retention.live = live
-        self.clock = (self.clock // ADMISSION + 1) * ADMISSION
-
-    def age(self, used_at: int) -> int:
-        """Admissions since clock value `used_at`."""
-        return admissions_between(used_at, self.clock)
-
-    def kv_age(self) -> int | None:
-        """Age of the leaf that would be evicted next; None if there is none."""
-        leaf = self._victim_leaf()
-        return None if leaf is None else self.age(leaf.used_at)
-
-    def snapshot_age(self) -> int | None:
-        """Age of the snapshot that would be evicted next; None if there is none.
-
-        A superseded snapshot is older than all others.
-        """
-        node = self.next_snapshot()
-        if node is None or node.snapshot is None:
-            return None
-        if node.snapshot.is_superseded:
-            return self.clock
-        return self.age(node.snapshot.used_at)
+    def begin_admission(self) -> None:
+        """Count one admission, the unit of ages."""
+        admissions = self.clock // ADMISSION + 1
+        self.clock = admissions * ADMISSION
+        for node, since in self._due.pop(admissions, ()):
+            self._grow_older(node, since)
 
     # ---------------------------------------------------------------- internal
 
+    def _schedule(self, node: Node, since: int) -> None:
+        """Rank `node` again when its age, counted from `since`, changes intervals."""
+        if not self.eviction.changes_with_age:
+            return
+        age = admissions_between(since, self.clock)
+        due = since // ADMISSION + (1 << age.bit_length())
+        self._due.setdefault(due, []).append((node, since))
+
+    def _grow_older(self, node: Node, since: int) -> None:
+        snapshot = node.snapshot
+        if since != (node.used_at if snapshot is None else snapshot.used_at):
+            return  # it was used, or evicted, meanwhile
+        if snapshot is None and node not in self._leaves:
+            return
+        self.eviction.grew_older(node, self.clock)
+        if node in self._leaves:
+            self._rank_leaf(node)
+        if node in self._snapshots:
+            self._rank_snapshot(node)
+        self._schedule(node, since)
+
     def _reset_orders(self) -> None:
-        self.retention.clear()
         self._leaves: PriorityOrder[Node] = PriorityOrder()
-        self._snapshots: tuple[PriorityOrder[Node], ...] = tuple(
-            PriorityOrder() for _ in range(self.eviction.segments)
-        )
+        self._snapshots: PriorityOrder[Node] = PriorityOrder()
+        self._due: dict[int, list[tuple[Node, int]]] = {}
+        """By admission, nodes whose age changes intervals then, if not used since."""
 
     def _tick(self) -> int:
         self.clock += 1
@@ -542,36 +523,32 @@ class MambaRadixCache:
             self.events.split(upper, lower, pages)
         return upper
 
-    def _victim_leaf(self) -> Node | None:
-        while (leaf := self._leaves.first()) is not None:
-            priority = self.eviction.leaf(leaf)
-            if priority <= self._leaves.priority(leaf):
-                return leaf
-            self._leaves.put(leaf, priority)
-        return None
-
     def _rank_leaf(self, node: Node) -> None:
         if node.is_leaf and not node.kv_lock and node.parent is not None:
-            self._leaves.put(node, self.eviction.leaf(node))
+            self._leaves.put(node, self.eviction.leaf(node, self.clock))
 
     def _rank_snapshot(self, node: Node) -> None:
-        snapshot = node.snapshot
-        if snapshot is not None and not node.state_lock:
-            order = self._snapshots[self.eviction.segment(snapshot)]
-            order.put(node, self.eviction.snapshot(node, snapshot))
-
-    def _is_hot(self, node: Node) -> bool:
-        snapshot = node.snapshot
-        return snapshot is not None and self.retention.is_hot(snapshot, self.clock)
+        if node.snapshot is not None and not node.state_lock:
+            self._snapshots.put(node, self._worth_of_snapshot(node, self.clock))
 
     def _drop_snapshot(self, node: Node) -> None:
+        snapshot = node.snapshot
+        if snapshot is not None and not snapshot.is_superseded:
+            self._supersede(node.resumed_before(), False)
         self._unrank_snapshot(node)
-        self.retention.forget(node)
         node.snapshot = None
 
+    def _supersede(self, node: Node | None, is_superseded: bool) -> None:
+        """Note that a later snapshot takes the place of that of `node`, or left."""
+        if node is None or node.snapshot is None:
+            return
+        self._unrank_snapshot(node)
+        node.snapshot.is_superseded = is_superseded
+        self._rank_snapshot(node)
+        self._rank_leaf(node)
+
     def _unrank_snapshot(self, node: Node) -> None:
-        for order in self._snapshots:
-            order.discard(node)
+        self._snapshots.discard(node)
 
     def _trim(self, leaf: Node, count: int) -> Pages:
         """Remove the last `count` pages of a leaf with more pages."""
@@ -599,6 +576,8 @@ class MambaRadixCache:
         elif parent.is_leaf:
             parent.used_at = max(parent.used_at, node.used_at)
             self._rank_leaf(parent)
+            if parent.snapshot is None:
+                self._schedule(parent, parent.used_at)
         return node.pages
 
     def _drop_empty_root(self, root: Node) -> None:

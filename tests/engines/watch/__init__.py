@@ -12,10 +12,19 @@ PERIOD_S = 0.25
 """The watch writes what it saw so often."""
 
 
-def watch_environment(report: Path) -> dict[str, str]:
-    """The environment variables that have a server write to `report`."""
+def watch_environment(report: Path, *, packed: bool) -> dict[str, str]:
+    """The environment variables that have a server write to `report`.
+
+    Args:
+        report: the file.
+        packed: whether the layers of a page may lie side by side.
+    """
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(paths), "HYBRID_TEST_WATCH": str(report)}
+    apart = {} if packed else {"HYBRID_TEST_PAGES_APART": "1"}
+    return apart | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HYBRID_TEST_WATCH": str(report),
+    }
 
 
 def read(report: Path) -> dict[str, int]:

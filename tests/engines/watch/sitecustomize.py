@@ -2,7 +2,8 @@
 """Looks at the memory of elastic pools, in the process that moves it.
 
 Loaded through PYTHONPATH.  After every move, and every now and then, it writes
-what is mapped, and what the kernel says is resident, to a file.
+what is mapped, and what the kernel says is resident, to a file.  With
+HYBRID_TEST_PAGES_APART no pages are packed, as with a backend that does not take it.
 """
 
 import json
@@ -63,5 +64,18 @@ def _watch(report: str) -> None:
     Executor.run = watched  # type: ignore[method-assign]
 
 
+def _keep_apart() -> None:
+    from hybrid_plugin.core.memory.layout import CacheLayout
+
+    init = CacheLayout.__init__
+
+    def apart(self, *args, packed=False, **kwargs):  # type: ignore[no-untyped-def]
+        init(self, *args, packed=False, **kwargs)
+
+    CacheLayout.__init__ = apart  # type: ignore[method-assign]
+
+
+if "HYBRID_TEST_PAGES_APART" in os.environ:
+    _keep_apart()
 if os.environ.get("HYBRID_TEST_WATCH") and "multiprocessing" in " ".join(sys.orig_argv):
     _watch(os.environ["HYBRID_TEST_WATCH"])

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is learned of reuse from uses and evictions."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_plugin.core.policy.reuse import (
+    INTERVALS,
+    REMEMBERED,
+    ReuseModel,
+    interval_of,
+    interval_start,
+)
+
+
+def model(assumed: float = 0.5) -> ReuseModel:
+    return ReuseModel(lambda kind: assumed)
+
+
+def see(reuse: ReuseModel, kind: str, age: int, now: int, *, used: bool) -> None:
+    """Content of a class that is used, or evicted, at an age."""
+    for index in range(1, interval_of(age) + 1):
+        reuse.hold(kind, interval_start(index), now)
+    reuse.observe(kind, age, now, used=used)
+
+
+def test_intervals_double() -> None:
+    assert [interval_of(age) for age in (0, 1, 2, 3, 4, 7, 8)] == [0, 1, 2, 2, 3, 3, 4]
+    assert interval_of(1 << 60) == INTERVALS - 1
+    for index in range(INTERVALS):
+        assert interval_of(interval_start(index)) == index
+
+
+def test_before_anything_was_seen() -> None:
+    reuse = model(0.5)
+    assert reuse.chance("a") == pytest.approx(0.5, abs=0.05)
+    rates = [reuse.rate("a", age) for age in (0, 1, 2, 4, 8, 16, 32)]
+    assert rates == sorted(rates, reverse=True), "the longer unused, the less likely"
+
+
+def test_what_is_never_used_is_worth_less_each_time() -> None:
+    reuse = model()
+    rates, chances = [], []
+    for now in range(0, 200, 20):
+        rates.append(reuse.rate("turn", 0))
+        chances.append(reuse.chance("turn"))
+        for _ in range(8):
+            see(reuse, "turn", 20, now, used=False)
+    assert rates == sorted(rates, reverse=True)
+    assert chances == sorted(chances, reverse=True)
+    assert rates[-1] < rates[0] / 20
+    assert chances[-1] < 0.1
+
+
+def test_the_rate_of_what_is_used_at_a_constant_rate() -> None:
+    """Used after 10 admissions on average, whatever its age."""
+    reuse = model()
+    ages = [3, 5, 8, 10, 14, 20]
+    for now in range(200):
+        see(reuse, "doc", ages[now % 6], now, used=True)
+    for age in (0, 1, 4):
+        assert reuse.rate("doc", age) == pytest.approx(0.1, rel=0.4)
+    assert reuse.chance("doc") > 0.95
+
+
+def test_it_looks_ahead() -> None:
+    """Nothing is used within 8 admissions, nearly all within 16."""
+    reuse = model()
+    for now in range(200):
+        see(reuse, "tool call", 12, now, used=True)
+    assert reuse.rate("tool call", 0) > 0.05
+    assert reuse.rate("tool call", 8) > reuse.rate("tool call", 0)
+    assert reuse.rate("tool call", 64) < reuse.rate("tool call", 0)
+
+
+def test_what_was_evicted_early_does_not_count_as_useless() -> None:
+    """Half is evicted at age 4, and of the rest all is used at age 9."""
+    reuse = model()
+    for now in range(200):
+        see(reuse, "a", 9, now, used=True)
+        see(reuse, "a", 4, now, used=False)
+    assert reuse.chance("a") > 0.9
+
+
+def test_classes_are_apart() -> None:
+    reuse = model()
+    for now in range(100):
+        see(reuse, "a", 3, now, used=True)
+        see(reuse, "b", 3, now, used=False)
+    assert reuse.rate("a", 0) > 20 * reuse.rate("b", 0)
+
+
+def test_it_forgets() -> None:
+    """What is no longer seen goes back to what was assumed: so it is tried again."""
+    reuse = model(0.5)
+    for now in range(100):
+        see(reuse, "a", 16, now, used=False)
+    low = reuse.chance("a")
+    see(reuse, "a", 0, 100 + 8 * REMEMBERED, used=False)
+    for _ in range(8):
+        see(reuse, "a", 0, 100 + 8 * REMEMBERED, used=False)
+    assert low < 0.1 < 0.3 < reuse.chance("a")
+
+
+def test_every_rate_is_finite_and_positive() -> None:
+    reuse = model(0.01)
+    for now in range(300):
+        see(reuse, "a", (1 << (now % 40)) - 1, now * 1000, used=now % 3 == 0)
+        for age in (0, 1, 5, 1 << 30):
+            assert 0 < reuse.rate("a", age) < 10
+        assert 0 < reuse.chance("a") <= 1
+
+
+def test_what_stays_unused_is_seen_before_it_leaves() -> None:
+    reuse = model()
+    before = reuse.rate("a", 0)
+    for now in range(40):
+        for index in range(1, 8):
+            reuse.hold("a", interval_start(index), now)
+    assert reuse.rate("a", 0) < before / 10
