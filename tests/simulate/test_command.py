@@ -99,7 +99,7 @@ class TestOptions:
             del found["seconds"]
         assert one == two != other
 
-    @pytest.mark.parametrize("policy", ["lru", "used-first", "flop-aware"])
+    @pytest.mark.parametrize("policy", ["lru", "expected-saving"])
     def test_policies(self, policy: str, tmp_path: Path) -> None:
         config = str(write(tmp_path, QWEN3_NEXT))
         memory = ("--model-config", config, "--gpu-memory", "4GB", "--weights", "1GB")
@@ -109,9 +109,8 @@ class TestOptions:
         assert found["peak_memory_bytes"] <= int(4e9 * 0.9) - 10**9
         assert found["evictions"] > 0
 
-    def test_a_given_weight_is_kept(self) -> None:
-        found = simulate("--policy", "flop-aware", "--alpha", "0.7", *SMALL)
-        assert found["alpha"] == 0.7
+    def test_the_plugins_policy_is_the_default(self) -> None:
+        assert simulate(*SMALL)["policy"] == "expected-saving"
 
     def test_a_model_with_windows(self, tmp_path: Path) -> None:
         config = str(write(tmp_path, GEMMA3))
@@ -133,10 +132,12 @@ class TestOptions:
         def run(**options: object) -> dict[str, Any]:
             return simulate(*flags, "--hybrid-config", json.dumps(options))
 
-        slots = {r: run(state_memory_ratio=r)["capacity"]["slots"] for r in (0.1, 0.5)}
-        assert slots == {
-            ratio: int(budget * ratio) // layout.slot_bytes - 1 for ratio in slots
+        ratios = (0.05, 0.1, 0.2, 0.5)
+        found = {ratio: run(state_memory_ratio=ratio) for ratio in ratios}
+        assert {r: found[r]["capacity"]["slots"] for r in ratios} == {
+            ratio: int(budget * ratio) // layout.slot_bytes - 1 for ratio in ratios
         }
+        assert len({found[ratio]["hit_tokens"] for ratio in ratios}) == len(ratios)
         fixed = simulate(*flags, "--no-elastic")
         assert fixed["memory_moves"] is None
         both = (simulate(*flags), simulate(*flags, "--elastic"))
@@ -175,24 +176,12 @@ class TestOptions:
             (("--kv-tokens", "9", "--gpu-memory", "1GB"), "give one"),
             (("--seed", "-3"), "--seed must not be negative"),
             (("--policy", "magic"), "invalid choice: 'magic'"),
-            (("--alpha", "0.1"), "--alpha is for --policy flop-aware"),
-            (("--policy", "flop-aware", "--alpha", "nan"), "--alpha must lie between"),
             (("--format", "tokens"), "--format tokens reads a trace: name its file"),
             (("nowhere.jsonl",), "Cannot read the trace 'nowhere.jsonl'"),
             (("a\0b",), "Cannot read the trace"),
             (("--hybrid-config", "{"), "--hybrid-config takes JSON: "),
             (("--hybrid-config", "[]"), "--hybrid-config takes a JSON object"),
             (("--hybrid-config", '{"x": 1}'), "Unknown hybrid_plugin option 'x'"),
-            (("--elastic",), "--elastic needs --gpu-memory"),
-            (("--hybrid-config", '{"elastic": true}'), "--elastic needs --gpu-memory"),
-            (
-                ("--hybrid-config", '{"state_memory_ratio": 0.2}'),
-                "state_memory_ratio needs --gpu-memory",
-            ),
-            (
-                ("--elastic", "--hybrid-config", '{"state_memory_ratio": 0.2}'),
-                "set elastic to false",
-            ),
             (("--plot", "picture.jpg"), "does not end in .png"),
             (("--plot", "no/such/folder/x.png"), "cannot write"),
         ],
@@ -209,7 +198,8 @@ class TestOptions:
 class TestRandomBytes:
     @QUIET
     @given(
-        content=st.binary(max_size=300), form=st.sampled_from(["mooncake", "tokens"])
+        content=st.binary(max_size=300),
+        form=st.sampled_from(["mooncake", "tokens", "weka"]),
     )
     def test_as_a_trace(self, tmp_path: Path, content: bytes, form: str) -> None:
         path = tmp_path / "trace"
@@ -224,7 +214,7 @@ class TestRandomBytes:
             lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
             max_leaves=8,
         ),
-        form=st.sampled_from(["mooncake", "tokens"]),
+        form=st.sampled_from(["mooncake", "tokens", "weka"]),
     )
     def test_as_json(self, tmp_path: Path, value: object, form: str) -> None:
         """A list of whole numbers is a trace; anything else is refused."""
@@ -247,6 +237,7 @@ class TestRandomBytes:
             [
                 *("kv-tokens", "state-slots", "page-size", "seed", "policy"),
                 *("measure", "format", "chunk", "concurrency", "hybrid-config"),
+                *("sessions", "skip-sessions", "session-gap"),
             ]
         ),
         value=st.text(max_size=8),

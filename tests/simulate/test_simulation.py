@@ -12,12 +12,11 @@ import pytest
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
-from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.tools.simulate.agentic import AgenticStream
-from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.outcome import Outcome
+from hybrid_plugin.tools.simulate.policies import POLICIES
 from hybrid_plugin.tools.simulate.request import Request
 from hybrid_plugin.tools.simulate.simulation import Simulation
 from tests.core.support import NO_SNAPSHOTS
@@ -35,7 +34,7 @@ class TestKvOnly:
     def test_the_least_recently_used_goes_first(self) -> None:
         a, b, c = (request(tokens(n, n + 9)) for n in (0, 100, 200))
         # Two pages of each are kept, and each needs three while it is served.
-        outcome = simulate([a, b, a, c, a, b], pages=6, eviction=LeastRecentlyUsed())
+        outcome = simulate([a, b, a, c, a, b], pages=6, policy="lru")
         # c takes one page of b, then a hits, then b has lost its second page.
         assert outcome.hit_tokens == 8 + 8 + 4
         assert outcome.page_evictions == outcome.evictions == 2
@@ -57,11 +56,10 @@ class TestKvOnly:
         assert (outcome.queried_tokens, outcome.hit_tokens) == (18, 16)
 
     def test_what_never_fits(self) -> None:
-        outcome = simulate(
-            [request(tokens(0, 100)), request(tokens(0, 6))], pages=3, chunk=8
-        )
+        lengths = (100, 6, 6)
+        outcome = simulate([request(tokens(0, n)) for n in lengths], pages=3, chunk=8)
         assert outcome.too_long == 1
-        assert outcome.hit_tokens == 4
+        assert outcome.hit_tokens == 4  # nothing was computed of the first
 
     def test_an_answer_that_does_not_fit_ends_early(self) -> None:
         requests = [request(tokens(0, 8), answer=100)] * 2
@@ -141,6 +139,11 @@ class TestBytes:
         with pytest.raises(ConfigError, match="state pool of 0 slots"):
             Capacity(16, 5, 0)
 
+    def test_no_limit_for_a_trace_that_is_too_long(self) -> None:
+        endless = Request(2 << 30, lambda: tokens(0, 1))
+        with pytest.raises(ConfigError, match="Room for all 2147483648 tokens"):
+            Capacity.unbounded([endless], 16, states=False)
+
     def test_without_a_limit_nothing_is_evicted(self) -> None:
         requests = AgenticStream(requests=80).generate(1)
         capacity = Capacity.unbounded(requests, 16, states=True)
@@ -178,8 +181,8 @@ class TestDivision:
         ]
 
     def run(self, **options: Any) -> Outcome:
-        """Snapshots at the ends of prompts alone."""
-        policy = SnapshotPolicy(16, NO_SNAPSHOTS, NO_SNAPSHOTS, NO_SNAPSHOTS)
+        """Without snapshots at chunk ends."""
+        policy = SnapshotPolicy(16, chunk_end_min_tokens=NO_SNAPSHOTS)
         return Simulation(self.capacity(**options), policy).run(self.requests())
 
     def test_the_ratio_divides_the_budget(self) -> None:
@@ -196,7 +199,8 @@ class TestDivision:
 
     def test_few_slots_serve_long_prompts_only(self) -> None:
         outcome = self.run(state_memory_ratio=0.3)
-        assert outcome.hit_tokens == 3 * 1600
+        # The long ones hit before their last page, and four of the short ones hit.
+        assert outcome.hit_tokens == 3 * 1584 + 4 * 32
         assert outcome.memory_moves is None
 
     def test_many_slots_serve_short_prompts_only(self) -> None:
@@ -227,58 +231,35 @@ class TestDivision:
         assert found.elastic is None
         with pytest.raises(ConfigError, match="Elastic pools do not fit"):
             Capacity.of_layout(self.LAYOUT, 8 << 20, self.LONG, 128, options=asked)
+        with pytest.raises(ConfigError, match="less than two blocks of 2097152 bytes"):
+            Capacity.of_layout(self.LAYOUT, 3 << 20, self.SHORT, 128, options=asked)
+        with pytest.raises(ConfigError, match="cannot hold one sequence of 32 tokens"):
+            Capacity.of_layout(self.LAYOUT, 1, self.SHORT, 128, options=open_to_it)
 
 
 def _plain(page_size: int) -> SnapshotPolicy:
     return HybridConfig().snapshot_policy(page_size)
 
 
-class TestTuning:
-    def test_the_weight_is_found_while_the_trace_is_served(self) -> None:
-        requests = AgenticStream(requests=900).generate(1)
-        policy = FlopAware(float, token_bytes=1, slot_bytes=800, alpha=30.0)
-        outcome = simulate(
-            requests, 8000, 60, page_size=16, eviction=policy, is_tuned=True
-        )
-        assert outcome.alpha is not None and outcome.alpha < 30.0
+class TestPolicy:
+    def test_it_knows_the_bytes_of_a_token_and_of_a_snapshot(self) -> None:
+        capacity = TestBytes().capacity(1_000_000)
+        # A page of 1600 bytes; a slot of 2560, and 5 pages of 160 in the window.
+        assert capacity.token_bytes == 1600 / 16
+        assert capacity.slot_bytes == 2560 + 5 * 160
+        unknown = Capacity(16, 10, 5)
+        assert (unknown.token_bytes, unknown.slot_bytes) == (1.0, 0.0)
 
+    def test_every_run_starts_with_policies_that_have_learned_nothing(self) -> None:
+        requests = AgenticStream(requests=150).generate(1)
+        simulation = Simulation(Capacity(16, 4000, 40), _plain(16))
+        one, two = simulation.run(requests), simulation.run(requests)
+        assert one.evictions and one.hit_tokens == two.hit_tokens
 
-class TestBound:
-    def bound(self, *prompts: tuple[int, int], pages: int, slots: int | None) -> int:
-        trace = PageTrace.of([request(tokens(*p)) for p in prompts], 4)
-        return bound_hit_tokens(trace, pages=pages, slots=slots)
-
-    def test_belady_on_pages(self) -> None:
-        """a b c a b with room for two pages of one: keep a, then b."""
-        prompts = ((0, 5), (100, 105), (200, 205), (0, 5), (100, 105))
-        assert self.bound(*prompts, pages=2, slots=None) == 8
-        assert self.bound(*prompts, pages=1, slots=None) == 4
-        assert self.bound(*prompts, pages=0, slots=None) == 0
-
-    def test_slot_time(self) -> None:
-        """Two prompts that return after three requests: one slot serves one."""
-        prompts = ((0, 41), (100, 141), (200, 241), (0, 41), (100, 141))
-        spare = 5 * 3 + 1  # for hits inside a page, and rounding
-        assert self.bound(*prompts, pages=1000, slots=9) == 80 + spare - 1
-        # 5 requests of slot-time: 3 for one prompt, and 2/3 of the other's.
-        assert self.bound(*prompts, pages=1000, slots=1) == int(40 + 80 / 3) + spare
-
-    def test_no_policy_exceeds_it(self) -> None:
-        for seed, pages, slots in ((0, 4000, 12), (1, 9000, 60), (2, 20_000, 30)):
-            requests = AgenticStream(requests=250, sessions_at_once=12).generate(seed)
-            trace = PageTrace.of(requests, 16)
-            bound = bound_hit_tokens(trace, pages=pages, slots=slots, first=50)
-            for kind in (slots, None):
-                outcome = simulate(
-                    requests, pages, kind, page_size=16, first_measured=50
-                )
-                ceiling = bound_hit_tokens(trace, pages=pages, slots=kind, first=50)
-                assert 0 < outcome.hit_tokens <= ceiling
-            assert bound < sum(trace.lengths[50:])
-
-    def test_the_gap(self) -> None:
-        outcome = simulate([request(tokens(0, 9))] * 3, pages=100)
-        assert outcome.gap is None
-        outcome.bound_hit_tokens = 32
-        assert outcome.gap == 0.5
-        assert "50.0 % of them were missed" in outcome.as_text()
+    def test_policies_differ(self) -> None:
+        requests = AgenticStream(requests=300).generate(1)
+        hits = {
+            simulate(requests, 8000, 60, page_size=16, policy=name).hit_tokens
+            for name in POLICIES
+        }
+        assert len(hits) == len(POLICIES) == 2

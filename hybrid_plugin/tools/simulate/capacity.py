@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
@@ -83,12 +83,12 @@ class Capacity:
         longest = max(request.length + len(request.answer) for request in requests)
         if options.gpu_memory_budget is not None:
             budget = min(budget, options.gpu_memory_budget)
-        elastic = _plan_elastic(layout, budget, longest, options, concurrency)
+        elastic = _plan_elastic(layout, budget, longest, chunk, options, concurrency)
         if elastic is not None:
             return cls(
                 page_size=layout.page_size,
                 pages=elastic.sizes.pages - 1,
-                slots=elastic.sizes.slots - 1,
+                slots=elastic.sizes.slots - 1 if layout.slot_bytes else None,
                 layout=elastic.layout,
                 elastic=elastic,
             )
@@ -114,17 +114,37 @@ class Capacity:
     def unbounded(
         cls, requests: Sequence[Request], page_size: int, *, states: bool
     ) -> Capacity:
-        """Enough that nothing is ever evicted."""
+        """Enough that nothing is ever evicted.
+
+        Raises:
+            ConfigError: if that is more than can be simulated.
+        """
         total = sum(request.length + len(request.answer) for request in requests)
         count = len(requests)
         pages = total // page_size + 2 * count + 1
+        if pages > MOST_PAGES:
+            raise ConfigError(
+                f"Room for all {total} tokens of the trace is more than can be "
+                "simulated: say with --gpu-memory or --kv-tokens how much there is, or "
+                "take fewer requests."
+            )
         # Branch, body, prompt end, turn end, system message, and chunk ends.
         slots = 6 * count + total // 512 + 1 if states else None
         return cls(page_size, pages, slots)
 
-    def build(
-        self, policy: SnapshotPolicy, eviction: LeastRecentlyUsed | None
-    ) -> HybridCache:
+    @property
+    def token_bytes(self) -> float:
+        """KV of a token with full attention; 1 where no size is known."""
+        if self.layout is None:
+            return 1.0
+        return self.layout.page_bytes / self.page_size
+
+    @property
+    def slot_bytes(self) -> float:
+        """What a snapshot keeps besides that KV; 0 where no size is known."""
+        return 0.0 if self.layout is None else self.layout.snapshot_bytes
+
+    def build(self, policy: SnapshotPolicy, eviction: LeastRecentlyUsed) -> HybridCache:
         """An empty cache on pools of these sizes."""
         pools: CachePools
         if self.elastic is not None:
@@ -165,10 +185,14 @@ def _plan_elastic(
     layout: CacheLayout,
     budget: int,
     longest: int,
+    chunk: int,
     options: HybridConfig,
     concurrency: int,
 ) -> ElasticPlan | None:
-    """How a GPU's pools would share the budget; None where each gets its own."""
+    """How a GPU's pools would share the budget; None where each gets its own.
+
+    Pages are packed, as both engines' usual attention backends take them.
+    """
     if not options.is_elastic:
         return None
     if not layout.page_bytes or not (layout.slot_bytes or layout.window_page_bytes):
@@ -181,11 +205,12 @@ def _plan_elastic(
     block = block_bytes(budget, "cuda")
     try:
         return plan_elastic(
-            layout,
+            replace(layout, packed=True),
             pool_budget(budget, block),
             block_bytes=block,
             max_model_len=longest,
             max_sequences=concurrency,
+            chunk=chunk,
         )
     except TooLittleMemoryError as error:
         if options.elastic:

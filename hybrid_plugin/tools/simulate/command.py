@@ -19,6 +19,7 @@ from hybrid_plugin.tools.simulate.outcome import Outcome
 from hybrid_plugin.tools.simulate.plot import check_plot, write_plot
 from hybrid_plugin.tools.simulate.progress import progress
 from hybrid_plugin.tools.simulate.request import Request, TraceError
+from hybrid_plugin.tools.simulate.session_options import read_sample
 from hybrid_plugin.tools.simulate.simulation import Simulation
 from hybrid_plugin.tools.simulate.traces import format_of, read_trace
 
@@ -53,7 +54,13 @@ def _simulate(args: argparse.Namespace) -> Outcome:
     if args.plot is not None:
         check_plot(args.plot)
     form = args.format or format_of(args.trace)
-    requests = read_trace(form, args.trace, seed=args.seed, requests=args.requests)
+    requests = read_trace(
+        form,
+        args.trace,
+        seed=args.seed,
+        requests=args.requests,
+        sample=read_sample(args, form),
+    )
     simulation = read_simulation(args, form, requests)
     with progress(f"Replaying with {args.policy}", len(requests)) as advance:
         outcome = simulation.run(requests, advance)

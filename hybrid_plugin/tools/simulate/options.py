@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_plugin.config import (
-    DEFAULT_PAGE_SIZE,
-    ConfigError,
-    HybridConfig,
-    parse_options,
-)
+from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.mooncake import BLOCK
-from hybrid_plugin.tools.simulate.policies import POLICIES, PolicyChoice
+from hybrid_plugin.tools.simulate.plugin_options import read_plugin_options
+from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
 from hybrid_plugin.tools.simulate.request import Request
+from hybrid_plugin.tools.simulate.session_options import (
+    MOST_LIVE,
+    add_session_options,
+)
 from hybrid_plugin.tools.simulate.simulation import Simulation
 from hybrid_plugin.tools.simulate.traces import FORMATS
 
@@ -41,7 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="TRACE",
-        help="requests as JSON Lines; without it an agentic stream is made",
+        help="requests as JSON Lines, or recorded conversations: one as JSON, or a "
+        "folder of them; without it an agentic stream is made",
     )
     parser.add_argument(
         "--format", choices=FORMATS, help="by default what the first line looks like"
@@ -49,14 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         choices=POLICIES,
-        default="used-first",
+        default=DEFAULT_POLICY,
         help="what is evicted first (%(default)s)",
-    )
-    parser.add_argument(
-        "--alpha",
-        type=float,
-        metavar="WEIGHT",
-        help="of the flop-aware policy; by default it is found by replay",
     )
     parser.add_argument(
         "--measure",
@@ -71,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_memory(parser)
     _add_stream(parser)
+    add_session_options(parser)
     _add_output(parser)
     add_model_options(parser, required=False)
 
@@ -114,7 +110,10 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 def _add_stream(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument(
-        "--seed", type=int, default=0, help="of the agentic stream (%(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        help="of the agentic stream, or of the sample of conversations (%(default)s)",
     )
     group.add_argument(
         "--requests",
@@ -126,9 +125,9 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--concurrency",
         type=int,
-        default=1,
         metavar="N",
-        help="sequences that are live at once (%(default)s)",
+        help="sequences that are live at once (1); those of recorded conversations "
+        f"are as long as they were, and at most so many at once ({MOST_LIVE})",
     )
     group.add_argument(
         "--chunk",
@@ -191,22 +190,20 @@ def read_simulation(
     Raises:
         ConfigError: if the options make no sense.
     """
-    options = _options(args)
-    page_size = args.page_size or options.page_size
+    shape = None if args.model_config is None else read_shape(args)
+    options = read_plugin_options(args, shape)
+    page_size = options.page_size
     if page_size is None:
         blocks = form == "mooncake" and args.kv_only
         page_size = BLOCK if blocks else DEFAULT_PAGE_SIZE
-    shape = None if args.model_config is None else read_shape(args)
-    policy = PolicyChoice(args.policy, shape, args.alpha)
+    concurrency = args.concurrency or (MOST_LIVE if form == "weka" else 1)
     half = len(requests) // 2 if args.measure == "last-half" else 0
     return Simulation(
-        capacity=_capacity(args, options, shape, page_size, requests),
+        capacity=_capacity(args, options, shape, page_size, requests, concurrency),
         snapshots=options.snapshot_policy(page_size),
         policy=args.policy,
-        eviction=policy.build(),
-        is_tuned=policy.is_tuned,
         chunk=args.chunk,
-        concurrency=args.concurrency,
+        concurrency=concurrency,
         first_measured=half,
     )
 
@@ -217,6 +214,7 @@ def _capacity(
     shape: ModelShape | None,
     page_size: int,
     requests: Sequence[Request],
+    concurrency: int,
 ) -> Capacity:
     if args.gpu_memory is not None:
         assert shape is not None, "checked with the other options"
@@ -230,35 +228,8 @@ def _capacity(
             requests,
             args.chunk,
             options=options,
-            concurrency=args.concurrency,
+            concurrency=concurrency,
         )
     if args.kv_tokens is not None:
         return Capacity(page_size, args.kv_tokens // page_size, args.state_slots)
     return Capacity.unbounded(requests, page_size, states=not args.kv_only)
-
-
-def _options(args: argparse.Namespace) -> HybridConfig:
-    """The plugin's options, of which those that divide memory need memory to divide.
-
-    Raises:
-        ConfigError: for an option that makes no sense, or that would change nothing.
-    """
-    options = _hybrid_config(args.hybrid_config)
-    if args.elastic is not None:
-        options = replace(options, elastic=args.elastic)
-    if args.gpu_memory is None and options.elastic:
-        raise ConfigError(
-            "--elastic needs --gpu-memory and --model-config, to know what can move."
-        )
-    if args.gpu_memory is None and options.state_memory_ratio is not None:
-        raise ConfigError(
-            "state_memory_ratio needs --gpu-memory and --model-config, to know what "
-            "it is a share of."
-        )
-    return options
-
-
-def _hybrid_config(text: str | None) -> HybridConfig:
-    if text is None:
-        return HybridConfig()
-    return HybridConfig.from_mapping(parse_options(text, "--hybrid-config"))

@@ -36,6 +36,9 @@ class Outcome:
     """Of those, tokens that were restored."""
     too_long: int = 0
     """Requests, of all, that did not fit even alone."""
+    waited: int = 0
+    """Sequences, of all, that had to wait until others had ended, for memory or, in a
+    trace with times, for one of the places of `concurrency`."""
     prefill_steps: int = 0
     """Forward passes of all prefills, pauses for snapshots included."""
     page_evictions: int = 0
@@ -49,8 +52,6 @@ class Outcome:
     """Pages and slots there are, and tokens in a page."""
     memory_moves: int | None = None
     """Granules that got memory or lost it; None where pools are not elastic."""
-    alpha: float | None = None
-    """Weight that a FLOP-aware policy ended with."""
     bound_hit_tokens: int | None = None
     """What no policy can exceed, knowing the whole trace."""
     seconds: float = 0.0
@@ -105,6 +106,7 @@ class Outcome:
             f"{self.snapshot_evictions:,} snapshots",
             f"snapshots taken    {self.snapshots_taken:,}",
             f"prefill steps      {self.prefill_steps:,}",
+            f"had to wait        {self.waited:,} sequences",
             f"peak               {self.peak_pages:,} pages, {self.peak_snapshots:,} "
             "snapshots"
             + (
@@ -115,8 +117,6 @@ class Outcome:
         ]
         if self.memory_moves is not None:
             lines.append(f"elastic pools      {self.memory_moves:,} granules moved")
-        if self.alpha is not None:
-            lines.append(f"weight at the end  {self.alpha:g}")
         if self.too_long:
             lines.append(f"too long           {self.too_long:,} requests never fitted")
         if self.bound_hit_tokens is not None and self.gap is not None:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.tree.tokens import Tokens
@@ -22,19 +22,33 @@ class Served:
     """Of those, tokens that were restored."""
     steps: int
     """Forward passes that its prefill took; 0 if it was too long to be served."""
+    waited: bool = False
+    """Whether others had to end before their time to make room for it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, order=True)
 class _Live:
-    seq_id: str
-    tokens: Tokens
+    ends: float
+    """When it ends: in seconds, or by its number where a trace has no times."""
+    number: int
+    tokens: Tokens = field(compare=False)
     """Prompt and answer."""
-    prompt: int
-    steps: int = 0
+    prompt: int = field(compare=False)
+    steps: int = field(default=0, compare=False)
+    waited: bool = field(default=False, compare=False)
+
+    @property
+    def seq_id(self) -> str:
+        return str(self.number)
 
 
 class Replay:
-    """Sends requests through a cache, some of them live at once."""
+    """Sends requests through a cache, some of them live at once.
+
+    Where a trace has times, a request is live for as long as it was when the trace was
+    recorded, and ends before its time only where another one needs its place.
+    Otherwise a request is live until so many others have come.
+    """
 
     def __init__(self, cache: HybridCache, *, chunk: int, concurrency: int = 1) -> None:
         """Prepare.
@@ -42,12 +56,13 @@ class Replay:
         Args:
             cache: empty, or warm from an earlier replay.
             chunk: tokens of a prefill step at most.
-            concurrency: sequences that stay live while the next ones come.
+            concurrency: sequences that are live at once, at most.
         """
         self.cache = cache
         self._chunk = chunk
         self._concurrency = concurrency
-        self._live: deque[_Live] = deque()
+        self._live: list[_Live] = []
+        """A heap: the next one to end first."""
         self._count = 0
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Served]:
@@ -55,21 +70,30 @@ class Replay:
         for request in requests:
             yield self._serve(request)
         while self._live:
-            self._end_oldest()
+            self._end_first()
 
     # ---------------------------------------------------------------- internal
 
     def _serve(self, request: Request) -> Served:
-        while len(self._live) >= self._concurrency:
-            self._end_oldest()
         tokens = request.make()
         self._count += 1
-        live = _Live(str(self._count), tokens + request.answer, request.length)
+        ends = float(self._count)
+        if request.arrival is not None:
+            ends = request.arrival + request.seconds
+            self._end_until(request.arrival)
+        live = _Live(ends, self._count, tokens + request.answer, request.length)
+        while len(self._live) >= self._concurrency:
+            self._end_first()
+            live.waited = request.arrival is not None
         hit = self._admit(live, tokens, request)
         if hit is None or not self._prefill(live, tokens, hit):
             return Served(request.length, 0, 0)
-        self._live.append(live)
-        return Served(request.length, hit, live.steps)
+        heapq.heappush(self._live, live)
+        return Served(request.length, hit, live.steps, live.waited)
+
+    def _end_until(self, now: float) -> None:
+        while self._live and self._live[0].ends <= now:
+            self._end_first()
 
     def _admit(self, live: _Live, tokens: Tokens, request: Request) -> int | None:
         while True:
@@ -77,12 +101,15 @@ class Replay:
                 tokens, request.namespace, snapshot_at=request.snapshot_at
             )
             end = self._next_end(found.match.length, found.snapshot_positions, live)
-            admission = self.cache.admit(live.seq_id, found, num_tokens=end)
+            admission = self.cache.admit(
+                live.seq_id, found, num_tokens=end, reserve_tokens=live.prompt
+            )
             if admission is not None:
                 return admission.hit
             if not self._live:
                 return None
-            self._end_oldest()
+            live.waited = True
+            self._end_first()
 
     def _prefill(self, live: _Live, tokens: Tokens, position: int) -> bool:
         """Compute the prompt; False, with the sequence ended, if it never fits."""
@@ -106,12 +133,13 @@ class Replay:
         while self.cache.grow(live.seq_id, num_tokens) is None:
             if not self._live:
                 return False
-            self._end_oldest()
+            live.waited = True
+            self._end_first()
         return True
 
-    def _end_oldest(self) -> None:
-        """Generate the answer of the oldest live sequence, and end it."""
-        live = self._live.popleft()
+    def _end_first(self) -> None:
+        """Generate the answer of the sequence that ends next, and end it."""
+        live = heapq.heappop(self._live)
         # Nobody computes the last token that is generated.
         target = max(len(live.tokens) - 1, live.prompt)
         position = live.prompt

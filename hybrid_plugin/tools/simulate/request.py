@@ -31,3 +31,7 @@ class Request:
     namespace: Hashable = None
     snapshot_at: tuple[int, ...] = ()
     """Positions at which the application asks for a snapshot."""
+    arrival: float | None = None
+    """Seconds after the trace's start; None where a trace has no times."""
+    seconds: float = 0.0
+    """How long the request is live, from its arrival, where a trace has times."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.policy.eviction import FlopAware, LeastRecentlyUsed
+from hybrid_plugin.core.policy.divergence import Divergences
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from hybrid_plugin.core.policy.tuning import AlphaTuner
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.outcome import Outcome
+from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, build_policy
 from hybrid_plugin.tools.simulate.replay import Replay, Served
 from hybrid_plugin.tools.simulate.request import Request
 
@@ -26,11 +26,8 @@ class Simulation:
 
     capacity: Capacity
     snapshots: SnapshotPolicy
-    policy: str = "used-first"
-    """Name of the eviction policy, for the outcome."""
-    eviction: LeastRecentlyUsed | None = None
-    is_tuned: bool = False
-    """Whether the weight of a `FlopAware` policy is found by replay."""
+    policy: str = DEFAULT_POLICY
+    """Name of the eviction policy, one of `POLICIES`."""
     chunk: int = 8192
     """Tokens of a prefill step at most."""
     concurrency: int = 1
@@ -63,25 +60,24 @@ class Simulation:
         outcome.snapshots_taken = cache.stats.snapshots_taken
         if cache.broker.moves_memory:
             outcome.memory_moves = int(cache.broker.stats.moves)
-        if isinstance(self.eviction, FlopAware):
-            outcome.alpha = self.eviction.alpha
         outcome.seconds = time.perf_counter() - begin
         return outcome
 
     def _build(self) -> HybridCache:
-        cache = self.capacity.build(self.snapshots, self.eviction)
-        if self.is_tuned and isinstance(self.eviction, FlopAware):
-            cache.tuner = AlphaTuner(
-                self.eviction,
-                lambda policy: self.capacity.build(self.snapshots, policy),
-                chunk=self.chunk,
-            )
-        return cache
+        """A cache that has learned nothing yet."""
+        eviction = build_policy(
+            self.policy,
+            token_bytes=self.capacity.token_bytes,
+            slot_bytes=self.capacity.slot_bytes,
+        )
+        snapshots = replace(self.snapshots, divergences=Divergences())
+        return self.capacity.build(snapshots, eviction)
 
     @staticmethod
     def _count(outcome: Outcome, served: Served, *, measured: bool) -> None:
         outcome.prefill_steps += served.steps
         outcome.too_long += not served.steps
+        outcome.waited += served.waited
         if measured:
             outcome.measured_requests += 1
             outcome.queried_tokens += served.length
