@@ -6,7 +6,7 @@
 
 Every policy serves the same requests with the same pools, divided as at an
 engine's start-up: the seeded agentic stream, and with `--mooncake` Mooncake's
-published trace with states.  Weights were chosen on the seeds 1, 2 and 3, which
+published trace with states.  The policy was chosen on the seeds 1, 2 and 3, which
 are refused here.  Layer shapes are Qwen3-Next's, on one of four GPUs.
 
 The bound (`hybrid_plugin.tools.simulate.bound`) knows the future and ignores much of
@@ -30,7 +30,7 @@ from hybrid_plugin.tools.simulate.agentic import AgenticStream
 from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.mooncake import read_mooncake
-from hybrid_plugin.tools.simulate.policies import PolicyChoice
+from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
 from hybrid_plugin.tools.simulate.request import Request
 from hybrid_plugin.tools.simulate.simulation import Simulation
 
@@ -40,13 +40,6 @@ PAGE = 16
 CHUNK = 8192
 GIB = 2**30
 TUNED_ON = (1, 2, 3)
-CHOICES = {
-    "lru": ("lru", None),
-    "used-first": ("used-first", None),
-    "flop-aware": ("flop-aware", 0.5),
-    "flop-aware, self-tuned": ("flop-aware", None),
-}
-"""Name and weight by what they are called in the table."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +107,9 @@ def _serve(load: Load, shape: ModelShape) -> Iterator[dict[str, object]]:
                 trace, pages=capacity.pages, slots=capacity.slots
             ),
         }
-        for called, (name, alpha) in CHOICES.items():
-            policy = PolicyChoice(name, shape, alpha)
-            simulation = Simulation(
-                capacity,
-                rules,
-                policy=name,
-                eviction=policy.build(),
-                is_tuned=policy.is_tuned,
-                chunk=CHUNK,
-            )
-            row[called] = simulation.run(load.requests).hit_tokens
+        for name in POLICIES:
+            simulation = Simulation(capacity, rules, policy=name, chunk=CHUNK)
+            row[name] = simulation.run(load.requests).hit_tokens
         print(json.dumps(row), flush=True)
         yield row
 
@@ -140,18 +125,17 @@ def _markdown(rows: Sequence[dict[str, object]], machine: str) -> str:
         "which knows the future and which nobody can reach.",
         "",
         "| requests | GiB | pages | slots | "
-        + " | ".join(CHOICES)
-        + " | bound | flop-aware / lru |",
-        "|---" * (len(CHOICES) + 6) + "|",
+        + " | ".join(POLICIES)
+        + f" | bound | {DEFAULT_POLICY} / lru |",
+        "|---" * (len(POLICIES) + 6) + "|",
     ]
     totals = _totals(rows)
     lines += [_line(row) for row in [*rows, *totals]]
-    for policy in ("flop-aware", "flop-aware, self-tuned"):
-        wins = sum(_number(row, policy) > _number(row, "lru") for row in rows)
-        lines += [
-            "",
-            f"{policy} has more hit tokens than lru in {wins} of {len(rows)}.",
-        ]
+    wins = sum(_number(row, DEFAULT_POLICY) > _number(row, "lru") for row in rows)
+    lines += [
+        "",
+        f"{DEFAULT_POLICY} has more hit tokens than lru in {wins} of {len(rows)}.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -161,7 +145,7 @@ def _totals(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
     for gib in dict.fromkeys(row["gib"] for row in rows):
         same = [r for r in rows if r["gib"] == gib and str(r["load"])[:7] == "agentic"]
         if len(same) > 1:
-            summed = ("queried_tokens", "bound_hit_tokens", *CHOICES)
+            summed = ("queried_tokens", "bound_hit_tokens", *POLICIES)
             total = {name: sum(_number(row, name) for row in same) for name in summed}
             totals.append({**same[0], **total, "load": "agentic, all seeds"})
     return totals
@@ -172,9 +156,9 @@ def _line(row: dict[str, object]) -> str:
     rates = [
         f"{100 * _number(row, name) / queried:.2f} % "
         f"({100 - 100 * _number(row, name) / bound:.1f} %)"
-        for name in CHOICES
+        for name in POLICIES
     ]
-    gain = _number(row, "flop-aware") / _number(row, "lru") - 1
+    gain = _number(row, DEFAULT_POLICY) / _number(row, "lru") - 1
     cells = [
         *(str(row[name]) for name in ("load", "gib", "pages", "slots")),
         *rates,

@@ -88,6 +88,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "chunk_size": 128,
         "expand": 2,
     },
+    # Attention and Mamba-2 side by side in each of the 44 layers of Falcon-H1-7B.
+    "falcon-h1-7b": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "hidden_size": 3072,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 128,
+        "mamba_d_state": 256,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 256,
+        "mamba_expand": 2,
+        "projectors_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e11},
+    },
     # For machines without a GPU: what matters is what the engine does around it.
     "tiny": {
         "architectures": ["Qwen3NextForCausalLM"],
@@ -111,10 +132,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(name: str, folder: Path) -> None:
-    """Write the model's configuration into a folder."""
+def write_model(name: str, folder: Path, longest: int = 16384) -> None:
+    """Write the model's configuration, for so many positions, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = COMMON | MODELS[name]
+    config = COMMON | {"max_position_embeddings": longest} | MODELS[name]
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -125,6 +146,8 @@ def attention_and_state_layers(name: str) -> tuple[int, int]:
         pattern = str(model["hybrid_override_pattern"])
         return pattern.count("*"), pattern.count("M")
     layers = int(model["num_hidden_layers"])
+    if "mamba_d_ssm" in model:
+        return layers, layers
     attention = layers // int(model["full_attention_interval"])
     return attention, layers - attention
 
@@ -136,23 +159,32 @@ def token_bytes(name: str) -> int:
     return 2 * 2 * attention * int(model["num_key_value_heads"] * model["head_dim"])
 
 
-def slot_bytes(name: str) -> int:
-    """Of a state slot: states in float32, convolutions of width 4 in bfloat16."""
+def slot_bytes(name: str, state_itemsize: int = 4) -> int:
+    """Of a state slot, with convolutions of width 4 in bfloat16.
+
+    Args:
+        name: of the model.
+        state_itemsize: bytes of a number of the recurrent states.
+    """
     model = MODELS[name]
     _, states = attention_and_state_layers(name)
     if "ssm_state_size" in model:
         inner = model["mamba_num_heads"] * model["mamba_head_dim"]
         state = inner * model["ssm_state_size"]
         channels = inner + 2 * model["n_groups"] * model["ssm_state_size"]
+    elif "mamba_d_ssm" in model:
+        inner = model["mamba_d_ssm"]
+        state = inner * model["mamba_d_state"]
+        channels = inner + 2 * model["mamba_n_groups"] * model["mamba_d_state"]
     else:
         keys = model["linear_num_key_heads"] * model["linear_key_head_dim"]
         values = model["linear_num_value_heads"] * model["linear_value_head_dim"]
         state = values * model["linear_key_head_dim"]
         channels = 2 * keys + values
-    return int(states * (4 * state + 2 * 3 * channels))
+    return int(states * (state_itemsize * state + 2 * 3 * channels))
 
 
-def cache_layout(name: str, page_size: int) -> CacheLayout:
+def cache_layout(name: str, page_size: int, state_itemsize: int = 4) -> CacheLayout:
     """Pages and slots of a model as the plugin sees them."""
     # Processes of stock engines read this module too, without the plugin.
     from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
@@ -160,8 +192,9 @@ def cache_layout(name: str, page_size: int) -> CacheLayout:
     attention, _ = attention_and_state_layers(name)
     layers = tuple(f"attention {i}" for i in range(attention))
     page_bytes = page_size * token_bytes(name) // attention
+    states = StateGroup(("states",), slot_bytes(name, state_itemsize))
     return CacheLayout(
         page_size=page_size,
         attention=(AttentionGroup(layers, page_bytes),),
-        states=(StateGroup(("states",), slot_bytes(name)),),
+        states=(states,),
     )

@@ -116,6 +116,48 @@ async def generated_shared_prefix(ask: Ask, rng: random.Random) -> list[Reply]:
     return await asyncio.gather(*(ask(prompt, 64) for prompt in prompts))
 
 
+def system_prompts_in_groups(rate: float | None = None) -> Workload:
+    """The pattern that SGLang publishes: 16 system prompts of 10,240, 8 questions each.
+
+    Five at a time, or at the times of a Poisson process.
+
+    Args:
+        rate: requests per second; None for five at a time.
+    """
+
+    async def run(ask: Ask, rng: random.Random) -> list[Reply]:
+        own = random.Random(
+            f"{rng.random()} {rate}"
+        )  # shares nothing with another rate
+        systems = [text(own, 10_240) for _ in range(16)]
+        prompts = [system + text(own, 256) for system in systems for _ in range(8)]
+        own.shuffle(prompts)
+        if rate is None:
+            return await at_most(5, [ask(prompt, 128) for prompt in prompts])
+        due, tasks = 0.0, []
+
+        async def later(delay: float, prompt: Sequence[int]) -> Reply:
+            await asyncio.sleep(delay)
+            return await ask(prompt, 128)
+
+        for prompt in prompts:
+            due += own.expovariate(rate)
+            tasks.append(later(due, prompt))
+        return list(await asyncio.gather(*tasks))
+
+    return run
+
+
+async def two_at_a_time(ask: Ask, rng: random.Random) -> list[Reply]:
+    """60 prompts of 2,000 tokens that share 700 to 1,900 with others, two at a time."""
+    trunk = text(rng, 1900)
+    prompts = []
+    for _ in range(60):
+        shared = rng.randint(700, 1900)
+        prompts.append(trunk[:shared] + text(rng, 2000 - shared))
+    return await at_most(2, [ask(prompt, 32) for prompt in prompts])
+
+
 WORKLOADS: dict[str, Workload] = {
     "system prompt of 200": shared_system(200),
     "system prompt of 2000": shared_system(2000),
@@ -123,6 +165,9 @@ WORKLOADS: dict[str, Workload] = {
     "branches": branches,
     "crowd": crowd,
     "generated shared prefix": generated_shared_prefix,
+    "system prompts of 10240": system_prompts_in_groups(),
+    "system prompts of 10240, Poisson": system_prompts_in_groups(rate=3.0),
+    "two at a time": two_at_a_time,
 }
 
 

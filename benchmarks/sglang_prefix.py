@@ -63,6 +63,9 @@ def configurations(model: str) -> dict[str, dict[str, Any]]:
     }
 
 
+LONGEST = 12_288
+"""Tokens of a request."""
+
 PREFILL_SIZES = [64, 128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192]
 
 SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bench-sglang"
@@ -75,7 +78,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "random_seed": 0,
-        "context_length": 8192,
+        "context_length": LONGEST,
         "max_running_requests": 64,
         "chunked_prefill_size": 8192,
         "attention_backend": "triton",
@@ -99,7 +102,7 @@ def memory(args: argparse.Namespace) -> dict[str, int]:
     budget = args.cache_gib << 30
     if args.one != FIXED:
         return stock_pools(args.model, budget)
-    pools = cache_layout(args.model, 16).split(budget, max_model_len=8192)
+    pools = cache_layout(args.model, 16).split(budget, max_model_len=LONGEST)
     return {
         "max_total_tokens": (pools.pages - 1) * 16,
         "max_mamba_cache_size": pools.slots - 1,

@@ -39,7 +39,12 @@ OF_A_GPU = ("compilation_config", "gdn_prefill_backend", "gpu_memory_utilization
 CPU_PAGE = 32
 """The least that attention on a CPU takes."""
 SCRATCH = Path(tempfile.gettempdir()) / "hybrid-bookkeeping"
-GPU_BLOCKS = {"qwen3-next": 544, "qwen3.5-4b": 528, "nemotron-h-8b": 1040}
+GPU_BLOCKS = {
+    "qwen3-next": 544,
+    "qwen3.5-4b": 528,
+    "nemotron-h-8b": 1040,
+    "falcon-h1-7b": 3104,
+}
 """Tokens in a block of vLLM 0.33 on an H200, as `vllm_prefix` found them."""
 
 

@@ -40,8 +40,11 @@ from benchmarks.prefix_workloads import (
     warm_up,
 )
 
-STATE_DTYPES = {"qwen3.5-4b": "float32", "nemotron-h-8b": "float32"}
+STATE_DTYPES = dict.fromkeys(("qwen3.5-4b", "nemotron-h-8b", "falcon-h1-7b"), "float32")
 """Where a model does not name its own."""
+
+LONGEST = 12_288
+"""Tokens of a request."""
 
 # vLLM's own largest size; fewer of them, because each costs start-up time.
 CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
@@ -78,7 +81,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "seed": 0,
-        "max_model_len": 8192,
+        "max_model_len": LONGEST,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 8192,
         "kv_cache_memory_bytes": args.cache_gib << 30,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,10 +31,13 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import ModelRunnerOutput
 
+from benchmarks.no_model.stepping import step_beside
 from benchmarks.prefix_workloads import Reply
 
 ANSWER = 7
-"""Every token of every answer."""
+"""Every token of an answer that is not named."""
+_ASKED = "asked"
+"""Names a request in what its sampling parameters carry along."""
 
 
 class NoModel(Executor):
@@ -42,6 +45,8 @@ class NoModel(Executor):
 
     num_tokens: Callable[[str], tuple[int, int]]
     """Of a request: computed with the step that is scheduled, and known."""
+    next_token: Callable[[str], int]
+    """Of a request: what it generates now."""
 
     def _init_executor(self) -> None:
         config = self.vllm_config
@@ -105,7 +110,7 @@ class NoModel(Executor):
         sampled = []
         for name in names:
             computed, known = self.num_tokens(name)
-            sampled.append([ANSWER] if computed >= known else [])
+            sampled.append([self.next_token(name)] if computed >= known else [])
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -139,33 +144,55 @@ class SteppedEngine:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         core: Any = self.engine.engine_core
         self.scheduler = core.engine_core.scheduler
-        core.engine_core.model_executor.num_tokens = self._num_tokens
+        executor = core.engine_core.model_executor
+        executor.num_tokens, executor.next_token = self._num_tokens, self._next_token
         self.steps = 0
+        self.tokens = 0
+        """Computed in all steps."""
         self.host_seconds = 0.0
         """CPU time of the scheduler, before and after a step."""
         self._asked = 0
         self._ends: dict[str, asyncio.Future[Any]] = {}
+        self._answers: dict[str, Sequence[int]] = {}
         self._first: dict[str, int] = {}
         for method in ("schedule", "update_from_output"):
             setattr(self.scheduler, method, self._timed(method))
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
-        """Serve a request; its time to the first token is in steps."""
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] = ()
+    ) -> Reply:
+        """Serve a request; its time to the first token is in steps.
+
+        Args:
+            prompt: its tokens.
+            max_tokens: to generate.
+            answer: those tokens, if they matter.
+        """
         self._asked += 1
         name, begin = str(self._asked), self.steps
+        self._answers[name] = answer
         sampling = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={_ASKED: name},
         )
         request: Any = {"prompt_token_ids": list(prompt)}
         self.engine.add_request(name, request, sampling)
         self._ends[name] = asyncio.get_running_loop().create_future()
         output = await self._ends[name]
+        del self._answers[name]
         return Reply(
             tokens=tuple(output.outputs[0].token_ids),
             prompt_tokens=len(prompt),
             cached_tokens=output.num_cached_tokens or 0,
             ttft_s=self._first.pop(name) - begin,
         )
+
+    def drive(self, serving: Coroutine[Any, Any, list[Reply]]) -> list[Reply]:
+        """Step until the clients are done."""
+        return step_beside(self.run(), serving)
 
     async def run(self) -> None:
         """Take steps for ever; cancel it."""
@@ -181,6 +208,15 @@ class SteppedEngine:
                 if output.finished:
                     self._ends.pop(name).set_result(output)
 
+    def shutdown(self) -> None:
+        """Let another engine take this one's place in the process."""
+        self.engine.engine_core.shutdown()
+
+    def _next_token(self, name: str) -> int:
+        request = self.scheduler.requests[name]
+        answer = self._answers[request.sampling_params.extra_args[_ASKED]]
+        return answer[request.num_output_tokens] if answer else ANSWER
+
     def _num_tokens(self, name: str) -> tuple[int, int]:
         request = self.scheduler.requests[name]
         return request.num_computed_tokens, request.num_tokens
@@ -191,8 +227,10 @@ class SteppedEngine:
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.thread_time()
             try:
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
             finally:
                 self.host_seconds += time.thread_time() - begin
+            self.tokens += getattr(result, "total_num_scheduled_tokens", 0)
+            return result
 
         return timed

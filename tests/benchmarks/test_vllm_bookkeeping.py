@@ -20,8 +20,8 @@ WORKLOADS = ["system prompt of 200", "branches"]
     [
         # As on an H200: benchmarks/results/vllm-prefix-qwen3-next.md.
         ("stock, default", (0.0, 0.786)),
-        # Pages of 32 tokens, and branches that are found while others arrive.
-        ("plugin", (0.48, 0.77)),
+        # Pages of 32 tokens, and positions in prompts that are learned.
+        ("plugin", (0.54, 0.77)),
     ],
 )
 def test_hits_are_those_of_a_gpu(name: str, restored: tuple[float, float]) -> None:

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hit tokens over memory: the same requests for several caches at equal bytes."""
