@@ -16,11 +16,13 @@ from hybrid_plugin.tools.simulate.mooncake import BLOCK
 from hybrid_plugin.tools.simulate.plugin_options import read_plugin_options
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
 from hybrid_plugin.tools.simulate.request import Request
-from hybrid_plugin.tools.simulate.session_options import (
-    MOST_LIVE,
-    add_session_options,
+from hybrid_plugin.tools.simulate.serving_options import (
+    add_serving_options,
+    check_serving,
+    read_serving,
 )
-from hybrid_plugin.tools.simulate.simulation import Simulation
+from hybrid_plugin.tools.simulate.session_options import add_session_options
+from hybrid_plugin.tools.simulate.simulation import Serving, Simulation
 from hybrid_plugin.tools.simulate.traces import FORMATS
 
 MOST_TOKENS = 1 << 40
@@ -28,8 +30,6 @@ _LIMITS = {
     "kv_tokens": MOST_TOKENS,
     "state_slots": 1 << 28,
     "page_size": 1 << 20,
-    "chunk": 1 << 30,
-    "concurrency": 1 << 20,
     "requests": 1 << 24,
 }
 
@@ -66,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_memory(parser)
     _add_stream(parser)
+    add_serving_options(parser)
     add_session_options(parser)
     _add_output(parser)
     add_model_options(parser, required=False)
@@ -123,18 +124,9 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
         help="of the agentic stream (%(default)s)",
     )
     group.add_argument(
-        "--concurrency",
-        type=int,
-        metavar="N",
-        help="sequences that are live at once (1); those of recorded conversations "
-        f"are as long as they were, and at most so many at once ({MOST_LIVE})",
-    )
-    group.add_argument(
-        "--chunk",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="tokens of a prefill step at most (%(default)s)",
+        "--prompts-only",
+        action="store_true",
+        help="as if every request ended with the first token of its answer",
     )
 
 
@@ -158,6 +150,7 @@ def check_numbers(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} must lie between 1 and {most}, "
                 f"got {value}."
             )
+    check_serving(args)
     if args.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {args.seed}.")
     if args.kv_tokens is not None and args.gpu_memory is not None:
@@ -196,15 +189,12 @@ def read_simulation(
     if page_size is None:
         blocks = form == "mooncake" and args.kv_only
         page_size = BLOCK if blocks else DEFAULT_PAGE_SIZE
-    concurrency = args.concurrency or (MOST_LIVE if form == "weka" else 1)
-    half = len(requests) // 2 if args.measure == "last-half" else 0
+    serving = read_serving(args, shape, requests)
     return Simulation(
-        capacity=_capacity(args, options, shape, page_size, requests, concurrency),
+        capacity=_capacity(args, options, shape, page_size, requests, serving),
         snapshots=options.snapshot_policy(page_size),
         policy=args.policy,
-        chunk=args.chunk,
-        concurrency=concurrency,
-        first_measured=half,
+        serving=serving,
     )
 
 
@@ -214,7 +204,7 @@ def _capacity(
     shape: ModelShape | None,
     page_size: int,
     requests: Sequence[Request],
-    concurrency: int,
+    serving: Serving,
 ) -> Capacity:
     if args.gpu_memory is not None:
         assert shape is not None, "checked with the other options"
@@ -226,9 +216,9 @@ def _capacity(
             layout,
             budget,
             requests,
-            args.chunk,
+            serving.chunk,
             options=options,
-            concurrency=concurrency,
+            concurrency=serving.most_running,
         )
     if args.kv_tokens is not None:
         return Capacity(page_size, args.kv_tokens // page_size, args.state_slots)
