@@ -48,11 +48,11 @@ ALIKE = 0.1
 """Of the prompt tokens."""
 NOTE = f"""# Virtual time beside measured time
 
-Measured / simulated, by `benchmarks/simulated_times.py`: runs of vLLM with the plugin on
-an H200, medians of rounds.  The results are older than the plugin's present policy (one
-economy for memory).  Runs in which the simulator restores at least {ALIKE:.0%} of the
-prompts more or less than was measured are not fitted.  They are listed last, and their
-errors apart; how much of these is due to the change of policy was not measured.
+Measured / simulated, by `benchmarks/simulated_times.py`: runs of vLLM with the plugin
+on an H200, medians of rounds.  The results are older than the plugin's present policy
+(one economy for memory).  Runs in which the simulator restores at least {ALIKE:.0%} of
+the prompts more or less than was measured are not fitted.  They are listed last, and
+their errors apart; how much of these is due to the change of policy was not measured.
 """
 FITTED = ("vllm-prefix-qwen3-next", "elastic-vllm-long-documents-h200")
 """Prompts of 50 to 100,000 tokens."""

@@ -45,11 +45,13 @@ class VirtualEngine:
         self._count = 0
         self._rng = random.Random(0)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
-        """Serve a request."""
+    async def ask(
+        self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] = ()
+    ) -> Reply:
+        """Serve a request; its answer is random if none is given."""
         self._count += 1
         tokens = array("q", prompt)
-        made = self._rng.choices(range(10, VOCABULARY), k=max_tokens)
+        made = answer or self._rng.choices(range(10, VOCABULARY), k=max_tokens)
         request = Request(len(tokens), partial(array, "q", tokens), array("q", made))
         job = Job(request, self._count, self.server.now)
         self._ends[job] = asyncio.get_running_loop().create_future()

@@ -15,6 +15,7 @@ from hybrid_plugin.tools.simulate.calibration import Equation, Measured
 from hybrid_plugin.tools.simulate.options import (
     add_options,
     check_numbers,
+    read_comparison,
     read_simulation,
 )
 from hybrid_plugin.tools.simulate.outcome import Outcome
@@ -74,9 +75,13 @@ def _simulate(args: argparse.Namespace) -> Outcome:
         simulation = replace(simulation, serving=serving)
     if args.save_costs is not None:
         simulation.serving.costs.write(args.save_costs)
-    with progress(f"Replaying with {args.policy}", len(requests)) as advance:
+    comparison = read_comparison(args, simulation.serving) if args.compare else None
+    with progress(f"Serving with {args.policy}", len(requests)) as advance:
         outcome = simulation.run(requests, advance)
     outcome.fitted = {one.name: (one.measured, one.simulated) for one in fitted}
+    if comparison is not None:
+        with progress("Serving with others", 2 * len(requests)) as advance:
+            outcome.compared = comparison.run(requests, advance)
     if args.bound:
         outcome.bound_hit_tokens = _bound(simulation, outcome.order)
     return outcome

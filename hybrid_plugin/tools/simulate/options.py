@@ -12,11 +12,13 @@ from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.compare import Comparison
 from hybrid_plugin.tools.simulate.mooncake import BLOCK
 from hybrid_plugin.tools.simulate.plugin_options import read_plugin_options
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
 from hybrid_plugin.tools.simulate.request import Request
 from hybrid_plugin.tools.simulate.serving_options import (
+    add_calibration_options,
     add_serving_options,
     check_serving,
     read_serving,
@@ -64,9 +66,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute what no policy can exceed, and the gap to it",
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="serve the same requests in the same memory with models of vLLM's and "
+        "SGLang's own caches too; models, written from what these do by default",
+    )
     _add_memory(parser)
     _add_stream(parser)
     add_serving_options(parser)
+    add_calibration_options(parser)
     add_session_options(parser)
     _add_output(parser)
     add_model_options(parser, required=False)
@@ -157,6 +166,11 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--kv-tokens and --gpu-memory both say how much memory there is: give one."
         )
+    if args.compare and (args.gpu_memory is None or args.kv_only):
+        raise ConfigError(
+            "--compare needs --gpu-memory and --model-config, to know what the others "
+            "make of the memory, and a model with states."
+        )
     if args.gpu_memory is not None and args.model_config is None:
         raise ConfigError("--gpu-memory needs --model-config, to know what fits.")
     if args.state_slots is not None and (args.kv_only or args.kv_tokens is None):
@@ -190,12 +204,30 @@ def read_simulation(
         blocks = form == "mooncake" and args.kv_only
         page_size = BLOCK if blocks else DEFAULT_PAGE_SIZE
     serving = read_serving(args, shape, requests)
+    if args.measure == "last-half":
+        serving = replace(serving, first_measured=len(requests) // 2)
     return Simulation(
         capacity=_capacity(args, options, shape, page_size, requests, serving),
         snapshots=options.snapshot_policy(page_size),
         policy=args.policy,
         serving=serving,
     )
+
+
+def read_comparison(args: argparse.Namespace, serving: Serving) -> Comparison:
+    """The engines' own caches in the same memory.
+
+    Args:
+        args: parsed, and checked by `check_numbers`.
+        serving: of the same requests.
+
+    Raises:
+        ConfigError: for a model whose caches have no model here.
+    """
+    shape = read_shape(args)
+    options = read_plugin_options(args, shape)
+    budget = read_budget(args, shape).bytes
+    return Comparison(shape, min(budget, options.gpu_memory_budget or budget), serving)
 
 
 def _capacity(

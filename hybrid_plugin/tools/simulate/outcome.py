@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 
 from hybrid_plugin.sizes import gib
+from hybrid_plugin.tools.simulate.compared import Compared, as_lines
 from hybrid_plugin.tools.simulate.latency import Times
 from hybrid_plugin.tools.simulate.request import Request
 
@@ -66,6 +67,8 @@ class Outcome:
     """In virtual time; None if nothing was measured."""
     order: list[Request] = field(default_factory=list)
     """All requests that were served, in the order of their starts."""
+    compared: list[Compared] = field(default_factory=list)
+    """Models of the engines' own caches on the same requests."""
     seconds: float = 0.0
     """That the simulation took."""
     series: Series = field(default_factory=Series)
@@ -99,6 +102,7 @@ class Outcome:
             for one in fields(self)
             if one.name not in ("series", "order")
         }
+        values["compared"] = [asdict(one) for one in self.compared]
         values["times"] = None if self.times is None else asdict(self.times)
         return {
             "hit_rate": self.hit_rate,
@@ -149,5 +153,14 @@ class Outcome:
             lines.append(
                 f"{name:<19}{measured:.3f} s measured, {simulated:.3f} s simulated"
             )
+        if self.compared:
+            own = Compared(
+                "the plugin",
+                self.hit_rate,
+                self.too_long,
+                self.preemptions,
+                self.times,
+            )
+            lines += ["", *as_lines([own, *self.compared]), ""]
         lines.append(f"simulated in       {self.seconds:.1f} s")
         return "\n".join(lines)

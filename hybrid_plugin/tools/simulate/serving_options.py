@@ -23,7 +23,7 @@ _NUMBERS = ("rate", "slo_ttft", "slo_tpot", "device_tflops", "device_bandwidth")
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to `parser`."""
+    """Add what `read_serving` reads to `parser`."""
     group = parser.add_argument_group("virtual time")
     group.add_argument(
         "--rate",
@@ -74,6 +74,23 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="and of X * 10^12 bytes of memory per second",
     )
     group.add_argument(
+        "--slo-ttft",
+        type=float,
+        metavar="SECONDS",
+        help="a good request has its first token by then",
+    )
+    group.add_argument(
+        "--slo-tpot",
+        type=float,
+        metavar="SECONDS",
+        help="a good request takes at most so long for each later token",
+    )
+
+
+def add_calibration_options(parser: argparse.ArgumentParser) -> None:
+    """Add what fits costs to a measured run, and keeps them."""
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
         "--calibrate",
         type=Path,
         metavar="MEASURED",
@@ -85,18 +102,6 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write the costs that were used, for --cost-model",
-    )
-    group.add_argument(
-        "--slo-ttft",
-        type=float,
-        metavar="SECONDS",
-        help="a good request has its first token by then",
-    )
-    group.add_argument(
-        "--slo-tpot",
-        type=float,
-        metavar="SECONDS",
-        help="a good request takes at most so long for each later token",
     )
 
 
@@ -148,7 +153,6 @@ def read_serving(
     """
     has_times = args.rate is not None or any(r.arrival is not None for r in requests)
     concurrency = args.concurrency or (None if has_times else 1)
-    half = len(requests) // 2 if args.measure == "last-half" else 0
     return Serving(
         pace=Pace(concurrency, args.rate, args.seed),
         costs=_costs(args, shape),
@@ -156,7 +160,6 @@ def read_serving(
         chunk=args.chunk,
         max_running=args.max_running,
         targets=Targets(args.slo_ttft or math.inf, args.slo_tpot or math.inf),
-        first_measured=half,
     )
 
 
