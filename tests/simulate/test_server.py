@@ -129,6 +129,14 @@ class TestQueue:
         # Its 17 tokens were evicted for the first one.
         assert engine.work.prefill_tokens == 8 + 8 + 17
 
+    def test_who_made_way_is_served_before_those_behind(self) -> None:
+        """The third one would fit beside the first, but comes after the second."""
+        requests = [at(0.0, 8, 12, 100 * n) for n in range(2)]
+        engine = server(pages=8, slots=6, max_running=2)
+        first, _, third = run(engine, [*requests, at(0.0, 4, 1, 300)])
+        assert engine.preemptions == 1
+        assert third.admitted >= first.end
+
     def test_an_answer_without_room_ends_early(self) -> None:
         (job,) = run(server(pages=3), [at(0.0, 8, 100)])
         assert job.end < inf and job.generated == 12 - 8 + 1
