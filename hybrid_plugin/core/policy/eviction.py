@@ -15,6 +15,7 @@ from hybrid_plugin.core.policy.reuse_classes import (
     KV_ALONE,
     assumed_chance,
     class_of,
+    class_without_promise,
     unused_class,
     used_class,
 )
@@ -81,7 +82,9 @@ class ExpectedSaving(LeastRecentlyUsed):
     A snapshot saves the prefill from the nearest snapshot before it to its own
     position.  It holds its slot, and the KV up to it that nothing else needs: without
     the snapshot this KV is useless, and the snapshot without the KV.  How often it is
-    used is learned (`ReuseModel`) by class (`reuse_classes`).
+    used is learned (`ReuseModel`) by class (`reuse_classes`).  A use that an
+    application promised within a TTL counts as certain, as far as promises were kept
+    lately.
 
     KV without a snapshot behind it saves nothing itself, but shows where the next
     sequence branches off, which then takes a snapshot there.
@@ -126,7 +129,13 @@ class ExpectedSaving(LeastRecentlyUsed):
     def expected_tokens(self, node: Node, snapshot: Snapshot, now: int) -> float:
         """Tokens that a snapshot is expected to save by admission."""
         age = admissions_between(snapshot.used_at, now)
-        rate = self.reuse.rate(class_of(snapshot), age)
+        rate = self.reuse.rate(class_without_promise(snapshot), age)
+        promise = snapshot.promise
+        if promise is not None and snapshot.is_promised:
+            certain = self.reuse.rate_if_certain(
+                class_of(snapshot), age, promise.admissions_left
+            )
+            rate = max(rate, promise.trust.share * certain)
         return rate * (node.end - node.resume_before())
 
     def held_bytes(self, pages: float, snapshots: float, page_size: int) -> float:

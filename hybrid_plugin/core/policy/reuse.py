@@ -88,6 +88,8 @@ class _Observations:
     """Observations since what follows was computed."""
     indices: list[float] = field(default_factory=_zeros)
     """The Gittins index at the start of each interval."""
+    rates: list[float] = field(default_factory=_zeros)
+    """Uses by admission in each interval, of what was not used before."""
     chance: float = 0.0
     """Of being used at all."""
 
@@ -101,7 +103,7 @@ class _Observations:
 
     def refresh(self) -> None:
         """Compute the rates."""
-        chances, times = [], []
+        chances, times, rates = [], [], []
         smooth = _average_of_power_laws(self.uses, self.held, self.assumed)
         for i, length in enumerate(_LENGTHS):
             # Uses expected of one piece of content that is there for the interval.
@@ -109,8 +111,10 @@ class _Observations:
             rate = (self.uses[i] + SMOOTHING * expected) / (
                 self.held[i] + SMOOTHING * length
             )
+            rates.append(rate)
             chances.append(1.0 - math.exp(-rate * length))
             times.append(chances[-1] / rate)
+        self.rates = rates
         self.indices = _gittins(chances, times)
         seen = [i for i, held in enumerate(self.held) if held > _NEGLIGIBLE]
         count = max(ASSUMED_INTERVALS, seen[-1] + 1 if seen else 0)
@@ -205,6 +209,21 @@ class ReuseModel:
         """Expected uses per admission of content of a class: its Gittins index."""
         return self._fresh(kind).indices[interval_of(age)]
 
+    def rate_if_certain(self, kind: Hashable, age: int, within: float) -> float:
+        """The Gittins index of content that is certain to be used in time.
+
+        When it is used is that of its class, given that it is used in time.
+
+        Args:
+            kind: its class.
+            age: admissions since it was used before.
+            within: admissions in which it will be used, at least 1.
+
+        Returns:
+            Expected uses per admission, at least 1 / `within` and at most 1.
+        """
+        return _gittins_if_certain(self._fresh(kind).rates, age, within)
+
     def chance(self, kind: Hashable) -> float:
         """Probability that content of a class is used at all, if it is kept."""
         return self._fresh(kind).chance
@@ -243,3 +262,45 @@ def _gittins(chances: list[float], times: list[float]) -> list[float]:
                 break
         indices.append(best)
     return indices
+
+
+def _gittins_if_certain(rates: list[float], age: int, within: float) -> float:
+    """The index at an age of what will be used in `within` admissions.
+
+    Args:
+        rates: of use in each interval, by which the use is spread over the time left.
+        age: at which it was not used yet.
+        within: admissions in which it is used.
+    """
+    parts: list[tuple[float, float, float]] = []
+    """By part of the time left: chance of the use, its average and its latest time."""
+    unused, start = 1.0, 0.0
+    for i in range(interval_of(age), INTERVALS):
+        stop = interval_start(i + 1) - age if i + 1 < INTERVALS else within
+        stop = min(stop, within)
+        length = stop - start
+        chance = -math.expm1(-rates[i] * length)
+        average = start + _average_time(rates[i] * length) * length
+        parts.append((unused * chance, average, stop))
+        unused *= 1.0 - chance
+        start = stop
+        if stop >= within:
+            break
+    whole = sum(chance for chance, _, _ in parts)
+    best = uses = waited = 0.0
+    for chance, average, latest in parts:
+        uses += chance / whole
+        waited += chance / whole * average
+        best = max(best, uses / (waited + (1.0 - uses) * latest))
+    return min(best, 1.0)
+
+
+def _average_time(expected: float) -> float:
+    """When something is used on average, as a part of the interval it is used in.
+
+    Args:
+        expected: uses in the interval, which come at a constant rate.
+    """
+    if expected < _NEGLIGIBLE:
+        return 0.5
+    return 1.0 / expected - math.exp(-expected) / -math.expm1(-expected)

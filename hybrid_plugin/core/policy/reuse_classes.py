@@ -4,7 +4,8 @@
 A snapshot's class is the kind of its position, and its history: whether a later one
 superseded it, whether it was used, and, as long as it was not, what kind of snapshot
 its own sequence had resumed from.  The end of a conversation's second turn is mostly
-resumed, the end of an answer about a shared document hardly ever.
+resumed, the end of an answer about a shared document hardly ever.  Snapshots whose use
+an application promised are classes of their own, by the magnitude of the TTL.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ KV_ALONE: Hashable = "KV alone"
 
 def class_of(snapshot: Snapshot) -> Hashable:
     """The class of a snapshot."""
+    if snapshot.promise is not None and snapshot.is_promised:
+        return snapshot.kind, "promised", snapshot.promise.magnitude
+    return class_without_promise(snapshot)
+
+
+def class_without_promise(snapshot: Snapshot) -> Hashable:
+    """The class that a snapshot has if no application says anything of it."""
     if snapshot.is_superseded:
         return snapshot.kind, "superseded", None
     if snapshot.hits:
@@ -52,11 +60,15 @@ def assumed_chance(kind: Hashable) -> float:
     name, history, detail = kind
     if history == "superseded":
         return 0.03
+    if history == "promised":
+        return _PROMISED
     if history == "used":
         return _USED.get(name, 0.75)
     return _UNUSED.get((name, detail), _UNUSED_OF_ANY_ORIGIN.get(name, 0.75))
 
 
+_PROMISED = 0.75
+"""That of conversations.  A promised use is certain; this is when it is assumed."""
 _USED = {SnapshotKind.TURN_END: 0.05, SnapshotKind.PROMPT_END: 0.2}
 _UNUSED = {
     (SnapshotKind.TURN_END, SnapshotKind.TURN_END): 0.75,

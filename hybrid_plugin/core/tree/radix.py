@@ -290,6 +290,13 @@ class MambaRadixCache:
         snapshot.hits += 1
         self.touch_snapshot(node)
 
+    def rank_again(self, node: Node) -> None:
+        """Rank content again whose worth changed."""
+        if node in self._leaves:
+            self._rank_leaf(node)
+        if node in self._snapshots:
+            self._rank_snapshot(node)
+
     # ------------------------------------------------------------------- locks
 
     def lock(self, node: Node) -> None:
@@ -468,10 +475,7 @@ class MambaRadixCache:
         if snapshot is None and node not in self._leaves:
             return
         self.eviction.grew_older(node, self.clock)
-        if node in self._leaves:
-            self._rank_leaf(node)
-        if node in self._snapshots:
-            self._rank_snapshot(node)
+        self.rank_again(node)
         self._schedule(node, since)
 
     def _reset_orders(self) -> None:

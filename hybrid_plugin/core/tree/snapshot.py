@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.tokens import Pages
 
 
@@ -38,6 +39,15 @@ class Snapshot:
     """Number of sequences that resumed from it."""
     is_superseded: bool = False
     """Whether a later snapshot took its place."""
+    promise: Promise | None = None
+    """What the application said of its use; None for nothing, or if it was used."""
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the application said that it will be used, and its TTL goes on."""
+        return (
+            self.promise is not None and self.promise.holds and not self.is_superseded
+        )
 
     def is_superseded_by(self, later: Snapshot) -> bool:
         """Whether a later snapshot takes its place, if all known paths lead there.
