@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class Request:
     may_pause: bool = True
     hint: Any = None
     resumed: bool = False
+    is_over: bool = True
     reads: int = 0
     """How often its tokens were read."""
 
@@ -43,13 +44,19 @@ class Request:
         return self.space
 
 
-def door(pages: int = 40, slots: int = 9, *, sharing: int = 0) -> FrontDoor:
+def door(
+    pages: int = 40,
+    slots: int = 9,
+    *,
+    sharing: int = 0,
+    clock: Callable[[], float] | None = lambda: 0.0,
+) -> FrontDoor:
     options = HybridConfig(in_batch_prefix_min_tokens=sharing)
     policy = options.snapshot_policy(PAGE)
     cache = HybridCache(
         PagePool(pages), SlotPool(slots), PAGE, policy, eviction=ByMinimum()
     )
-    return FrontDoor(cache, logging.getLogger(__name__))
+    return FrontDoor(cache, logging.getLogger(__name__), clock)
 
 
 def run(to: FrontDoor, request: Request, upto: int | None = None) -> int:
@@ -180,6 +187,58 @@ def test_a_bad_hint_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a", "b"):
         assert to.look_up(Request(name, 20, hint={"hybrid_keep": "x"}))
     assert len(caplog.records) == 1
+
+
+def promised(to: FrontDoor) -> list[int]:
+    """Positions whose use is promised now."""
+    return sorted(
+        node.end
+        for node in to.cache.tree.nodes()
+        if node.snapshot is not None and node.snapshot.promise
+    )
+
+
+def test_a_ttl_begins_at_the_end_and_is_over_in_time() -> None:
+    now = [100.0]
+    to = door(clock=lambda: now[0])
+    hint = {"hybrid_keep": [9], "hybrid_ttl": 30}
+    one = Request("one", 20, hint=hint)
+    run(to, one)
+    now[0] = 200.0
+    to.end(one, 20)
+    now[0] = 229.9
+    serve(to, Request("other", 8, first=900))
+    assert promised(to) == [8, 20]
+    now[0] = 230.0
+    serve(to, Request("third", 8, first=950))
+    assert promised(to) == []
+    assert to.cache.stats.promises_broken == 1
+
+
+def test_a_turn_that_nobody_continues_leaves_nothing_but_after_a_preemption() -> None:
+    to = door()
+    assert serve(to, Request("a", 10, hint={"hybrid_ttl": 0})) == 0
+    assert serve(to, Request("a", 12, hint={"hybrid_ttl": 0}, is_over=False)) == 0
+    assert serve(to, Request("a", 13, hint={"hybrid_ttl": 0}, resumed=True)) == 12
+    assert_idle(to)
+
+
+def test_who_may_not_hit_has_a_ttl_too() -> None:
+    to = door()
+    serve(to, Request("a", 10, may_hit=False, hint={"hybrid_ttl": 5}))
+    assert promised(to) == [10]
+
+
+def test_without_a_common_time_ttls_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    to = door(clock=None)
+    for name in ("a", "b"):
+        serve(to, Request(name, 10, hint={"hybrid_ttl": 5}))
+    assert promised(to) == []
+    assert len(caplog.records) == 1 and "hybrid_ttl needs one scheduler" in caplog.text
+    serve(to, Request("c", 10, first=50, hint={"hybrid_ttl": 0}))
+    assert serve(to, Request("d", 12, first=50)) == 0
 
 
 def test_requests_with_one_prefix_wait_for_the_first() -> None:

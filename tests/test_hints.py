@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from hybrid_plugin.engine.hints import MAX_POSITIONS, Hints, kept_positions
+from hybrid_plugin.engine.hints import (
+    MAX_POSITIONS,
+    MAX_TTL,
+    Hints,
+    kept_positions,
+    ttl_of,
+)
 
 
 def test_positions_are_read() -> None:
@@ -53,4 +59,32 @@ def test_anything_else_is_told_of(value: Any) -> None:
 def test_a_bad_hint_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     hints = Hints(logging.getLogger("test"))
     assert [hints.keep({"hybrid_keep": v}) for v in ("x", [7], "y")] == [(), (7,), ()]
+    assert len(caplog.records) == 1 and "got 'x'" in caplog.text
+
+
+def test_ttls_are_read() -> None:
+    assert ttl_of({"hybrid_ttl": 60, "other": 1}) == 60.0
+    assert ttl_of({"hybrid_ttl": 0.5}) == 0.5
+    assert ttl_of({"hybrid_ttl": 0}) == 0.0
+    assert ttl_of({"hybrid_ttl": MAX_TTL}) == MAX_TTL
+    assert ttl_of({"hybrid_ttl": None}) is ttl_of({}) is ttl_of("text") is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [-1, "60", True, [60], {}, MAX_TTL + 1, 10**400, 1e400, float("nan")],
+    ids=range(9),
+)
+def test_anything_else_is_no_ttl(value: Any) -> None:
+    with pytest.raises(ValueError, match="hybrid_ttl takes a number of sec") as error:
+        ttl_of({"hybrid_ttl": value})
+    assert len(str(error.value)) < 200
+
+
+def test_the_first_bad_hint_of_any_kind_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hints = Hints(logging.getLogger("test"))
+    assert [hints.ttl({"hybrid_ttl": v}) for v in ("x", 7, -1)] == [None, 7.0, None]
+    assert hints.keep({"hybrid_keep": "y"}) == ()
     assert len(caplog.records) == 1 and "got 'x'" in caplog.text

@@ -13,9 +13,10 @@ None and has changed nothing.  Device work is queued as commands, in order;
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
 from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
@@ -31,10 +32,12 @@ from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import Prefill
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.promises import PROMISED_KINDS, Promises
 from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.stats import CacheStats, PoolLevel
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, as_tokens
@@ -68,6 +71,7 @@ class HybridCache:
     broker: MemoryBroker = field(default_factory=FixedBroker)
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
+    promises: Promises = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _concurrency: ConcurrencyTradeoff = field(
         init=False, default_factory=ConcurrencyTradeoff
@@ -81,12 +85,14 @@ class HybridCache:
             eviction=self.eviction,
             events=self.events,
         )
+        self.promises = Promises(self.tree, self.stats)
         self.memory = CacheMemory(
             self.pages,
             self.slots,
             self.windows,
             broker=self.broker,
             tree=self.tree,
+            promises=self.promises,
             stats=self.stats,
             enqueue=self.enqueue,
             promised_pages=self.promised_pages,
@@ -102,6 +108,7 @@ class HybridCache:
         limit: int | None = None,
         *,
         snapshot_at: Sequence[int] = (),
+        ttl: float | None = None,
     ) -> LookUp:
         """Find the hit of a new sequence; changes nothing.
 
@@ -111,27 +118,36 @@ class HybridCache:
             limit: restore at most this many tokens; never all of them, because
                 an engine must compute one to go on.
             snapshot_at: positions at which the application asks for a snapshot.
+            ttl: seconds after its end within which the application promises that it
+                is continued; 0 if nobody will continue it.
         """
         ids, length = as_tokens(tokens), len(tokens)
         most = length - 1 if limit is None else min(limit, length - 1)
         match = self.tree.match(namespace, ids, limit=most)
-        found = LookUp(length, namespace, match, {}, self.tree.version, ids)
+        found = LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
         if not self.tree.needs_snapshots:
             return found
+        repays = self.tree.eviction.repays_pass
+        if ttl == 0:
+            repays = partial(_repays_without_next_turn, repays)
         planned = self.policy.snapshot_positions_of(
             ids,
             hit=match.length,
             kv_length=match.kv_length,
             snapshot_at=snapshot_at,
-            repays=partial(
-                self.tree.eviction.repays_pass,
-                origin=found.origin,
-                running=self.live,
-            ),
+            repays=partial(repays, origin=found.origin, running=self.live),
         )
-        return replace(found, planned=planned)
+        size = self.page_size
+        named = tuple([position // size * size for position in snapshot_at])
+        return replace(found, planned=planned, named=named)
 
-    def bypass(self, tokens: Sequence[int], namespace: Hashable = None) -> LookUp:
+    def bypass(
+        self,
+        tokens: Sequence[int],
+        namespace: Hashable = None,
+        *,
+        ttl: float | None = None,
+    ) -> LookUp:
         """Stand in for `look_up` where a request must not be served from cache.
 
         Unless it is admitted with `cacheable=False`, what it computes enters
@@ -139,7 +155,7 @@ class HybridCache:
         """
         match = Match(0, None, array("i"), None, 0)
         ids = as_tokens(tokens)
-        return LookUp(len(tokens), namespace, match, {}, self.tree.version, ids)
+        return LookUp(len(tokens), namespace, match, {}, self.tree.version, ids, ttl)
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -249,6 +265,7 @@ class HybridCache:
             self.stats.refusals += 1
             return None
         self.tree.begin_admission()
+        self.promises.pace.admitted()
         self._learn_divergence(found)
         held, origin = self._hold(match), found.origin
         room = self.memory.obtain(
@@ -271,7 +288,7 @@ class HybridCache:
             hit=match.length,
             planned=dict(found.planned),
             prompt_length=found.length,
-            locked=self._settle(held, room),
+            locked=self._settle(held, room, resumed=resumed),
             cacheable=cacheable,
             origin=origin,
             prompt=found.tokens,
@@ -280,6 +297,8 @@ class HybridCache:
             reserved=most,
             windows=tables,
             window_demand=window_demand,
+            is_last_turn=found.ttl == 0,
+            promise=_promise_of(found) if cacheable else None,
         )
         return Admission(pages[:], room.slot, match.length)
 
@@ -345,11 +364,26 @@ class HybridCache:
             first = group.window.first_needed(computed) // self.page_size
             group.pages.release(table.trim(first))
 
-    def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
+    def pass_time(self, now: float) -> None:
+        """Set the time, by which the TTLs of sequences end.
+
+        Args:
+            now: seconds, of a clock that starts anywhere and is equal on all ranks.
+        """
+        self.promises.pass_time(now)
+
+    def finish(
+        self,
+        seq_id: str,
+        tokens: Sequence[int],
+        computed: int,
+        *,
+        preempted: bool = False,
+    ) -> None:
         """End a sequence, finished, aborted or preempted alike.
 
         Its KV enters the tree, and its slot too, as the snapshot of `computed`
-        tokens: nothing is copied.
+        tokens: nothing is copied.  If nobody will continue it, nothing enters.
 
         Args:
             seq_id: a live sequence.
@@ -357,13 +391,22 @@ class HybridCache:
             computed: tokens that its KV and state cover, with every step that was
                 scheduled.  Where that is more than are known (a step in flight
                 has consumed a token nobody has seen), a state is worthless.
+            preempted: whether the sequence itself will be resumed.
         """
         sequence = self._sequences.pop(seq_id)
         self._concurrency.ended(max(computed - sequence.prompt_length, 0))
-        donated = False
-        if sequence.cacheable and computed > 0:
+        donated, end = False, None
+        if (
+            sequence.cacheable
+            and computed > 0
+            and (preempted or not sequence.is_last_turn)
+        ):
             known = min(len(tokens), computed)
-            donated = self._donate(sequence, tokens, known, exact=known == computed)
+            end, donated = self._donate(
+                sequence, tokens, known, exact=known == computed
+            )
+        if sequence.promise is not None:
+            self.promises.begin_ttl(sequence.promise, end)
         self.pages.release(sequence.pages)
         for group, table in zip(self.windows, sequence.windows, strict=True):
             group.pages.release(table.held())
@@ -380,6 +423,7 @@ class HybridCache:
         """
         if self._sequences:
             return False
+        self.promises.clear()
         for evicted in self.tree.clear():
             self.memory.take_back(evicted)
         return True
@@ -508,7 +552,9 @@ class HybridCache:
         if self.slots.needed:
             self._commands.append(Copy(Pool.STATE, snapshot.slot, room.slot))
 
-    def _settle(self, node: Node | None, room: Allocation) -> Node | None:
+    def _settle(
+        self, node: Node | None, room: Allocation, *, resumed: bool
+    ) -> Node | None:
         """Swap the hold of admission for the lock a live sequence keeps.
 
         Copies run before anything that could overwrite their source, so only
@@ -521,6 +567,7 @@ class HybridCache:
         self.tree.lock(kept)
         self.tree.unlock_state(node)
         self.tree.use_snapshot(node)
+        self.promises.used(node, resumed=resumed)
         self.tree.unlock(node)
         if room.taken_over:  # the slot is the sequence's now
             evicted = self.tree.detach_snapshot(node)
@@ -612,9 +659,10 @@ class HybridCache:
             self.tree.touch_snapshot(node)
             return None
         kind = sequence.planned.get(length, SnapshotKind.CHUNK_END)
-        if not self.memory.free_snapshot_slot(
-            node, Snapshot(0, kind=kind, origin=sequence.origin)
-        ):
+        planned = Snapshot(0, kind=kind, origin=sequence.origin)
+        if kind in PROMISED_KINDS:
+            planned.promise = sequence.promise
+        if not self.memory.free_snapshot_slot(node, planned):
             return None
         slot = self.slots.allocate_snapshot()
         self._attach(node, sequence, slot, kind)
@@ -646,27 +694,32 @@ class HybridCache:
             group.pages.adopt(held)
         snapshot = Snapshot(slot, tuple(windows), kind, sequence.origin)
         self.tree.attach_snapshot(node, snapshot)
+        if sequence.promise is not None and kind in PROMISED_KINDS:
+            self.promises.give(sequence.promise, node)
         self.stats.snapshots_taken += 1
 
     def _donate(
         self, sequence: LiveSequence, tokens: Sequence[int], length: int, *, exact: bool
-    ) -> bool:
-        """Put an ending sequence into the tree; returns whether its slot stays.
+    ) -> tuple[Node | None, bool]:
+        """Put an ending sequence into the tree.
 
         Args:
             sequence: that ends.
             tokens: at least those that count.
             length: tokens that count.
             exact: whether the running state was taken after just as many.
+
+        Returns:
+            Where its tokens end in the tree, and whether its slot stays there.
         """
         resumable = self.tree.needs_snapshots and (
             exact or self._holds_windows(sequence, length)
         )
         if not resumable and length < self.page_size:
-            return False
+            return None, False
         node = self._insert_pages(sequence, tokens, length)
         if not resumable:
-            return False
+            return node, False
         rest: Tokens = as_tokens(tokens[node.end : length])
         if rest:
             page = sequence.pages[node.end // self.page_size]
@@ -675,10 +728,10 @@ class HybridCache:
                 self.pages.adopt((page,))
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
-            return False
+            return node, False
         self.slots.donate(sequence.slot)
         self._attach(node, sequence, sequence.slot, SnapshotKind.TURN_END)
-        return True
+        return node, True
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
         """Whether a sequence without states can be resumed at `length`.
@@ -691,3 +744,14 @@ class HybridCache:
             table.first <= self.memory.live(group, length).start
             for group, table in tables
         )
+
+
+def _promise_of(found: LookUp) -> Promise | None:
+    return Promise(found.ttl, frozenset(found.named)) if found.ttl else None
+
+
+def _repays_without_next_turn(
+    repays: Callable[..., bool], kind: SnapshotKind, saved: int, **of: Any
+) -> bool:
+    """Whether a snapshot is worth a pass for a sequence that nobody will continue."""
+    return kind is not SnapshotKind.PROMPT_END and repays(kind, saved, **of)

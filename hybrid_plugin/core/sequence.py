@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hybrid_plugin.core.memory.window_tables import WindowDemand, WindowTable
 from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import Match
 from hybrid_plugin.core.tree.snapshot import SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
@@ -27,6 +28,11 @@ class LookUp:
     version: int
     """Of the tree, when this was looked up."""
     tokens: Tokens
+    ttl: float | None = None
+    """Seconds after its end within which the application promises to continue it; 0 if
+    nobody will."""
+    named: tuple[int, ...] = ()
+    """Positions at which the application asked for a snapshot, at page ends."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:
@@ -79,6 +85,10 @@ class LiveSequence:
     """Its pages in each window group."""
     window_demand: WindowDemand | None = None
     """What is reserved for it in each window group, if anything."""
+    is_last_turn: bool = False
+    """Whether the application says that nobody will continue it."""
+    promise: Promise | None = None
+    """That it will be continued."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:

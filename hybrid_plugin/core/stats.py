@@ -26,6 +26,12 @@ class CacheStats:
     preemptions: int = 0
     in_batch_prefix_waits: int = 0
     """Sequences that waited for one that computed what they begin with."""
+    promised_hits: int = 0
+    """Sequences that resumed from a snapshot within its TTL."""
+    promises_broken: int = 0
+    """TTLs that ended without a use of what they kept."""
+    promises_evicted: int = 0
+    """Promises of which all that they kept was evicted within their TTL."""
 
     def record_hit(self, queried: int, hit: int, *, resumed: bool) -> None:
         """Count one admission."""

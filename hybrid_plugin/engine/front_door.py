@@ -12,7 +12,7 @@ the meantime other requests change the tree, so a look-up is repeated when it is
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -74,6 +74,10 @@ class IncomingRequest(Protocol):
     def resumed(self) -> bool:
         """Whether it ran before and was preempted."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was finished or aborted, and will not run again."""
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -87,15 +91,24 @@ class _Waiting:
 class FrontDoor:
     """Leads requests into and out of a `HybridCache`."""
 
-    def __init__(self, cache: HybridCache, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        cache: HybridCache,
+        logger: logging.Logger,
+        clock: Callable[[], float] | None,
+    ) -> None:
         """Start without requests.
 
         Args:
             cache: of the engine.
             logger: the adapter's, for bad hints.
+            clock: returns the time in seconds, for TTLs.  Where each rank has a cache,
+                it must return the same on all of them in the same call; None, and
+                TTLs are refused, where there is no such time.
         """
         self.cache = cache
-        self._hints = Hints(logger)
+        self._clock = clock
+        self._hints = Hints(logger, knows_time=clock is not None)
         self._sharing = InBatchPrefixSharing(cache)
         self._waiting: dict[str, _Waiting] = {}
 
@@ -172,6 +185,7 @@ class FrontDoor:
             found = self.look_up(request, hit)
         if found.match.length != hit:
             return None
+        self._pass_time()
         admission = self.cache.admit(
             request.seq_id,
             found,
@@ -230,7 +244,13 @@ class FrontDoor:
         """
         self.forget(request.seq_id)
         if self.cache.is_live(request.seq_id):
-            self.cache.finish(request.seq_id, request.tokens(), computed)
+            self._pass_time()
+            self.cache.finish(
+                request.seq_id,
+                request.tokens(),
+                computed,
+                preempted=not request.is_over,
+            )
 
     def withdraw(self, seq_id: str) -> None:
         """Take back an admission that the engine did not use."""
@@ -254,6 +274,10 @@ class FrontDoor:
 
     # --------------------------------------------------------------- internal
 
+    def _pass_time(self) -> None:
+        if self._clock is not None:
+            self.cache.pass_time(self._clock())
+
     def _note(self, request: IncomingRequest) -> _Waiting:
         """The record of a waiting request, with all its tokens."""
         waiting = self._waiting.get(request.seq_id)
@@ -266,8 +290,9 @@ class FrontDoor:
         self, request: IncomingRequest, tokens: Tokens, limit: int | None
     ) -> LookUp:
         namespace = request.namespace()
+        ttl = self._hints.ttl(request.hint)
         if not request.may_hit or not request.cacheable:
-            return self.cache.bypass(tokens, namespace)
+            return self.cache.bypass(tokens, namespace, ttl=ttl)
         return self.cache.look_up(
             tokens,
             namespace,
@@ -276,6 +301,7 @@ class FrontDoor:
                 *self._hints.keep(request.hint),
                 *self._sharing.pauses_of(request.seq_id),
             ),
+            ttl=ttl,
         )
 
     def _prefill(self, request: IncomingRequest) -> Prefill:

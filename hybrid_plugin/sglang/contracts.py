@@ -285,6 +285,16 @@ SCHEDULER_HOOKS = (
             "hisparse_coordinator",
         ),
     ),
+    HookPoint(
+        f"{_COMPONENTS}.request_receiver:SchedulerRequestReceiver"
+        "._broadcast_reqs_across_ranks",
+        ("recv_reqs", "local_reqs"),
+        mentions=("broadcast_pyobj",),
+    ),
+    HookPoint(
+        f"{_COMPONENTS}.request_receiver:SchedulerRequestReceiver.recv_requests",
+        mentions=("_broadcast_reqs_across_ranks",),
+    ),
     # Every request that leaves the queue without being run passes through here.
     HookPoint(
         f"{_SCHEDULER}._release_aborted_request",

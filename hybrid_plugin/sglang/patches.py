@@ -21,6 +21,7 @@ from hybrid_plugin.upstream.hookpoints import LiveView, problems
 from hybrid_plugin.upstream.standing import untested
 
 if TYPE_CHECKING:
+    from hybrid_plugin.sglang.clock import RankClock
     from hybrid_plugin.sglang.pool_memory import PoolMemory
 
 _SRT = "sglang.srt"
@@ -49,6 +50,7 @@ def hook_engine() -> None:
     Raises:
         ConfigError: naming each hook point that this SGLang moved.
     """
+    from hybrid_plugin.sglang.clock import RankClock
     from hybrid_plugin.sglang.pool_memory import PoolMemory
 
     global _ENGINE_HOOKED
@@ -59,12 +61,13 @@ def hook_engine() -> None:
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
-    memory = PoolMemory()
+    memory, clock = PoolMemory(), RankClock()
     _divide_memory(memory)
     _share_memory(memory)
     _convolve_in_few_shapes(memory)
     _convolve_beyond_32_bits()
-    _build_cache()
+    _build_cache(clock)
+    _send_time(clock)
     _admit_by_demand()
     _park_paused_requests()
     _place_tokens()
@@ -272,7 +275,7 @@ def _convolve_beyond_32_bits() -> None:
             _hook(f"{causal_conv1d.__name__}.{name}", "AROUND", hook)
 
 
-def _build_cache() -> None:
+def _build_cache(clock: RankClock) -> None:
     """Register our prefix cache with SGLang's registry of radix cache backends."""
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
@@ -281,9 +284,32 @@ def _build_cache() -> None:
     def build(context: Any) -> Any:
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
-        return HybridPrefixCache(context.params)
+        return HybridPrefixCache(context.params, clock)
 
     register_radix_cache_backend(BACKEND, build)
+
+
+def _send_time(clock: RankClock) -> None:
+    """Symptom: ranks would disagree on whether the TTL of a conversation is over.
+
+    Cause: SGLang's ranks share no clock, and its requests bring no time along.
+    Fix: the rank that receives requests sends its time with them.
+    Delete when: a request carries a time that is equal on all ranks.
+    """
+
+    def broadcast(
+        original: Callable[..., Any], receiver: Any, requests: Any, *rest: Any
+    ) -> Any:
+        if not _is_ours():
+            return original(receiver, requests, *rest)
+        return clock.broadcast(partial(original, receiver), requests, *rest)
+
+    receiver = f"{_SRT}.managers.scheduler_components.request_receiver"
+    _hook(
+        f"{receiver}.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
+        "AROUND",
+        broadcast,
+    )
 
 
 def _admit_by_demand() -> None:

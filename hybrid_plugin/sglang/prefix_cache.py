@@ -9,7 +9,7 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +50,12 @@ class HybridPrefixCache(BasePrefixCache):
 
     token_to_kv_pool_allocator: HybridTokenAllocator
 
-    def __init__(self, params: CacheInitParams) -> None:
+    def __init__(self, params: CacheInitParams, clock: Callable[[], float]) -> None:
         """Wrap the core cache that the allocator carries.
 
         Args:
             params: of SGLang, with our allocator in it.
+            clock: returns the time in seconds, equal on all ranks.
         """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -65,7 +66,7 @@ class HybridPrefixCache(BasePrefixCache):
         self.root_node = _OUTSIDE
         self.device = self.token_to_kv_pool_allocator.device
         self._executor = self.token_to_kv_pool_allocator.executor
-        self.front_door = FrontDoor(self.cache, logger)
+        self.front_door = FrontDoor(self.cache, logger, clock)
         self._requests: dict[str, Req] = {}
         """Of the live sequences, by their ids; the core says which are live."""
         self._paused: list[Req] = []

@@ -98,6 +98,11 @@ class SGLangRequest:
         """Whether it ran before and was retracted."""
         return bool(self.req.retracted_stain)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was finished or aborted; a retracted one is not."""
+        return bool(self.req.finished())
+
 
 def _hashable(value: Any) -> Hashable:
     if value is None or isinstance(value, str):

@@ -8,7 +8,8 @@ start-up.  No decision is made here: each method translates to `HybridCache`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -73,6 +74,7 @@ class HybridKVCacheManager:
         delimiters: Delimiters | None = None,
         watermark: float,
         log_stats: bool,
+        clock: Callable[[], float] | None = time.monotonic,
     ) -> None:
         """Create the cache.
 
@@ -83,13 +85,15 @@ class HybridKVCacheManager:
             watermark: share of the pages that admission leaves free while
                 other requests run.
             log_stats: whether vLLM collects statistics.
+            clock: returns the time in seconds; None where schedulers on several ranks
+                must do the same and have none in common.
         """
         device = current_platform.device_type
         self.cache = build_cache(kv_cache_config.plan, options, delimiters, device)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()
-        self.front_door = FrontDoor(self.cache, logger)
+        self.front_door = FrontDoor(self.cache, logger, clock)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats

@@ -92,6 +92,11 @@ class VllmRequest:
         """Whether it ran before and was preempted."""
         return bool(self.request.num_preemptions > 0)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was finished or aborted; a preempted one is not."""
+        return bool(self.request.is_finished())
+
 
 def _number(identifier: str) -> int:
     """A hash of 63 bits, from 0."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -21,6 +22,8 @@ from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
@@ -56,6 +59,7 @@ class _OnTwoPools(Scheduler):
                 delimiters=template,
                 watermark=arguments.get("watermark", 0.0),
                 log_stats=bool(arguments.get("log_stats")),
+                clock=_clock(vllm_config),
             )
 
         with patches.manager_factory(create_manager):
@@ -159,3 +163,10 @@ def _delimiters(vllm_config: VllmConfig, options: HybridConfig) -> Delimiters | 
         logger=logger,
         server_template_text=carried_chat_template(vllm_config),
     )
+
+
+def _clock(vllm_config: VllmConfig) -> Callable[[], float] | None:
+    """The time for TTLs; None if each rank schedules for itself, by its own clock."""
+    parallel = vllm_config.parallel_config
+    each = parallel.distributed_executor_backend == "external_launcher"
+    return None if each and parallel.world_size > 1 else time.monotonic

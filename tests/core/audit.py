@@ -15,6 +15,7 @@ from hybrid_plugin.core.policy.aged_order import Rank
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.reuse_classes import KV_ALONE, class_of
 from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache
 
 
@@ -29,7 +30,11 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
         "free slots": cache.slots.free_ids(),
         "running slots": sorted(cache.slots._running),
         "snapshot slots": sorted(cache.slots._snapshots),
-        "nodes": {id(node): _node_state(node) for node in tree.nodes()},
+        "nodes": cached_content(cache),
+        "promises": [
+            (id(one), one.until, cache.promises.nodes_of(one))
+            for one in cache.promises._ending.ranked(0)
+        ],
         "roots": {name: id(root) for name, root in tree._roots.items()},
         "leaves": [id(node) for node in tree.leaves()],
         "snapshots": [id(node) for node in tree.snapshots()],
@@ -50,6 +55,11 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
         "commands": list(cache._commands),
         "totals": totals,
     }
+
+
+def cached_content(cache: HybridCache) -> dict[int, tuple[Any, ...]]:
+    """What is in the tree; in which order it is evicted is left out."""
+    return {id(node): _node_state(node) for node in cache.tree.nodes()}
 
 
 def _page_pools(cache: HybridCache) -> list[PagePool]:
@@ -90,6 +100,7 @@ def audit(cache: HybridCache) -> None:
     audit_slots(cache)
     audit_locks(cache)
     audit_orders(cache.tree)
+    audit_promises(cache)
     audit_structure(cache.tree)
 
 
@@ -257,6 +268,25 @@ def audit_observed(
         kind: len(seen.exposure) for kind, seen in policy.reuse._classes.items()
     }
     assert {kind: count for kind, count in observed.items() if count} == expected
+
+
+def audit_promises(cache: HybridCache) -> None:
+    """A promise holds for cached snapshots, and ends with its TTL."""
+    live = [s.promise for s in cache._sequences.values() if s.promise is not None]
+    given: dict[Promise, list[Node]] = {}
+    for node in cache.tree.nodes():
+        if node.snapshot is not None and node.snapshot.promise is not None:
+            given.setdefault(node.snapshot.promise, []).append(node)
+    for promise, nodes in given.items():
+        held = cache.promises.nodes_of(promise)
+        assert Counter(held) == Counter(nodes), "it holds for what is gone"
+        now = cache.promises.pace.now
+        assert promise.ends(now) > now, "it outlives its TTL"
+        assert (promise.until is None) == (promise in live)
+        listed = promise in cache.promises._ending
+        assert listed == (promise.until is not None), "its TTL never ends"
+    for promise in (*cache.promises._ending.ranked(0), *cache.promises._nodes):
+        assert promise in given, "it is remembered for nothing"
 
 
 def audit_structure(tree: MambaRadixCache) -> None:

@@ -31,7 +31,7 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
 )
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.tree.tokens import Pages
-from tests.core.audit import audit, full_state
+from tests.core.audit import audit, cached_content, full_state
 from tests.core.device import FakeDevice, Forward, Prefixes
 from tests.core.support import ByMinimum, Economical, Tokens
 
@@ -119,6 +119,10 @@ class Request:
     history: list[int]
     known: int
     limit: int | None = None
+    ttl: float | None = None
+    """Seconds within which it is said to be continued."""
+    named: tuple[int, ...] = ()
+    """Positions at which it asks for a snapshot."""
     computed: int = 0
     unseen: int = 0
     """Tokens that were generated but not received."""
@@ -152,6 +156,7 @@ class FakeEngine:
         self.finished = 0
         self.watch_refusals = True
         """Whether to compare the full state around calls that may refuse."""
+        self.now = 0.0
         self._submitted = 0
         self._work: dict[Request, int] = {}
 
@@ -165,6 +170,8 @@ class FakeEngine:
         namespace: Hashable = None,
         access: Access = Access.NORMAL,
         limit: int | None = None,
+        ttl: float | None = None,
+        named: tuple[int, ...] = (),
     ) -> None:
         """Queue a request whose last `len(tokens) - prompt_length` are generated."""
         assert 0 < prompt_length < len(tokens) <= self.setup.max_length
@@ -173,7 +180,17 @@ class FakeEngine:
         meaning = (seq_id,) if access is Access.PRIVATE else namespace
         history = self.prefixes.history(meaning, tokens)
         self.waiting.append(
-            Request(seq_id, tokens, namespace, access, history, prompt_length, limit)
+            Request(
+                seq_id,
+                tokens,
+                namespace,
+                access,
+                history,
+                prompt_length,
+                limit,
+                ttl,
+                named,
+            )
         )
 
     def step(self, budget: int, victim: int = -1) -> None:
@@ -202,6 +219,13 @@ class FakeEngine:
         if not self.setup.lagging:
             self.receive()
 
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass; it only changes what is worth how much."""
+        self.now += seconds
+        before = cached_content(self.cache)
+        self.cache.pass_time(self.now)
+        assert cached_content(self.cache) == before
+
     def receive(self) -> None:
         """Take the outputs of the oldest step in flight."""
         for request in self.outputs.pop(0) if self.outputs else ():
@@ -225,7 +249,9 @@ class FakeEngine:
         self._forget_outputs(request)
         self._work.pop(request, None)
         self.running.remove(request)
-        self.cache.finish(request.seq_id, request.known_tokens, request.computed)
+        self.cache.finish(
+            request.seq_id, request.known_tokens, request.computed, preempted=True
+        )
         request.computed, request.table, request.slot = 0, [], 0
         request.preemptions += 1
         self.waiting.insert(0, request)
@@ -319,9 +345,11 @@ class FakeEngine:
     def _look_up(self, request: Request) -> LookUp:
         tokens, namespace = request.known_tokens, request.namespace
         if request.access is not Access.NORMAL:
-            return self.cache.bypass(tokens, namespace)
-        keep = self.following.pauses_of(request.seq_id)
-        return self.cache.look_up(tokens, namespace, request.limit, snapshot_at=keep)
+            return self.cache.bypass(tokens, namespace, ttl=request.ttl)
+        keep = (*request.named, *self.following.pauses_of(request.seq_id))
+        return self.cache.look_up(
+            tokens, namespace, request.limit, snapshot_at=keep, ttl=request.ttl
+        )
 
     def _admit(self, request: Request, found: LookUp, end: int) -> Admission | None:
         attempt = self.cache.admit

@@ -287,6 +287,9 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "refusals": 0,
         "preemptions": 0,
         "in_batch_prefix_waits": 0,
+        "promised_hits": 0,
+        "promises_broken": 0,
+        "promises_evicted": 0,
     }
 
 

@@ -40,6 +40,9 @@ def test_traffic(page_size: int) -> None:
         "refusals",
         "moves",
         "granules_emptied",
+        "promised_hits",
+        "promises_broken",
+        "promises_evicted",
     )
     totals = dict.fromkeys(names, 0.0)
     for seed in range(EPISODES):

@@ -94,6 +94,8 @@ class EngineMachine(RuleBasedStateMachine):
         namespace=st.sampled_from([None, "adapter"]),
         access=st.sampled_from(Access),
         limit=st.none() | st.integers(0, 20),
+        ttl=st.sampled_from([None, None, 0, 1, 10, 300]),
+        named=st.none() | st.integers(0, 40),
     )
     def submit(
         self,
@@ -104,18 +106,33 @@ class EngineMachine(RuleBasedStateMachine):
         namespace: Hashable,
         access: Access,
         limit: int | None,
+        ttl: float | None = None,
+        named: int | None = None,
     ) -> None:
         tokens = fork(self.seen, which, kept, extra, self.engine.setup.max_length)
         self.seen.append(tokens)
         prompt_length = max(1, len(tokens) - answer)
         self.engine.submit(
-            tokens, prompt_length, namespace=namespace, access=access, limit=limit
+            tokens,
+            prompt_length,
+            namespace=namespace,
+            access=access,
+            limit=limit,
+            ttl=ttl,
+            named=() if named is None else (named,),
         )
 
-    @rule(which=INDEX, kept=st.integers(0, 40), extra=EXTRA)
-    def submit_and_serve(self, which: int, kept: int, extra: list[int]) -> None:
+    @rule(
+        which=INDEX,
+        kept=st.integers(0, 40),
+        extra=EXTRA,
+        ttl=st.sampled_from([None, None, 10, 300]),
+    )
+    def submit_and_serve(
+        self, which: int, kept: int, extra: list[int], ttl: float | None
+    ) -> None:
         """Plain requests must be common, or nothing is ever hit."""
-        self.submit(which, kept, extra, 2, None, Access.NORMAL, None)
+        self.submit(which, kept, extra, 2, None, Access.NORMAL, None, ttl)
         self.engine.step(64)
         self.engine.step(64)
 
@@ -127,6 +144,10 @@ class EngineMachine(RuleBasedStateMachine):
     def steps(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step(64)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 5.0, 200.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.engine.pass_time(seconds)
 
     @rule()
     def receive(self) -> None:

@@ -13,6 +13,7 @@ from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookU
 from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
 from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.tree.node import Node
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import Evicted, Match
 from hybrid_plugin.core.tree.tokens import Pages
 from tests.core.device import ContentError
@@ -61,13 +62,28 @@ class SnapshotsOneStepLate(HybridCache):
 class DonatesUnknownTokens(HybridCache):
     """Takes the state of a step in flight for that of the known tokens."""
 
-    def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
-        HybridCache.finish(self, seq_id, tokens, min(computed, len(tokens)))
+    def finish(
+        self,
+        seq_id: str,
+        tokens: Sequence[int],
+        computed: int,
+        *,
+        preempted: bool = False,
+    ) -> None:
+        known = min(computed, len(tokens))
+        HybridCache.finish(self, seq_id, tokens, known, preempted=preempted)
 
 
 class DonatesShort(HybridCache):
-    def finish(self, seq_id: str, tokens: Sequence[int], computed: int) -> None:
-        HybridCache.finish(self, seq_id, tokens, computed - 1)
+    def finish(
+        self,
+        seq_id: str,
+        tokens: Sequence[int],
+        computed: int,
+        *,
+        preempted: bool = False,
+    ) -> None:
+        HybridCache.finish(self, seq_id, tokens, computed - 1, preempted=preempted)
 
 
 class FreesPagesInUse(HybridCache):
@@ -92,8 +108,9 @@ class IgnoresNamespaces(HybridCache):
         limit: int | None = None,
         *,
         snapshot_at: Sequence[int] = (),
+        ttl: float | None = None,
     ) -> LookUp:
-        return HybridCache.look_up(self, tokens, None, limit)
+        return HybridCache.look_up(self, tokens, None, limit, ttl=ttl)
 
 
 class KeepsPrivateSequences(HybridCache):
@@ -114,8 +131,8 @@ class RestoresTooMuch(HybridCache):
 
 
 class KeepsNoLock(HybridCache):
-    def _settle(self, node: Node | None, room: Any) -> None:
-        kept = HybridCache._settle(self, node, room)
+    def _settle(self, node: Node | None, room: Any, *, resumed: bool) -> None:
+        kept = HybridCache._settle(self, node, room, resumed=resumed)
         if kept is not None:
             self.tree.unlock(kept)
 
@@ -156,8 +173,9 @@ class RefusesWhatFits(HybridCache):
 
 
 class LosesSlots(HybridCache):
-    def _donate(self, *args: Any, exact: bool) -> bool:
-        return HybridCache._donate(self, *args, exact=exact) or not exact
+    def _donate(self, *args: Any, exact: bool) -> tuple[Node | None, bool]:
+        node, donated = HybridCache._donate(self, *args, exact=exact)
+        return node, donated or not exact
 
 
 class SkipsWindowCopies(HybridCache):
@@ -203,6 +221,60 @@ def _begin_without_a_mark(pairs: PagePairs, pages: Pages, windows: Pages) -> Non
         pairs._of[page] = pairs._marks[window]
 
 
+class NeverEndsATtl(HybridCache):
+    """Content whose TTL is over stays as dear as it was."""
+
+    def pass_time(self, now: float) -> None:
+        self.promises.pace.pass_to(now)
+
+
+class RemembersWhatIsGone(HybridCache):
+    """Its promises hold for snapshots that were evicted."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        self.promises.evicted = lambda node, snapshot: None  # type: ignore[method-assign]
+
+
+class KeepsTtlsOfRequests(HybridCache):
+    """A request's TTL does not begin when the request ends."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        self.promises.begin_ttl = lambda promise, end: None  # type: ignore[method-assign]
+
+
+class PromisesAfterUse(HybridCache):
+    """What was promised once stays promised for ever."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        take_back = self.promises._take_back
+
+        def broken(promise: Promise, node: Node) -> None:
+            take_back(promise, node)
+            if node.snapshot is not None:
+                node.snapshot.promise = promise
+
+        self.promises._take_back = broken  # type: ignore[method-assign]
+
+
+class RanksTheLapsedAsPromised(HybridCache):
+    """What was promised loses its class, but not its place in the order."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        take_back = self.promises._take_back
+        rank = self.tree.rank
+
+        def broken(promise: Promise, node: Node) -> None:
+            self.tree.rank = lambda node: None  # type: ignore[method-assign]
+            take_back(promise, node)
+            self.tree.rank = rank  # type: ignore[method-assign]
+
+        self.promises._take_back = broken  # type: ignore[method-assign]
+
+
 WINDOWS = [
     SkipsWindowCopies,
     TrimsWindowsTooEarly,
@@ -228,6 +300,11 @@ BOOKKEEPING = [
     EvictsBeforeRefusing,
     RefusesWhatFits,
     LosesSlots,
+    NeverEndsATtl,
+    RemembersWhatIsGone,
+    KeepsTtlsOfRequests,
+    PromisesAfterUse,
+    RanksTheLapsedAsPromised,
 ]
 
 

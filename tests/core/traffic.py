@@ -17,6 +17,7 @@ from tests.core.engine import Access, FakeEngine, Setup
 from tests.core.support import Tokens
 
 NAMESPACES = (None, None, None, "adapter")
+TTLS = (None, None, None, 0, 1, 20, 1000)
 ACCESSES = (Access.NORMAL,) * 8 + (Access.WRITE_ONLY, Access.PRIVATE)
 
 
@@ -83,6 +84,8 @@ class Traffic:
     rng: random.Random
     engine: FakeEngine
     seen: list[Tokens] = field(default_factory=list)
+    side: random.Random = field(default_factory=lambda: random.Random(2))
+    """For TTLs and the time, so that the rest is that of the seed."""
 
     @classmethod
     def seeded(
@@ -114,6 +117,8 @@ class Traffic:
         """Do one random operation."""
         roll = self.rng.random()
         engine = self.engine
+        if self.side.random() < 0.3:
+            engine.pass_time(self.side.choice((0.1, 1, 15, 400)))
         if roll < 0.25 and len(engine.waiting) < 6:
             self.submit()
         elif roll < 0.93:
@@ -141,6 +146,8 @@ class Traffic:
             namespace=rng.choice(NAMESPACES),
             access=rng.choice(ACCESSES),
             limit=rng.choice((None, None, None, rng.randrange(most))),
+            ttl=self.side.choice(TTLS),
+            named=self.side.choice(((), (), (self.side.randrange(most),))),
         )
 
     def _keep(self) -> int:

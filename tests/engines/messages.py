@@ -35,6 +35,14 @@ class Ask:
     """Keeps what is cached for it apart."""
     snapshot_at: tuple[int, ...] = ()
     """Positions at which it asks for a snapshot."""
+    ttl: float | None = None
+    """Seconds within which it says that it is continued; 0 for never."""
+
+    @property
+    def hints(self) -> dict[str, object]:
+        """What it says about the cache, in the words of both engines."""
+        keep = {"hybrid_keep": list(self.snapshot_at)} if self.snapshot_at else {}
+        return keep | ({} if self.ttl is None else {"hybrid_ttl": self.ttl})
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots before a second request shows that they pay: asked for, or by message."""
+"""What a request says of what it leaves: positions to keep, and when it goes on.
+
+Snapshots are taken there, and at the ends of system messages, before a second request
+shows that they pay.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,16 @@ pytestmark = pytest.mark.engine
 START, END = 257, 258
 """Around messages, in the bundled model's chat template."""
 LENGTH = 150
+SLOTS = 8
+POOLS = (300, SLOTS + 1)
+"""Few slots, so that snapshots make way for others."""
 
 
 @pytest.fixture(scope="module")
 def server(start_server: StartServer) -> Iterator[Server]:
     """The ends of system messages are kept, if that can save 64 tokens."""
     options = {"system_snapshot_min_tokens": 64}
-    with start_server("hints", options=options) as running:
+    with start_server("hints", options=options, pools=POOLS) as running:
         yield running
 
 
@@ -74,3 +81,36 @@ def test_a_position_that_is_none_costs_no_answer(server: Server) -> None:
         answer = server.ask_all([Ask(prompt, 4, snapshot_at=keep)], 1)[0]
         assert answer.error is None and len(answer.tokens) == 4
     assert "hybrid-plugin ignores a hint" in server.log_text()
+
+
+def go_on(server: Server, seed: int, ttl: float | None, between: int = 0) -> int:
+    """A second turn, after requests that nobody continues; returns what it restores."""
+    prompt, salt = encode(system_prompt(random.Random(seed), 70)), f"{seed}"
+    first = server.ask_all([Ask(prompt, 4, ttl=ttl, salt=salt)], 1)[0]
+    for number in range(between):
+        other = encode(system_prompt(random.Random(1000 * seed + number), 70))
+        assert server.ask(other, 4, salt=f"{seed}-{number}").error is None
+    again = server.ask(prompt + first.tokens + encode("Go on."), 4, salt=salt)
+    assert first.error is again.error is None
+    return again.cached_tokens
+
+
+def test_a_turn_that_nobody_continues_leaves_nothing(server: Server) -> None:
+    assert go_on(server, 6, None) > 0
+    assert go_on(server, 7, 0) == 0
+
+
+def test_a_ttl_outlives_traffic_that_evicts_the_same_without(server: Server) -> None:
+    before = server.metrics()
+    assert go_on(server, 8, None, 8 * SLOTS) == 0
+    assert go_on(server, 9, 600, 8 * SLOTS) > 0
+    after = server.metrics()
+    assert after["promised_hits"] - before["promised_hits"] == 1
+    assert after["promises_evicted"] == before["promises_evicted"]
+
+
+def test_a_ttl_that_is_none_costs_no_answer(server: Server) -> None:
+    prompt = encode(system_prompt(random.Random(10), LENGTH))
+    for ttl in (-1, 1e12):
+        answer = server.ask_all([Ask(prompt, 4, ttl=ttl)], 1)[0]
+        assert answer.error is None and len(answer.tokens) == 4

@@ -175,7 +175,9 @@ class Bench:
             enable_metrics=False,
             chunked_prefill_size=self.chunk,
         )
-        self.cache = HybridPrefixCache(params)
+        self.now = 0.0
+        """The time in seconds."""
+        self.cache = HybridPrefixCache(params, lambda: self.now)
         self.scheduler = FakeScheduler(self.cache, self.rows)
         self.adder = self.new_adder()
 

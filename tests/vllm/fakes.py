@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,12 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     extra_args: Any = None
+    over: bool = True
+    """Whether it is finished, when it is freed."""
+
+    def is_finished(self) -> bool:
+        """As vLLM asks."""
+        return self.over
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +94,12 @@ def pools(pages: int = 9, slots: int = 5) -> HybridKVCacheConfig:
 
 
 def manager(
-    pages: int = 9, slots: int = 5, *, watermark: float = 0.0, **options: Any
+    pages: int = 9,
+    slots: int = 5,
+    *,
+    watermark: float = 0.0,
+    clock: Callable[[], float] | None = lambda: 0.0,
+    **options: Any,
 ) -> HybridKVCacheManager:
     """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
     made = HybridKVCacheManager(
@@ -95,6 +107,7 @@ def manager(
         HybridConfig.from_mapping(options),
         watermark=watermark,
         log_stats=True,
+        clock=clock,
     )
     made.cache.tree.eviction = ByMinimum(prompt_end=32)
     return made

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.requests import VllmRequest
 from tests.vllm.fakes import (
     PAGE,
@@ -259,6 +260,53 @@ def test_preemption_and_resumption() -> None:
     assert nothing_kept(of)
 
 
+def promised(of: HybridKVCacheManager) -> list[int]:
+    """Positions whose use is promised now."""
+    return sorted(
+        node.end
+        for node in of.cache.tree.nodes()
+        if node.snapshot is not None and node.snapshot.promise
+    )
+
+
+def test_a_ttl_by_the_time_of_the_scheduler() -> None:
+    now = [1000.0]
+    of = manager(pages=12, clock=lambda: now[0])
+    one = request("one", 40, extra_args={"hybrid_ttl": 60})
+    admit(of, one, 40)
+    compute(of, one, 40)
+    now[0] = 1100.0
+    of.free(one)
+    assert promised(of) == [40]
+    now[0] = 1160.0
+    of.free(request("unknown", 40))
+    assert promised(of) == [40], "the time passes with those that are live"
+    two = request("two", 8, first=900)
+    admit(of, two, 8)
+    assert promised(of) == []
+    of.free(two)
+
+
+def test_a_turn_that_nobody_continues() -> None:
+    of = manager(pages=12)
+    extra = {"hybrid_ttl": 0}
+    one = request("one", 40, extra_args=extra, over=False)
+    admit(of, one, 40)
+    compute(of, one, 40)
+    of.free(one)  # preempted
+    one.num_computed_tokens, one.num_preemptions, one.over = 0, 1, True
+    one.all_token_ids.append(7)
+    assert of.get_computed_blocks(one)[1] == 40
+    of.free(one)
+    two = request("two", 40, first=500, extra_args=extra)
+    admit(of, two, 40)
+    compute(of, two, 40)
+    snapshots = of.cache.slots.snapshots
+    of.free(two)
+    assert of.cache.slots.snapshots == snapshots
+    assert nothing_kept(of)
+
+
 def test_stop_while_a_step_is_in_flight() -> None:
     """The state has consumed a token that nobody has seen: it is not kept."""
     of = manager(pages=12)
@@ -323,7 +371,8 @@ ANYTHING: list[Any] = [
 
 @pytest.mark.parametrize("value", ANYTHING, ids=range(len(ANYTHING)))
 def test_hints_of_any_type(value: Any) -> None:
-    for extra in (value, {"hybrid_keep": value}, {"hybrid_keep": {"x": value}}):
+    keep, ttl = {"hybrid_keep": value}, {"hybrid_ttl": value}
+    for extra in (value, keep, {"hybrid_keep": {"x": value}}, ttl, keep | ttl):
         of = manager(pages=12)
         one = request("one", 40, extra_args=extra, cache_salt="salt")
         assert admit(of, one, 40) is not None

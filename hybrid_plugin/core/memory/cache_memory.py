@@ -17,6 +17,7 @@ from hybrid_plugin.core.memory.broker import MemoryBroker
 from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.promises import Promises
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tree.node import Node, admissions_between
 from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache, Match
@@ -51,6 +52,7 @@ class CacheMemory:
         *,
         broker: MemoryBroker,
         tree: MambaRadixCache,
+        promises: Promises,
         stats: CacheStats,
         enqueue: Callable[[Command], None],
         promised_pages: Callable[[PoolId], int],
@@ -63,6 +65,7 @@ class CacheMemory:
             windows: groups of layers that look back only so far.
             broker: finds free ids.
             tree: what is cached.
+            promises: what was said of its use.
             stats: where evictions are counted.
             enqueue: takes the commands that move cached ids.
             promised_pages: pages of a pool that live sequences have reserved.
@@ -72,6 +75,7 @@ class CacheMemory:
         self.windows = tuple(windows)
         self.broker = broker
         self.tree = tree
+        self.promises = promises
         self.stats = stats
         self.enqueue = enqueue
         self.promised_pages = promised_pages
@@ -305,6 +309,7 @@ class CacheMemory:
         lost, since = self._expected_loss(leaf)
         evicted = self.tree.evict_kv(count)
         assert evicted is not None, "there is a leaf"
+        self.promises.evicted(leaf, evicted.snapshot)
         self._note_loss(lost, since, evicted)
         self.take_back(evicted)
         return True
@@ -317,6 +322,7 @@ class CacheMemory:
         lost, since = self._expected_loss(node)
         evicted = self.tree.evict_snapshot()
         assert evicted is not None, "there is a snapshot"
+        self.promises.evicted(node, evicted.snapshot)
         self._note_loss(lost, since, evicted)
         self.take_back(evicted)
         return True

@@ -10,14 +10,13 @@ from collections.abc import Hashable
 
 from hybrid_plugin.core.policy.aged_order import Rank, Rates
 from hybrid_plugin.core.policy.costs import PASS_TOKENS
-from hybrid_plugin.core.policy.reuse import ReuseModel
 from hybrid_plugin.core.policy.reuse_classes import (
     KV_ALONE,
-    assumed_chance,
     class_of,
     unused_class,
     used_class,
 )
+from hybrid_plugin.core.policy.ttls import ReuseWithTtls, Ttls
 from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
@@ -42,6 +41,7 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self.rates: Rates = ConstantRates()
+        self.ttls = Ttls()
 
     def leaf(self, node: Node) -> Rank:
         """Rank of an unlocked leaf of the tree."""
@@ -98,7 +98,9 @@ class ExpectedSaving(LeastRecentlyUsed):
     A snapshot saves the prefill from the nearest snapshot before it to its own
     position.  It holds its slot, and the KV up to it that nothing else needs: without
     the snapshot this KV is useless, and the snapshot without the KV.  How often it is
-    used is learned (`ReuseModel`) by class (`reuse_classes`).
+    used is learned (`ReuseModel`) by class (`reuse_classes`).  A use that an
+    application promised within a TTL counts as certain, as far as promises were kept
+    lately.
 
     KV without a snapshot behind it saves nothing itself, but shows where the next
     sequence branches off, which then takes a snapshot there.
@@ -121,7 +123,8 @@ class ExpectedSaving(LeastRecentlyUsed):
         self.pass_tokens = pass_tokens
         self.token_bytes = token_bytes
         self.slot_bytes = slot_bytes
-        self.rates = self.reuse = ReuseModel(assumed_chance)
+        self.ttls = Ttls()
+        self.rates = self.reuse = ReuseWithTtls(self.ttls)
 
     def leaf(self, node: Node) -> Rank:
         """Its worth is the expected tokens saved per byte and admission."""

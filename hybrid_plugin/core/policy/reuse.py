@@ -22,6 +22,7 @@ import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from hybrid_plugin.core.policy.certain_use import index_if_certain
 from hybrid_plugin.core.policy.exposure import (
     INTERVALS,
     Exposure,
@@ -85,6 +86,8 @@ class _Observations:
     """Observations since then, and pieces of content that came."""
     enough: float = 0.0
     """New observations after which they are computed again."""
+    rates: list[float] = field(default_factory=_zeros)
+    """Uses by admission within an interval, of content that was not used before it."""
     chances: list[float] = field(default_factory=_zeros)
     """Of a use within an interval, of content that was not used before it."""
     times: list[float] = field(default_factory=_zeros)
@@ -114,7 +117,7 @@ class _Observations:
             # Uses expected of one piece of content that is there for the interval.
             expected = min(smooth[i] * length, 1.0)
             time = held[i] + SMOOTHING * length
-            rate = (uses[i] + SMOOTHING * expected) / time
+            self.rates[i] = rate = (uses[i] + SMOOTHING * expected) / time
             self.chances[i] = chance = 1.0 - math.exp(-rate * length)
             self.times[i] = chance / rate
             if held[i] > _NEGLIGIBLE:
@@ -236,6 +239,21 @@ class ReuseModel:
     def rate(self, kind: Hashable, age: int) -> float:
         """Expected uses per admission of content of a class: its Gittins index."""
         return self._fresh(kind).index(interval_of(age))
+
+    def rate_if_certain(self, kind: Hashable, age: int, within: float) -> float:
+        """The Gittins index of content that is certain to be used in time.
+
+        When it is used is that of its class, given that it is used in time.
+
+        Args:
+            kind: its class.
+            age: admissions since it was used before.
+            within: admissions in which it will be used, at least 1.
+
+        Returns:
+            Expected uses per admission, at least 1 / `within` and at most 1.
+        """
+        return index_if_certain(self._fresh(kind).rates, age, within)
 
     def chance(self, kind: Hashable) -> float:
         """Probability that content of a class is used at all, if it is kept."""

@@ -4,12 +4,14 @@
 A snapshot's class is the kind of its position, and its history: whether a later one
 superseded it, whether it was used, and, as long as it was not, what kind of snapshot
 its own sequence had resumed from.  The end of a conversation's second turn is mostly
-resumed, the end of an answer about a shared document hardly ever.
+resumed, the end of an answer about a shared document hardly ever.  Snapshots whose use
+an application promised are classes of their own (`PromisedClass`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
@@ -17,10 +19,25 @@ KV_ALONE: Hashable = "KV alone"
 """KV without a snapshot behind it.  It is used when a sequence branches off there."""
 
 
+class PromisedClass(NamedTuple):
+    """The class of snapshots that an application promised to use within a TTL."""
+
+    kind: SnapshotKind
+    """Of their position."""
+    magnitude: int
+    """Of the TTL: it is less than 2**`magnitude` seconds."""
+    has_begun: bool
+    """Whether the TTL has; it does when the request ends."""
+
+
 def class_of(snapshot: Snapshot) -> Hashable:
     """The class of a snapshot."""
     if snapshot.is_superseded:
         return snapshot.kind, "superseded", None
+    promise = snapshot.promise
+    if promise is not None:
+        begun = promise.until is not None
+        return PromisedClass(snapshot.kind, promise.magnitude, begun)
     if snapshot.hits:
         return used_class(snapshot.kind)
     return unused_class(snapshot.kind, snapshot.origin)
@@ -49,6 +66,8 @@ def assumed_chance(kind: Hashable) -> float:
     """
     if not isinstance(kind, tuple):
         return 0.1
+    if isinstance(kind, PromisedClass):
+        return _PROMISED
     name, history, detail = kind
     if history == "superseded":
         return 0.03
@@ -57,6 +76,8 @@ def assumed_chance(kind: Hashable) -> float:
     return _UNUSED.get((name, detail), _UNUSED_OF_ANY_ORIGIN.get(name, 0.75))
 
 
+_PROMISED = 0.75
+"""That of conversations.  A promised use is certain; this is when it is assumed."""
 _USED = {SnapshotKind.TURN_END: 0.05, SnapshotKind.PROMPT_END: 0.2}
 _UNUSED = {
     (SnapshotKind.TURN_END, SnapshotKind.TURN_END): 0.75,

@@ -248,7 +248,7 @@ class MambaRadixCache:
         old = None if before is None else before.snapshot
         if old is not None and old.is_superseded_by(snapshot):
             self._supersede(before, True)
-        self._rank(node)
+        self.rank(node)
         self._rank_below(node)
         self.version += 1
 
@@ -261,7 +261,7 @@ class MambaRadixCache:
         self.version += 1
         if node.is_tail:
             return Evicted(self._remove(node), snapshot)
-        self._rank(node)
+        self.rank(node)
         return Evicted(_NO_PAGES, snapshot)
 
     def touch(self, node: Node) -> None:
@@ -273,14 +273,14 @@ class MambaRadixCache:
         if node.parent is not None:
             node.used_at = self._tick()
             if node.is_leaf:
-                self._rank(node)
+                self.rank(node)
 
     def touch_snapshot(self, node: Node) -> None:
         """Mark the snapshot of `node` as just taken again."""
         if node.snapshot is not None:
             node.snapshot.used_at = self._tick()
             node.snapshot.is_superseded = False
-            self._rank(node)
+            self.rank(node)
 
     def use_snapshot(self, node: Node) -> None:
         """Record that a sequence resumed from the snapshot of `node`."""
@@ -290,6 +290,10 @@ class MambaRadixCache:
         self.eviction.used(node, self.clock)
         snapshot.hits += 1
         self.touch_snapshot(node)
+
+    def rank(self, node: Node) -> None:
+        """Have `node` ranked anew, by what is known of it when its rank is needed."""
+        self._unranked[node] = None
 
     # ------------------------------------------------------------------- locks
 
@@ -318,7 +322,7 @@ class MambaRadixCache:
         if not node.state_lock:
             raise ValueError("the state is not locked")
         node.state_lock -= 1
-        self._rank(node)
+        self.rank(node)
 
     # ---------------------------------------------------------------- eviction
 
@@ -492,10 +496,6 @@ class MambaRadixCache:
             self.events.split(upper, lower, pages)
         return upper
 
-    def _rank(self, node: Node) -> None:
-        """Have `node` ranked by what is known of it then."""
-        self._unranked[node] = None
-
     def _rank_all(self) -> None:
         for node in self._unranked:
             self._rank_leaf(node)
@@ -533,7 +533,7 @@ class MambaRadixCache:
                 if child.snapshot is None:
                     below.append(child)
                 else:
-                    self._rank(child)
+                    self.rank(child)
 
     def _least_leaf(self) -> tuple[Node, float] | tuple[None, None]:
         self._rank_all()
@@ -567,7 +567,7 @@ class MambaRadixCache:
         if node is None or node.snapshot is None:
             return
         node.snapshot.is_superseded = is_superseded
-        self._rank(node)
+        self.rank(node)
 
     def _trim(self, leaf: Node, count: int) -> Pages:
         """Remove the last `count` pages of a leaf with more pages."""
@@ -594,7 +594,7 @@ class MambaRadixCache:
             self._drop_empty_root(parent)
         elif parent.is_leaf:
             parent.used_at = max(parent.used_at, node.used_at)
-            self._rank(parent)
+            self.rank(parent)
         return node.pages
 
     def _drop_empty_root(self, root: Node) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.tokens import Pages
 
 
@@ -41,6 +42,8 @@ class Snapshot:
     """Number of sequences that resumed from it."""
     is_superseded: bool = False
     """Whether a later snapshot took its place."""
+    promise: Promise | None = None
+    """That it will be used; None for none, or if it was used, or the TTL ended."""
 
     def is_superseded_by(self, later: Snapshot) -> bool:
         """Whether a later snapshot takes its place, if all known paths lead there.

@@ -61,6 +61,11 @@ class Job:
         return self.request.length + min(self.generated, len(self.request.answer))
 
     @property
+    def is_over(self) -> bool:
+        """Whether it ended, with all of its answer or before."""
+        return self.end < inf
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether the next pass computes a part of its prompt."""
         return self.computed < self.prefill_end

@@ -57,7 +57,8 @@ class PluginCache:
     def __init__(self, cache: HybridCache) -> None:
         """Serve from a cache, empty or warm."""
         self.cache = cache
-        self._front_door = FrontDoor(cache, logging.getLogger(__name__))
+        # The requests of a trace give no TTL, so they need no time.
+        self._front_door = FrontDoor(cache, logging.getLogger(__name__), clock=None)
         self.on_step: Callable[[HybridCache], None] = lambda cache: None
         """Told of every pass, before what ends with it does."""
 

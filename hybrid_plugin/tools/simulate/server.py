@@ -134,8 +134,8 @@ class Server:
     def _end_early(self, job: Job) -> Job:
         """End the answer of a job that is alone and finds no room for more."""
         self.running.remove(job)
-        self.cache.end(job)
         job.end = self.now
+        self.cache.end(job)
         job.forget()
         return job
 
@@ -278,8 +278,8 @@ class Server:
         for job in list(self.running):
             if job.has_ended:
                 self.running.remove(job)
-                self.cache.end(job)
                 job.end = self.now
+                self.cache.end(job)
                 job.forget()
                 self._refused = False
                 yield job

@@ -303,10 +303,8 @@ def _body(ask: Ask) -> dict[str, Any]:
         body |= {"return_logprob": True, "top_logprobs_num": ask.logprobs}
     if ask.salt is not None:
         body["cache_salt"] = ask.salt
-    if ask.snapshot_at:
-        body["sampling_params"]["custom_params"] = {
-            "hybrid_keep": list(ask.snapshot_at)
-        }
+    if ask.hints:
+        body["sampling_params"]["custom_params"] = ask.hints
     return body
 
 

@@ -276,8 +276,8 @@ def _body(ask: Ask) -> dict[str, Any]:
         body["logprobs"] = ask.logprobs
     if ask.salt is not None:
         body["cache_salt"] = ask.salt
-    if ask.snapshot_at:
-        body["vllm_xargs"] = {"hybrid_keep": list(ask.snapshot_at)}
+    if ask.hints:
+        body["vllm_xargs"] = ask.hints
     return body
 
 
