@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,16 @@ pytest.importorskip("sglang")
 from sglang.srt.managers.scheduler_components.request_receiver import (
     SchedulerRequestReceiver,
 )
+from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.sglang.clock import RankClock
 from tests.sglang.fakes import Bench, request
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    with get_context().override_server_args():
+        yield
 
 
 class Ranks:
