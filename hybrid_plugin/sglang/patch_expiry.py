@@ -37,6 +37,10 @@ NEEDED = {
         f"{_SRT}.layers.attention.mamba.causal_conv1d:causal_conv1d_update",
         "causal_conv1d_update_kernel",
     ),
+    "patches._send_time": _while_there(
+        f"{_SRT}.managers.scheduler_components.request_receiver"
+        ":SchedulerRequestReceiver._broadcast_reqs_across_ranks"
+    ),
     "patches._admit_by_demand": _while_there(f"{_SCHEDULER}.get_prefill_adder_class"),
     "patches._park_paused_requests": _while_there(
         f"{_SCHEDULER}.process_pending_chunked_abort", "chunked_req"

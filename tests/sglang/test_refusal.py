@@ -82,7 +82,7 @@ def test_untested_version_is_served_with_a_warning(
 ) -> None:
     monkeypatch.setattr("sglang.__version__", "7.0.0")
     for step in ("_settle_arguments", "_build_cache", "_apply"):
-        monkeypatch.setattr(patches, step, lambda: None)
+        monkeypatch.setattr(patches, step, lambda *_: None)
     with caplog.at_level(logging.WARNING):
         register()
     assert patches._ENGINE_HOOKED

@@ -201,6 +201,7 @@ def request(name: str, tokens: list[int], computed: int = 0) -> Any:
         cache_salt=None,
         mm_features=[],
         prompt_embeds=None,
+        is_finished=lambda: True,
     )
 
 
