@@ -32,7 +32,8 @@ from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.mooncake import read_mooncake
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
 from hybrid_plugin.tools.simulate.request import Request
-from hybrid_plugin.tools.simulate.simulation import Simulation
+from hybrid_plugin.tools.simulate.simulation import Serving, Simulation
+from hybrid_plugin.tools.simulate.traces import without_answers
 
 MODEL = Path(__file__).with_name("models") / "qwen3-next.json"
 RANKS = 4
@@ -88,7 +89,7 @@ def _loads(args: argparse.Namespace) -> Iterator[Load]:
     for seed in args.seeds:
         yield Load(f"agentic, seed {seed}", stream.generate(seed), tuple(args.gib))
     if args.mooncake is not None:
-        requests = read_mooncake(args.mooncake)
+        requests = without_answers(read_mooncake(args.mooncake))
         yield Load("Mooncake, with states", requests, tuple(args.mooncake_gib))
 
 
@@ -108,7 +109,8 @@ def _serve(load: Load, shape: ModelShape) -> Iterator[dict[str, object]]:
             ),
         }
         for name in POLICIES:
-            simulation = Simulation(capacity, rules, policy=name, chunk=CHUNK)
+            serving = Serving(chunk=CHUNK)
+            simulation = Simulation(capacity, rules, policy=name, serving=serving)
             row[name] = simulation.run(load.requests).hit_tokens
         print(json.dumps(row), flush=True)
         yield row

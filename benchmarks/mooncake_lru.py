@@ -41,7 +41,10 @@ def main() -> int:
 
 
 def _row(trace: Path, room: int | None, percent: float) -> dict[str, float]:
-    flags = "--format mooncake --kv-only --policy lru --measure last-half --json"
+    flags = (
+        "--format mooncake --kv-only --policy lru --measure last-half --json "
+        "--concurrency 1 --prompts-only"
+    )
     limit = [] if room is None else ["--kv-tokens", str(room)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

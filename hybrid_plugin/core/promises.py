@@ -14,7 +14,7 @@ from hybrid_plugin.core.policy.pace import Pace
 from hybrid_plugin.core.policy.priority_queue import PriorityOrder
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tree.node import Node
-from hybrid_plugin.core.tree.promise import Promise, Trust
+from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
@@ -22,8 +22,6 @@ PROMISED_KINDS = frozenset(
     (SnapshotKind.TURN_END, SnapshotKind.PROMPT_END, SnapshotKind.REQUESTED)
 )
 """Kinds of snapshots that serve the conversation itself, or that it named."""
-_REMEMBERED_PROMISES = 64
-"""Promises after which one that was kept or broken counts 1/e."""
 
 
 class Promises:
@@ -36,15 +34,18 @@ class Promises:
             tree: with the snapshots.
             stats: where promises are counted that were kept or broken.
         """
-        self.pace = Pace()
+        self._certainty = tree.eviction.certainty
         self._tree = tree
         self._stats = stats
-        self._trusts: dict[int, Trust] = {}
-        """By the magnitude of the TTL."""
         self._nodes: dict[Promise, list[Node]] = {}
         """Whose snapshots each promise holds for, if any."""
         self._ending: PriorityOrder[Promise] = PriorityOrder()
         """Promises of requests that ended, which hold for a snapshot, by their end."""
+
+    @property
+    def pace(self) -> Pace:
+        """The time, and how many admissions fit into it."""
+        return self._certainty.pace
 
     def make(self, ttl: float, positions: Iterable[int]) -> Promise:
         """The promise of a request that begins.
@@ -53,9 +54,7 @@ class Promises:
             ttl: seconds from the end of the request, above 0.
             positions: that it named, at page ends.
         """
-        promise = Promise(ttl, self.pace, Trust(), frozenset(positions))
-        promise.trust = self._trusts.setdefault(promise.magnitude, promise.trust)
-        return promise
+        return Promise(ttl, self.pace, frozenset(positions))
 
     def pass_time(self, now: float) -> None:
         """Set the time; promises whose TTL ended count no more."""
@@ -156,6 +155,5 @@ class Promises:
         if promise.is_settled:
             return
         promise.is_settled = True
-        trust, remembered = promise.trust, 1.0 - 1.0 / _REMEMBERED_PROMISES
-        trust.kept = trust.kept * remembered + kept
-        trust.broken = trust.broken * remembered + broken
+        trust = self._certainty.trust(promise.magnitude)
+        trust.observe(kept=kept, broken=broken)

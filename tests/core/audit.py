@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.attention_windows import live_pages
 from hybrid_plugin.core.memory.id_space import IdSpace
 from hybrid_plugin.core.memory.pools import PagePool
-from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
+from hybrid_plugin.core.policy.aged_order import Rank
+from hybrid_plugin.core.policy.eviction import ExpectedSaving
+from hybrid_plugin.core.policy.reuse_classes import KV_ALONE, class_of
+from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache
 
@@ -228,20 +231,43 @@ def audit_orders(tree: MambaRadixCache) -> None:
     assert set(leaves) == {n for n in nodes if n.is_leaf and not n.kv_lock}
     assert set(snapshots) == {n for n in nodes if n.snapshot and not n.state_lock}
     assert len(snapshots) == len(set(snapshots))
-    if tree.eviction.changes_with_age:
-        for node in {*leaves, *snapshots}:
-            audit_schedule(tree, node)
-    else:
-        for leaf in leaves:
-            assert tree._leaves.priority(leaf) <= tree.eviction.leaf(leaf, tree.clock)
+    for order, rank_of in (
+        (tree._leaves, tree.eviction.leaf),
+        (tree._snapshots, rank_of_snapshot(tree)),
+    ):
+        for node in order.ranked(tree.admissions):
+            rank, current = order.rank(node), rank_of(node)
+            assert (rank.kind, rank.since) == (current.kind, current.since)
+            if not isinstance(tree.eviction, ExpectedSaving):
+                assert rank == current
+    if isinstance(tree.eviction, ExpectedSaving):
+        audit_observed(tree, tree.eviction, [*snapshots, *leaves])
 
 
-def audit_schedule(tree: MambaRadixCache, node: Node) -> None:
-    """A node is ranked again when its age gets to the next power of two."""
-    since = node.used_at if node.snapshot is None else node.snapshot.used_at
-    age = admissions_between(since, tree.clock)
-    due = since // ADMISSION + (1 << age.bit_length())
-    assert (node, since) in tree._due.get(due, ()), "it keeps the worth of its youth"
+def rank_of_snapshot(tree: MambaRadixCache) -> Callable[[Node], Rank]:
+    """Ranks a node by its snapshot."""
+
+    def rank(node: Node) -> Rank:
+        assert node.snapshot is not None
+        return tree.eviction.snapshot(node, node.snapshot)
+
+    return rank
+
+
+def audit_observed(
+    tree: MambaRadixCache, policy: ExpectedSaving, nodes: list[Node]
+) -> None:
+    """Everything that may be evicted is observed, once, as what it is."""
+    expected: Counter[Hashable] = Counter()
+    for node in set(nodes):
+        if node.snapshot is None:
+            expected[KV_ALONE] += 1
+        elif not node.state_lock:
+            expected[class_of(node.snapshot)] += 1
+    observed = {
+        kind: len(seen.exposure) for kind, seen in policy.reuse._classes.items()
+    }
+    assert {kind: count for kind, count in observed.items() if count} == expected
 
 
 def audit_promises(cache: HybridCache) -> None:

@@ -24,6 +24,7 @@ class ByMinimum(LeastRecentlyUsed):
     """Recency, and planned snapshots that save so many tokens."""
 
     def __init__(self, branch: int = 1, prompt_end: int = NO_SNAPSHOTS) -> None:
+        super().__init__()
         self.least = {SnapshotKind.BRANCH: branch, SnapshotKind.PROMPT_END: prompt_end}
 
     def repays_pass(

@@ -44,7 +44,7 @@ def keep(tree: MambaRadixCache, node: Node, kind: SnapshotKind) -> Node:
 
 def worth(tree: MambaRadixCache, policy: ExpectedSaving, node: Node) -> float:
     assert node.snapshot is not None
-    return policy.snapshot(node, node.snapshot, tree.clock)
+    return policy.worth(policy.snapshot(node, node.snapshot), tree.clock)
 
 
 def test_the_saving_by_the_bytes_it_holds() -> None:
@@ -151,9 +151,8 @@ def test_a_pass_is_repaid_by_all_uses_together(origin: SnapshotKind | None) -> N
 def test_a_kind_that_is_never_used_is_not_paused_for() -> None:
     _, policy = tree_and_policy()
     assert policy.repays_pass(BODY, 10_000, origin=None, running=0)
-    for now in range(300):
-        for age in (1, 2, 4, 8, 16, 32, 64):
-            policy.reuse.hold(unused_class(BODY, None), age, now)
+    for now in range(1000):
+        policy.reuse.enter(unused_class(BODY, None), now, now)
     assert not policy.repays_pass(BODY, 10_000, origin=None, running=0)
 
 

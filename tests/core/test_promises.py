@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.policy.aged_order import Rank
 from hybrid_plugin.core.policy.pace import MOST_ADMISSIONS, Pace
-from hybrid_plugin.core.policy.reuse import ReuseModel, interval_start
+from hybrid_plugin.core.policy.reuse import ReuseModel
 from hybrid_plugin.core.policy.reuse_classes import unused_class
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.snapshot import SnapshotKind
@@ -17,9 +18,9 @@ from tests.core.audit import audit
 from tests.core.support import ByMinimum, Economical, Tokens, make_cache, prefill, span
 
 
-def cache_of(slots: int = 99, **options: Any) -> HybridCache:
+def cache_of(slots: int = 99) -> HybridCache:
     """Slots are short where a test says so, pages never are."""
-    return make_cache(pages=2000, slots=slots, policy=Economical(), **options)
+    return make_cache(pages=2000, slots=slots, policy=Economical())
 
 
 def ask(
@@ -75,7 +76,9 @@ def by_worth(cache: HybridCache) -> list[int]:
     tree = cache.tree
     nodes = [(node, node.snapshot) for node in tree.snapshots()]
     worth = {
-        first_token(node): tree.eviction.snapshot(node, snapshot, tree.clock)
+        first_token(node): tree.eviction.worth(
+            tree.eviction.snapshot(node, snapshot), tree.clock
+        )
         for node, snapshot in nodes
         if snapshot is not None
     }
@@ -122,11 +125,9 @@ def test_a_ttl_that_is_over_changes_nothing_any_more() -> None:
     (node,) = [n for n in cache.tree.snapshots() if first_token(n) == 0]
     cache.pass_time(30.0)
     assert cache.stats.promises_broken == 1
-    policy = cache.tree.eviction
-    assert isinstance(policy, Economical)
-    rate = policy.reuse.rate(unused_class(SnapshotKind.TURN_END, None), 3)
-    rank = cache.tree._snapshots.priority(node)
-    assert rank == rate * 11 / (11 + 4), "it is ranked again"
+    assert node in list(cache.tree.snapshots())
+    kind = unused_class(SnapshotKind.TURN_END, None)
+    assert cache.tree._snapshots.rank(node) == Rank(kind, 1, 11 / (11 + 4))
     assert order(cache)[-1] == 3000
 
 
@@ -175,8 +176,7 @@ def test_a_conversation_outlives_traffic_that_evicts_it_without_a_ttl() -> None:
 
 
 def test_the_named_position_and_both_ends_are_promised() -> None:
-    cache = cache_of(prompt_end=1)
-    cache.tree.eviction = Economical(prompt_end=4)
+    cache = make_cache(pages=2000, slots=99, policy=Economical(prompt_end=4))
     ask(cache, 0, 30, ttl=60.0, named=(9,), answer=5)
     promised = {
         n.end: n.snapshot.kind
@@ -258,9 +258,9 @@ def test_anything_promised_can_be_evicted_for_an_admission() -> None:
 
 def test_where_everything_is_promised_the_saving_by_bytes_decides() -> None:
     """The longer conversation saves more by the bytes that it holds."""
-    cache = cache_of()
-    cache.tree.eviction = policy = Economical()
+    policy = Economical()
     policy.slot_bytes = 100.0
+    cache = make_cache(pages=2000, slots=99, policy=policy)
     for turn, length in enumerate([40, 8, 90, 20]):
         ask(cache, 1000 * turn, length, ttl=100.0, at=0.0)
     assert order(cache) == [1000, 3000, 0, 2000]
@@ -283,8 +283,7 @@ def test_a_promise_of_a_preempted_request_is_made_again() -> None:
 
 
 def test_nothing_is_left_of_a_turn_that_nobody_continues() -> None:
-    cache = cache_of()
-    cache.tree.eviction = Economical(prompt_end=4)
+    cache = make_cache(pages=2000, slots=99, policy=Economical(prompt_end=4))
     ask(cache, 0, 30, ttl=0, answer=5)
     assert cache.levels()["state"].cached == 0
     assert [n.end for n in cache.tree.nodes() if n.parent] == [28]
@@ -316,7 +315,7 @@ def test_it_is_resumed_after_a_preemption() -> None:
 
 def test_promises_count_as_much_as_they_were_kept() -> None:
     cache = cache_of()
-    trust = cache.promises.make(100.0, ()).trust
+    trust = cache.tree.eviction.certainty.trust(7)
     assert trust.share == 1.0
     for turn in range(3):
         ask(cache, 1000 * turn, ttl=100.0, at=0.0)
@@ -329,7 +328,7 @@ def test_promises_count_as_much_as_they_were_kept() -> None:
     ask(cache, 9000, 30)
     kept = 1.0
     assert trust.share == pytest.approx((2 + kept) / (2 + kept + broken * f))
-    assert cache.promises.make(10.0, ()).trust.share == 1.0, "of another magnitude"
+    assert cache.tree.eviction.certainty.trust(4).share == 1.0, "of another magnitude"
 
 
 def test_an_eviction_within_the_ttl_is_a_part_of_a_broken_promise() -> None:
@@ -337,7 +336,7 @@ def test_an_eviction_within_the_ttl_is_a_part_of_a_broken_promise() -> None:
     ask(cache, 0, ttl=100.0, at=0.0)
     cache.pass_time(25.0)
     cache.memory.evict_snapshot()
-    trust = cache.promises.make(100.0, ()).trust
+    trust = cache.tree.eviction.certainty.trust(7)
     assert trust.broken == pytest.approx(0.25)
     assert (cache.stats.promises_evicted, cache.stats.promises_broken) == (1, 0)
 
@@ -379,9 +378,9 @@ def test_a_certain_use(assumed: float, age: int, within: float) -> None:
 def test_a_certain_use_comes_when_it_was_seen_to_come() -> None:
     """Nothing is used within 16 admissions, all within 32; the TTL is far longer."""
     reuse = ReuseModel(lambda kind: 0.5)
-    for now in range(200):
-        for index in range(1, 6):
-            reuse.hold("a", interval_start(index), now)
+    for now in range(20, 220):
+        group = reuse.enter("a", now - 20, now - 20)
+        reuse.leave("a", group, now)
         reuse.observe("a", 20, now, used=True)
     assert reuse.rate_if_certain("a", 0, 1e5) == pytest.approx(1 / 24, rel=0.5)
     assert reuse.rate_if_certain("a", 64, 1e5) < reuse.rate_if_certain("a", 0, 1e5) / 2

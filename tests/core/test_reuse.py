@@ -5,13 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_plugin.core.policy.reuse import (
-    INTERVALS,
-    REMEMBERED,
-    ReuseModel,
-    interval_of,
-    interval_start,
-)
+from hybrid_plugin.core.policy.reuse import REMEMBERED, ReuseModel
 
 
 def model(assumed: float = 0.5) -> ReuseModel:
@@ -20,16 +14,9 @@ def model(assumed: float = 0.5) -> ReuseModel:
 
 def see(reuse: ReuseModel, kind: str, age: int, now: int, *, used: bool) -> None:
     """Content of a class that is used, or evicted, at an age."""
-    for index in range(1, interval_of(age) + 1):
-        reuse.hold(kind, interval_start(index), now)
-    reuse.observe(kind, age, now, used=used)
-
-
-def test_intervals_double() -> None:
-    assert [interval_of(age) for age in (0, 1, 2, 3, 4, 7, 8)] == [0, 1, 2, 2, 3, 3, 4]
-    assert interval_of(1 << 60) == INTERVALS - 1
-    for index in range(INTERVALS):
-        assert interval_of(interval_start(index)) == index
+    group = reuse.enter(kind, now, now)
+    reuse.leave(kind, group, now + age)
+    reuse.observe(kind, age, now + age, used=used)
 
 
 def test_before_anything_was_seen() -> None:
@@ -115,7 +102,18 @@ def test_every_rate_is_finite_and_positive() -> None:
 def test_what_stays_unused_is_seen_before_it_leaves() -> None:
     reuse = model()
     before = reuse.rate("a", 0)
-    for now in range(40):
-        for index in range(1, 8):
-            reuse.hold("a", interval_start(index), now)
+    for now in range(200):
+        reuse.enter("a", now, now)
     assert reuse.rate("a", 0) < before / 10
+
+
+def test_rates_do_not_change_while_hardly_anything_is_seen() -> None:
+    """Computing them takes long, and an eighth more evidence says nothing new."""
+    reuse = model()
+    for now in range(2000):
+        see(reuse, "a", 3, now, used=True)
+    chances = set()
+    for now in range(2000, 4000):
+        see(reuse, "a", 3, now, used=now % 2 == 0)
+        chances.add(reuse.chance("a"))
+    assert 4 < len(chances) < 40

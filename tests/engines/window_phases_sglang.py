@@ -35,7 +35,7 @@ from tests.engines.window_phases import (
 )
 from tests.sglang.broken_map import forgotten_hits
 
-BUDGET = 3 << 20
+BUDGET = 4 << 20
 """Enough for the chats, too little for the crowd."""
 RATIO = 0.4
 OPTIONS = {"page_size": PAGE, "gpu_memory_budget": BUDGET}

@@ -25,6 +25,8 @@ QUIET = settings(
 )
 TRACE_VARIABLE = "HYBRID_MOONCAKE_TRACE"
 SMALL = ("--requests", "60", "--json")
+IN_ORDER = ("--concurrency", "1", "--prompts-only")
+"""One prompt after the other, whatever times a trace has."""
 
 
 def simulate(*flags: str) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class TestMooncake:
         """Room for three blocks: 1 stays throughout, the others make way."""
         trace = write_mooncake(tmp_path / "t.jsonl", self.PROMPTS)
         flags = ("--format", "mooncake", "--kv-only", "--policy", "lru", "--json")
-        found = simulate(str(trace), *flags, "--kv-tokens", str(3 * 512))
+        found = simulate(str(trace), *flags, *IN_ORDER, "--kv-tokens", str(3 * 512))
         assert found["capacity"] == {"page_size": 512, "pages": 3, "slots": 0}
         # Of the third prompt 1, of the fourth nothing, of the fifth 1.
         hits = 1 + 0 + 1
@@ -52,14 +54,15 @@ class TestMooncake:
 
     def test_without_a_limit(self, tmp_path: Path) -> None:
         trace = write_mooncake(tmp_path / "t.jsonl", self.PROMPTS)
-        found = simulate(str(trace), "--kv-only", "--json")
+        found = simulate(str(trace), "--kv-only", *IN_ORDER, "--json")
         # Of the last one the last block too, but never a whole prompt.
         assert found["hit_tokens"] == (2 + 1 + 2) * 512
         assert found["evictions"] == 0
 
     def test_the_last_half(self, tmp_path: Path) -> None:
         trace = write_mooncake(tmp_path / "t.jsonl", self.PROMPTS)
-        found = simulate(str(trace), "--kv-only", "--measure", "last-half", "--json")
+        flags = ("--kv-only", "--measure", "last-half", "--json")
+        found = simulate(str(trace), *flags, *IN_ORDER)
         assert (found["requests"], found["measured_requests"]) == (5, 3)
         assert found["queried_tokens"] == 8 * 512
 
@@ -83,6 +86,7 @@ class TestMooncake:
         found = simulate(
             os.environ[TRACE_VARIABLE],
             *flags,
+            *IN_ORDER,
             *room,
             "--measure",
             "last-half",
@@ -237,6 +241,8 @@ class TestRandomBytes:
             [
                 *("kv-tokens", "state-slots", "page-size", "seed", "policy"),
                 *("measure", "format", "chunk", "concurrency", "hybrid-config"),
+                *("max-running", "rate", "slo-ttft", "slo-tpot", "cost-model"),
+                *("device-tflops", "device-bandwidth", "calibrate"),
                 *("sessions", "skip-sessions", "session-gap"),
             ]
         ),

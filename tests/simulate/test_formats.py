@@ -39,11 +39,18 @@ class TestMooncake:
 
     def test_answers_are_nobodys_prompt(self, tmp_path: Path) -> None:
         path = write(tmp_path, *[mooncake_line([1], 512, output=3)] * 2)
-        first, second = read_mooncake(path, outputs=True)
+        first, second = read_mooncake(path)
         prompt = set(first.make())
         assert len(first.answer) == len(second.answer) == 3
         assert len({*prompt, *first.answer, *second.answer}) == 512 + 6
-        assert not read_mooncake(path)[0].answer
+
+    def test_times_are_those_of_all_requests_or_of_none(self, tmp_path: Path) -> None:
+        lines = [mooncake_line([1], 512, at=at) for at in (0, 1500)]
+        found = read_mooncake(write(tmp_path, *lines))
+        assert [request.arrival for request in found] == [0.0, 1.5]
+        without = json.dumps({"input_length": 1, "hash_ids": [1]})
+        found = read_mooncake(write(tmp_path, *lines, without))
+        assert [request.arrival for request in found] == [None] * 3
 
     @pytest.mark.parametrize(
         ("line", "sentence"),
@@ -56,6 +63,7 @@ class TestMooncake:
             (json.dumps({"input_length": 5, "hash_ids": ["a"]}), "whole numbers"),
             (json.dumps({"input_length": 5, "hash_ids": [2**70]}), "whole numbers"),
             (json.dumps({"input_length": 5, "hash_ids": 3}), "must be a list of 1"),
+            (mooncake_line([1], 512, at=-1), "timestamp must be milliseconds"),
         ],
     )
     def test_refused(self, tmp_path: Path, line: str, sentence: str) -> None:
@@ -66,6 +74,7 @@ class TestMooncake:
 class TestTokens:
     def test_lists_and_objects(self, tmp_path: Path) -> None:
         whole = {"prompt": [4, 5], "answer": [6], "namespace": "a", "keep": [1]}
+        whole["ttl"] = 60
         plain, rich = read_token_lists(write(tmp_path, "[1, 2, 3]", json.dumps(whole)))
         assert (plain.length, plain.make(), plain.answer) == (
             3,
@@ -75,10 +84,31 @@ class TestTokens:
         assert (plain.namespace, plain.snapshot_at) == (None, ())
         assert (rich.make(), rich.answer) == (tokens(4, 6), tokens(6, 7))
         assert (rich.namespace, rich.snapshot_at) == ("a", (1,))
+        assert (plain.ttl, rich.ttl) == (None, 60.0)
+
+    def test_conversations_go_on_after_their_answers(self, tmp_path: Path) -> None:
+        lines: list[dict[str, object]] = [
+            {"prompt": [1], "conversation": "a", "arrival": 3},
+            {"prompt": [2], "conversation": "b"},
+            {"prompt": [3], "conversation": "a", "pause": 0.5},
+            {"prompt": [4]},
+        ]
+        one, two, three, four = read_token_lists(
+            write(tmp_path, *map(json.dumps, lines))
+        )
+        assert (one.arrival, two.arrival) == (3.0, None)
+        assert (one.after, two.after, four.after, four.key) == (None,) * 4
+        assert (three.after, three.pause) == (one.key, 0.5)
 
     @pytest.mark.parametrize(
         ("line", "sentence"),
         [
+            ('{"prompt": [1], "pause": 3}', "a pause needs a conversation"),
+            ('{"prompt": [1], "conversation": 3}', "conversation must be a string"),
+            ('{"prompt": [1], "arrival": -1}', "arrival must be seconds"),
+            ('{"prompt": [1], "arrival": NaN}', "arrival must be seconds"),
+            ('{"prompt": [1], "ttl": -1}', "ttl must be seconds"),
+            ('{"prompt": [1], "ttl": 1e8}', "ttl must be seconds"),
             ("nonsense", "line 1 is no JSON; is the trace's format tokens"),
             ("[]", "a prompt has at least one token"),
             ("3", "neither a list of token ids nor an object"),

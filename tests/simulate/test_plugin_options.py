@@ -21,7 +21,9 @@ HONOURED = {
     "elastic": False,
     "gpu_memory_budget": "1500MB",
     "state_memory_ratio": 0.1,
+    "in_batch_prefix_min_tokens": 0,
 }
+OF_POOLS = frozenset(HONOURED) - {"enabled", "in_batch_prefix_min_tokens"}
 
 
 def hybrid_config(**options: object) -> tuple[str, str]:
@@ -40,11 +42,12 @@ def test_each_changes_the_outcome_or_is_refused(name: str, tmp_path: Path) -> No
         found = ["simulate", *flags, *hybrid_config(**{name: value}), *SMALL]
         fails_with_one_sentence(found, f"Leave the option {name} out: ")
         return
-    before = simulate(*flags, *SMALL)
-    after = simulate(*flags, *hybrid_config(**{name: HONOURED[name]}), *SMALL)
-    changed = before["capacity"] != after["capacity"]
-    assert changed == (name != "enabled")  # which is what a simulation is of anyway
-    assert not changed or before["hit_tokens"] != after["hit_tokens"]
+    flags = (*flags, "--concurrency", "8", *SMALL)
+    before = simulate(*flags)
+    after = simulate(*flags, *hybrid_config(**{name: HONOURED[name]}))
+    assert (before["capacity"] != after["capacity"]) == (name in OF_POOLS)
+    # "enabled" is what a simulation is of anyway.
+    assert (before["hit_tokens"] != after["hit_tokens"]) == (name != "enabled")
 
 
 def test_pools_are_elastic_wherever_an_engine_makes_them_so(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded conversations: what is read of them, and how they are replayed."""
+"""Recorded conversations: what is read of them, and how they are served."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
-from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from hybrid_plugin.tools.simulate.capacity import Capacity
-from hybrid_plugin.tools.simulate.replay import Replay, Served
 from hybrid_plugin.tools.simulate.request import Request, TraceError
 from hybrid_plugin.tools.simulate.traces import format_of
 from hybrid_plugin.tools.simulate.weka import SessionSample, read_weka
 from tests.oneliners import fails_with_one_sentence
 from tests.simulate.test_command import simulate
-from tests.simulate.traces import request, tokens
 
 ALL = SessionSample()
 
@@ -113,11 +108,20 @@ class TestTimes:
         assert parent.make() + parent.answer == next_turn.make()[:128]
         assert agent.make()[:64] == parent.make()
 
-    def test_how_long_they_took(self, tmp_path: Path) -> None:
-        unknown = call(5, 64, [1])
+    def test_each_follows_the_last_answer_that_had_been_given(
+        self, tmp_path: Path
+    ) -> None:
+        """A sub-agent starts after the first answer; its parent goes on at 18."""
+        nested = {"t": 10.0, "type": "subagent", "requests": [call(0, 128, [1, 8])]}
+        unknown = call(18, 192, [1, 2, 3])
         del unknown["api_time"]
-        found = read(tmp_path, call(0, 64, [1], api_time=7.5), unknown)
-        assert [r.seconds for r in found] == [7.5, 1.0]
+        calls = (call(0, 64, [1], api_time=7.5), nested, unknown, call(18.5, 64, [9]))
+        first, agent, next_turn, beside = read(tmp_path, *calls)
+        assert (first.after, first.arrival) == (None, 0.0)
+        assert (agent.after, agent.pause) == (first.key, 2.5)
+        assert (next_turn.after, next_turn.pause) == (agent.key, 18 - 12)
+        # The answer at 18 came 1 s later by default, after this was sent.
+        assert (beside.after, beside.pause) == (agent.key, 18.5 - 12)
 
     def test_sessions_start_as_a_poisson_process(self) -> None:
         starts = SessionSample(gap=30.0, seed=5).starts()
@@ -145,41 +149,6 @@ class TestTimes:
         assert lengths(sessions=4) + lengths(sessions=5, skip=4) == lengths()
         assert lengths(sessions=4) == lengths(sessions=4)
         assert lengths(seed=1) != lengths()
-
-
-class TestReplay:
-    def serve(self, *requests: Request, pages: int = 6, most: int = 9) -> list[Served]:
-        capacity, rules = Capacity(4, pages, None), SnapshotPolicy(4)
-        replay = Replay(
-            capacity.build(rules, LeastRecentlyUsed()), chunk=64, concurrency=most
-        )
-        return list(replay.serve(requests))
-
-    def timed(self, start: int, arrival: float, seconds: float) -> Request:
-        prompt = tokens(start, start + 8)
-        return Request(8, lambda: prompt, arrival=arrival, seconds=seconds)
-
-    def test_a_request_is_live_for_its_time(self) -> None:
-        """Three of two pages fit at once; the fourth comes when one has ended."""
-        times = ((0.0, 10.0), (1.0, 2.0), (2.0, 10.0), (3.0, 1.0))
-        found = self.serve(*(self.timed(100 * i, *t) for i, t in enumerate(times)))
-        assert [served.waited for served in found] == [False] * 4
-
-    def test_without_room_the_first_to_end_ends_early(self) -> None:
-        times = ((0.0, 10.0), (1.0, 4.0), (2.0, 10.0), (3.0, 1.0))
-        requests = [self.timed(100 * i, *t) for i, t in enumerate(times)]
-        found = self.serve(*requests, self.timed(100, 3.5, 1.0))
-        assert [served.waited for served in found] == [False] * 3 + [True, True]
-
-    def test_no_more_than_the_concurrency(self) -> None:
-        requests = [self.timed(100 * i, float(i), 9.0) for i in range(3)]
-        found = self.serve(*requests, pages=90, most=2)
-        assert [served.waited for served in found] == [False, False, True]
-
-    def test_without_times_nobody_waits_for_a_place(self) -> None:
-        requests = [request(tokens(n, n + 8)) for n in (0, 100, 200)]
-        found = self.serve(*requests, pages=90, most=1)
-        assert not any(served.waited for served in found)
 
 
 class TestCommand:

@@ -7,13 +7,16 @@ import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.tree.tokens import Tokens
+from hybrid_plugin.tools.simulate.arrivals import Pace
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.outcome import Outcome
+from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY
 from hybrid_plugin.tools.simulate.request import Request
-from hybrid_plugin.tools.simulate.simulation import Simulation
+from hybrid_plugin.tools.simulate.simulation import Serving, Simulation
 
 
 def tokens(start: int, end: int) -> Tokens:
@@ -31,19 +34,24 @@ def simulate(
     pages: int,
     slots: int | None = None,
     page_size: int = 4,
-    **options: object,
+    policy: str = DEFAULT_POLICY,
+    concurrency: int = 1,
+    **options: Any,
 ) -> Outcome:
     return Simulation(
         Capacity(page_size, pages, slots),
         HybridConfig().snapshot_policy(page_size),
-        **options,  # type: ignore[arg-type]
+        policy,
+        Serving(pace=Pace(concurrency), **options),
     ).run(requests)
 
 
-def mooncake_line(ids: Sequence[int], length: int, output: int = 1) -> str:
+def mooncake_line(
+    ids: Sequence[int], length: int, output: int = 1, at: float = 0
+) -> str:
     return json.dumps(
         {
-            "timestamp": 0,
+            "timestamp": at,
             "input_length": length,
             "output_length": output,
             "hash_ids": list(ids),

@@ -220,7 +220,7 @@ class CacheMemory:
             return True
         tree = self.tree
         planned.used_at = tree.clock
-        worth = tree.eviction.snapshot(node, planned, tree.clock)
+        worth = tree.eviction.worth(tree.eviction.snapshot(node, planned), tree.clock)
         tree.lock(node)  # its pages must not make room for its snapshot
         found = self.broker.offer(Pool.STATE, worth)
         tree.unlock(node)

@@ -9,6 +9,7 @@ a snapshot where those after it will most likely part from it, weighed by what i
 
 from __future__ import annotations
 
+import operator
 from bisect import insort
 from collections import deque
 
@@ -16,6 +17,7 @@ REMEMBERED = 64
 """Number of divergences that are remembered."""
 ASSUMED_SHARE = 0.75
 """Share of a prompt that is shared, before anything was observed."""
+_COUNTS = range(1, REMEMBERED + 2)
 
 
 class Divergences:
@@ -33,16 +35,23 @@ class Divergences:
         self._recent.append(distance)
         insort(self._sorted, distance)
 
+    def last_position(self, length: int) -> int:
+        """The last one that `best_position` could be."""
+        nearest = self._sorted[0] if self._sorted else length
+        return max(_assumed(length), length - nearest)
+
     def best_position(self, length: int) -> int:
         """Position in a prompt of `length` tokens that is expected to save most.
 
         A prompt that parts from this one at or behind the position resumes there.
         """
-        assumed = int(length * ASSUMED_SHARE)
-        best, position = 0, assumed
+        assumed = _assumed(length)
         distances = [*self._sorted]
         insort(distances, length - assumed)
-        for count, distance in enumerate(distances, start=1):
-            if (length - distance) * count > best:
-                best, position = (length - distance) * count, length - distance
-        return position
+        positions = [length - distance for distance in distances]
+        saved = list(map(operator.mul, positions, _COUNTS))
+        return positions[saved.index(max(saved))]
+
+
+def _assumed(length: int) -> int:
+    return int(length * ASSUMED_SHARE)

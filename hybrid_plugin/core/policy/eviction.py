@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction policies: what cached content is worth; the least worth is evicted first.
 
-The tree asks for the worth of a leaf or snapshot when it is used, when its age enters
-another interval, and again before it is evicted.
+The tree ranks a leaf or snapshot when it is used, and again before it is evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
+from hybrid_plugin.core.policy.aged_order import Rank, Rates
+from hybrid_plugin.core.policy.certainty import Certainty, PromisedReuse
 from hybrid_plugin.core.policy.costs import PASS_TOKENS
-from hybrid_plugin.core.policy.reuse import ReuseModel
 from hybrid_plugin.core.policy.reuse_classes import (
     KV_ALONE,
     assumed_chance,
     class_of,
-    class_without_promise,
     unused_class,
     used_class,
 )
@@ -23,19 +22,41 @@ from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
 
+class ConstantRates:
+    """Rates that neither age nor anything seen changes: 1 for all."""
+
+    def rate(self, kind: Hashable, age: int) -> float:
+        """See `Rates`."""
+        return 1.0
+
+    def enter(self, kind: Hashable, since: int, now: int) -> int:
+        """See `Rates`."""
+        return 0
+
+    def leave(self, kind: Hashable, group: int, now: int) -> None:
+        """See `Rates`."""
+
+
 class LeastRecentlyUsed:
     """Worth is recency; the base class of all policies."""
 
-    changes_with_age = False
-    """Whether the worth of content changes while it is not used."""
+    def __init__(self) -> None:
+        self.rates: Rates = ConstantRates()
+        self.certainty = Certainty()
+        """Of uses that applications promise; recency alone does not look at it."""
 
-    def leaf(self, node: Node, now: int) -> float:
-        """Worth of an unlocked leaf of the tree at clock value `now`."""
-        return node.used_at
+    def leaf(self, node: Node) -> Rank:
+        """Rank of an unlocked leaf of the tree."""
+        return Rank(None, 0, node.used_at)
 
-    def snapshot(self, node: Node, snapshot: Snapshot, now: int) -> float:
-        """Worth of a snapshot that `node` has, or could get."""
-        return -1.0 if snapshot.is_superseded else snapshot.used_at
+    def snapshot(self, node: Node, snapshot: Snapshot) -> Rank:
+        """Rank of a snapshot that `node` has, or could get."""
+        return Rank(None, 0, -1.0 if snapshot.is_superseded else snapshot.used_at)
+
+    def worth(self, rank: Rank, now: int) -> float:
+        """What has that rank is worth so much at clock value `now`."""
+        rate = self.rates.rate(rank.kind, now // ADMISSION - rank.since)
+        return rate * rank.value
 
     def expected_tokens(self, node: Node, snapshot: Snapshot, now: int) -> float:
         """Tokens that a snapshot is expected to save by admission; 0 if unknown."""
@@ -63,9 +84,6 @@ class LeastRecentlyUsed:
         """
         return saved * (1 + running) >= PASS_TOKENS
 
-    def grew_older(self, node: Node, now: int) -> None:
-        """Called when the age of content enters another interval."""
-
     def used(self, node: Node, now: int) -> None:
         """Called before a sequence resumes from the snapshot of `node`."""
 
@@ -82,15 +100,12 @@ class ExpectedSaving(LeastRecentlyUsed):
     A snapshot saves the prefill from the nearest snapshot before it to its own
     position.  It holds its slot, and the KV up to it that nothing else needs: without
     the snapshot this KV is useless, and the snapshot without the KV.  How often it is
-    used is learned (`ReuseModel`) by class (`reuse_classes`).  A use that an
-    application promised within a TTL counts as certain, as far as promises were kept
-    lately.
+    used is learned (`ReuseModel`) by class (`reuse_classes`), or promised within a TTL
+    by an application (`PromisedReuse`).
 
     KV without a snapshot behind it saves nothing itself, but shows where the next
     sequence branches off, which then takes a snapshot there.
     """
-
-    changes_with_age = True
 
     def __init__(
         self,
@@ -106,36 +121,32 @@ class ExpectedSaving(LeastRecentlyUsed):
             slot_bytes: states of a sequence.
             pass_tokens: tokens whose prefill takes as long as a pass of few tokens.
         """
+        super().__init__()
         self.pass_tokens = pass_tokens
         self.token_bytes = token_bytes
         self.slot_bytes = slot_bytes
-        self.reuse = ReuseModel(assumed_chance)
+        self.rates = self.reuse = PromisedReuse(assumed_chance, self.certainty)
 
-    def leaf(self, node: Node, now: int) -> float:
-        """Expected tokens saved per byte and admission."""
+    def leaf(self, node: Node) -> Rank:
+        """Its worth is the expected tokens saved per byte and admission."""
         if node.snapshot is not None:
-            return self.snapshot(node, node.snapshot, now)
-        rate = self.reuse.rate(KV_ALONE, admissions_between(node.used_at, now))
+            return self.snapshot(node, node.snapshot)
         branch = unused_class(SnapshotKind.BRANCH, None)
-        return rate * self.reuse.chance(branch) / max(self.token_bytes, 1.0)
+        value = self.reuse.chance(branch) / max(self.token_bytes, 1.0)
+        return Rank(KV_ALONE, node.used_at // ADMISSION, value)
 
-    def snapshot(self, node: Node, snapshot: Snapshot, now: int) -> float:
-        """Expected tokens saved per byte and admission."""
+    def snapshot(self, node: Node, snapshot: Snapshot) -> Rank:
+        """Its worth is the expected tokens saved per byte and admission."""
         held = self.slot_bytes
         if not snapshot.is_superseded:  # otherwise its successor needs the KV as well
             held += self.token_bytes * node.alone()
-        return self.expected_tokens(node, snapshot, now) / max(held, 1.0)
+        value = (node.end - node.resume_before()) / max(held, 1.0)
+        return Rank(class_of(snapshot), snapshot.used_at // ADMISSION, value)
 
     def expected_tokens(self, node: Node, snapshot: Snapshot, now: int) -> float:
         """Tokens that a snapshot is expected to save by admission."""
         age = admissions_between(snapshot.used_at, now)
-        rate = self.reuse.rate(class_without_promise(snapshot), age)
-        promise = snapshot.promise
-        if promise is not None and snapshot.is_promised:
-            certain = self.reuse.rate_if_certain(
-                class_of(snapshot), age, promise.admissions_left
-            )
-            rate = max(rate, promise.trust.share * certain)
+        rate = self.reuse.rate(class_of(snapshot), age)
         return rate * (node.end - node.resume_before())
 
     def held_bytes(self, pages: float, snapshots: float, page_size: int) -> float:
@@ -158,11 +169,6 @@ class ExpectedSaving(LeastRecentlyUsed):
         first = self.reuse.chance(unused_class(kind, origin))
         uses = first / (1.0 - again)
         return uses * saved * (1 + running) >= self.pass_tokens
-
-    def grew_older(self, node: Node, now: int) -> None:
-        """Learn that content was not used so far."""
-        kind, age = self._class_and_age(node, now)
-        self.reuse.hold(kind, age, now // ADMISSION)
 
     def used(self, node: Node, now: int) -> None:
         """Learn from a use."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_plugin.core.policy.reuse import INTERVALS, interval_start
+from hybrid_plugin.core.policy.exposure import INTERVALS, interval_start
 
 REMEMBERED_ADMISSIONS = 256
 """Number of admissions over which the time between two is averaged."""

@@ -22,8 +22,13 @@ import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-INTERVALS = 24
-"""Ages up to 2**23 admissions are told apart."""
+from hybrid_plugin.core.policy.exposure import (
+    INTERVALS,
+    Exposure,
+    interval_of,
+    interval_start,
+)
+
 REMEMBERED = 2000
 """Admissions after which an observation counts 1/e, because traffic changes."""
 ASSUMED_OBSERVATIONS = 2.0
@@ -36,30 +41,19 @@ ASSUMED_INTERVALS = 6
 EXPONENTS = (0.0, 0.5, 1.0)
 """Powers of the age with which rates of use are assumed to fall."""
 _REFRESH = 8
-"""Observations of a class after which its rates are computed anew."""
+"""New observations after which the rates of a class are computed again, and the share
+of all that they have to be: an eighth more hardly changes a rate."""
+_FADING = REMEMBERED // _REFRESH
+"""Admissions in which as large a share of all observations fades."""
 _NEGLIGIBLE = 1e-3
-
-
-def interval_of(age: int) -> int:
-    """Index of the interval of ages that contains `age`: 0, 1, 2 to 3, 4 to 7, ..."""
-    return min(age.bit_length(), INTERVALS - 1)
-
-
-def interval_start(index: int) -> int:
-    """The lowest age of an interval."""
-    return 0 if index == 0 else 1 << (index - 1)
-
 
 _LENGTHS = tuple(
     float(interval_start(i + 1) - interval_start(i)) for i in range(INTERVALS)
 )
-
-
 _POWERS = tuple(
     tuple(length**-exponent for length in _LENGTHS) for exponent in EXPONENTS
 )
-
-
+_LOGARITHMS = tuple(tuple(math.log(power) for power in powers) for powers in _POWERS)
 _ASSUMED_TIMES = tuple(
     ASSUMED_OBSERVATIONS
     * sum(map(operator.mul, _LENGTHS[:ASSUMED_INTERVALS], shape[:ASSUMED_INTERVALS]))
@@ -72,6 +66,10 @@ def _zeros() -> list[float]:
     return [0.0] * INTERVALS
 
 
+def _unknown() -> list[float | None]:
+    return [None] * INTERVALS
+
+
 @dataclass(slots=True)
 class _Observations:
     """What was seen of one class."""
@@ -80,46 +78,62 @@ class _Observations:
     """Chance of a use within an interval, before anything was observed."""
     uses: list[float] = field(default_factory=_zeros)
     """By interval of the age at which content was used."""
-    held: list[float] = field(default_factory=_zeros)
-    """Admissions that content was there, by interval of its age."""
+    exposure: Exposure = field(default_factory=Exposure)
     last: int = 0
-    """Admission of the last observation."""
+    """Admission until which observations have faded."""
     new: int = _REFRESH
-    """Observations since what follows was computed."""
-    indices: list[float] = field(default_factory=_zeros)
-    """The Gittins index at the start of each interval."""
-    rates: list[float] = field(default_factory=_zeros)
-    """Uses by admission in each interval, of what was not used before."""
+    """Observations since then, and pieces of content that came."""
+    enough: float = 0.0
+    """New observations after which they are computed again."""
+    chances: list[float] = field(default_factory=_zeros)
+    """Of a use within an interval, of content that was not used before it."""
+    times: list[float] = field(default_factory=_zeros)
+    """Expected time held within an interval, likewise."""
+    indices: list[float | None] = field(default_factory=_unknown)
+    """The Gittins index at the start of each interval, where it was asked for."""
     chance: float = 0.0
     """Of being used at all."""
 
     def forget(self, now: int) -> None:
-        """Let observations fade."""
-        if now > self.last:
-            kept = math.exp((self.last - now) / REMEMBERED)
-            self.uses = [count * kept for count in self.uses]
-            self.held = [time * kept for time in self.held]
-            self.last = now
+        """Let observations fade, and add the time that content was there since."""
+        exposure = self.exposure
+        kept = math.exp((self.last - now) / REMEMBERED)
+        self.uses = [count * kept for count in self.uses]
+        exposure.held = [time * kept for time in exposure.held]
+        exposure.collect(now)
+        self.last, self.enough = now, 0.0
 
-    def refresh(self) -> None:
+    def refresh(self, now: int) -> None:
         """Compute the rates."""
-        chances, times, rates = [], [], []
-        smooth = _average_of_power_laws(self.uses, self.held, self.assumed)
+        self.forget(now)
+        uses, held = self.uses, self.exposure.held
+        smooth = _average_of_power_laws(uses, held, self.assumed)
+        seen, unused = ASSUMED_INTERVALS, 1.0
+        evidence = 0.0
         for i, length in enumerate(_LENGTHS):
             # Uses expected of one piece of content that is there for the interval.
             expected = min(smooth[i] * length, 1.0)
-            rate = (self.uses[i] + SMOOTHING * expected) / (
-                self.held[i] + SMOOTHING * length
+            time = held[i] + SMOOTHING * length
+            rate = (uses[i] + SMOOTHING * expected) / time
+            self.chances[i] = chance = 1.0 - math.exp(-rate * length)
+            self.times[i] = chance / rate
+            if held[i] > _NEGLIGIBLE:
+                seen = max(seen, i + 1)
+                evidence += held[i] / length
+        for chance in self.chances[:seen]:
+            unused *= 1.0 - chance
+        self.chance = 1.0 - unused
+        self.indices = _unknown()
+        self.new, self.enough = 0, max(_REFRESH, evidence / _REFRESH)
+
+    def index(self, interval: int) -> float:
+        """The Gittins index at the start of an interval."""
+        found = self.indices[interval]
+        if found is None:
+            found = self.indices[interval] = _gittins(
+                self.chances, self.times, interval
             )
-            rates.append(rate)
-            chances.append(1.0 - math.exp(-rate * length))
-            times.append(chances[-1] / rate)
-        self.rates = rates
-        self.indices = _gittins(chances, times)
-        seen = [i for i, held in enumerate(self.held) if held > _NEGLIGIBLE]
-        count = max(ASSUMED_INTERVALS, seen[-1] + 1 if seen else 0)
-        self.chance = 1.0 - math.prod([1.0 - chance for chance in chances[:count]])
-        self.new = 0
+        return found
 
 
 def _average_of_power_laws(
@@ -136,29 +150,35 @@ def _average_of_power_laws(
         held: admissions that content was there, by interval.
         assumed: uses of one piece of content in each of the first intervals.
     """
-    total = sum(uses) + ASSUMED_OBSERVATIONS * ASSUMED_INTERVALS * assumed
-    laws, likelihoods = [], []
-    for shape, assumed_time in zip(_POWERS, _ASSUMED_TIMES, strict=True):
-        scale = total / (sum(map(operator.mul, held, shape)) + assumed_time)
-        law = [scale * power for power in shape]
-        laws.append(law)
+    seen = sum(uses)
+    total = seen + ASSUMED_OBSERVATIONS * ASSUMED_INTERVALS * assumed
+    scales, likelihoods = [], []
+    for shape, logarithms, assumed_time in zip(
+        _POWERS, _LOGARITHMS, _ASSUMED_TIMES, strict=True
+    ):
+        time = sum(map(operator.mul, held, shape))
+        scale = total / (time + assumed_time)
+        scales.append(scale)
         likelihoods.append(
-            sum(
-                used * math.log(rate) - rate * time
-                for used, time, rate in zip(uses, held, law, strict=True)
-            )
+            seen * math.log(scale)
+            + sum(map(operator.mul, uses, logarithms))
+            - scale * time
         )
     best = max(likelihoods)
     weights = [math.exp(likelihood - best) for likelihood in likelihoods]
     whole = sum(weights)
+    first, second, third = (w * s / whole for w, s in zip(weights, scales, strict=True))
     return [
-        sum(map(operator.mul, weights, rates)) / whole
-        for rates in zip(*laws, strict=True)
+        first * a + second * b + third * c for a, b, c in zip(*_POWERS, strict=True)
     ]
 
 
 class ReuseModel:
-    """Rates of reuse by class and age; every method takes constant time."""
+    """Rates of reuse by class and age.
+
+    Content is observed from `enter` to `leave`.  Every method takes about constant
+    time, amortised.
+    """
 
     def __init__(self, assumed: Callable[[Hashable], float]) -> None:
         """Nothing was observed yet.
@@ -169,27 +189,35 @@ class ReuseModel:
         """
         self._assumed = assumed
         self._classes: dict[Hashable, _Observations] = {}
+        self._now = 0
 
-    def hold(self, kind: Hashable, age: int, now: int) -> None:
-        """Record that content of a class was not used until an interval of ages ended.
-
-        Without this, content that stays unused for ever would never be seen.
+    def enter(self, kind: Hashable, since: int, now: int) -> int:
+        """Observe a piece of content of a class from now on.
 
         Args:
             kind: its class.
-            age: at which the next interval begins.
+            since: admission at which it was used before, from which its age counts.
+            now: number of admissions so far.
+
+        Returns:
+            What `leave` wants to know.
+        """
+        seen = self._of(kind, now)
+        seen.new += 1
+        return seen.exposure.enter(since, now)
+
+    def leave(self, kind: Hashable, group: int, now: int) -> None:
+        """Observe it no more, because it was used, evicted, or is of another class.
+
+        Args:
+            kind: its class.
+            group: as `enter` returned it.
             now: number of admissions so far.
         """
-        seen = self._of(kind)
-        seen.forget(now)
-        ended = interval_of(age) - 1
-        seen.held[ended] += _LENGTHS[ended]
-        seen.new += 1
+        self._of(kind, now).exposure.leave(group, now)
 
     def observe(self, kind: Hashable, age: int, now: int, *, used: bool) -> None:
         """Record that content of a class was used, or evicted.
-
-        `hold` was called for the intervals that it outlived.
 
         Args:
             kind: its class.
@@ -197,17 +225,17 @@ class ReuseModel:
             now: number of admissions so far.
             used: whether it was used; otherwise it was evicted.
         """
-        seen = self._of(kind)
-        seen.forget(now)
-        last = interval_of(age)
-        seen.held[last] += min(age - interval_start(last) + 1.0, _LENGTHS[last])
+        seen = self._of(kind, now)
+        interval = interval_of(age)
+        # It was there for this admission as well.
+        seen.exposure.held[interval] += 1.0
         if used:
-            seen.uses[last] += 1.0
+            seen.uses[interval] += 1.0
         seen.new += 1
 
     def rate(self, kind: Hashable, age: int) -> float:
         """Expected uses per admission of content of a class: its Gittins index."""
-        return self._fresh(kind).indices[interval_of(age)]
+        return self._fresh(kind).index(interval_of(age))
 
     def rate_if_certain(self, kind: Hashable, age: int, within: float) -> float:
         """The Gittins index of content that is certain to be used in time.
@@ -222,53 +250,58 @@ class ReuseModel:
         Returns:
             Expected uses per admission, at least 1 / `within` and at most 1.
         """
-        return _gittins_if_certain(self._fresh(kind).rates, age, within)
+        seen = self._fresh(kind)
+        return _gittins_if_certain(seen.chances, seen.times, age, within)
 
     def chance(self, kind: Hashable) -> float:
         """Probability that content of a class is used at all, if it is kept."""
         return self._fresh(kind).chance
 
-    def _of(self, kind: Hashable) -> _Observations:
+    def _of(self, kind: Hashable, now: int) -> _Observations:
+        self._now = now
         seen = self._classes.get(kind)
         if seen is None:
             chance = 1.0 - (1.0 - self._assumed(kind)) ** (1.0 / ASSUMED_INTERVALS)
-            seen = self._classes[kind] = _Observations(chance)
+            seen = self._classes[kind] = _Observations(chance, last=now)
+        if now - seen.last >= _FADING:
+            seen.forget(now)
         return seen
 
     def _fresh(self, kind: Hashable) -> _Observations:
-        seen = self._of(kind)
-        if seen.new >= _REFRESH:
-            seen.refresh()
+        seen = self._of(kind, self._now)
+        if seen.new >= seen.enough:
+            seen.refresh(self._now)
         return seen
 
 
-def _gittins(chances: list[float], times: list[float]) -> list[float]:
-    """The index at the start of each interval.
+def _gittins(chances: list[float], times: list[float], first: int) -> float:
+    """The index at the start of an interval.
 
     Args:
         chances: of a use within the interval, of what was not used before it.
         times: expected time held within the interval, likewise.
+        first: that interval.
     """
-    indices = []
-    for first in range(INTERVALS):
-        best = uses = held = 0.0
-        unused = 1.0
-        for i in range(first, INTERVALS):
-            uses += unused * chances[i]
-            held += unused * times[i]
-            best = max(best, uses / held)
-            unused *= 1.0 - chances[i]
-            if unused < _NEGLIGIBLE:
-                break
-        indices.append(best)
-    return indices
+    best = uses = held = 0.0
+    unused = 1.0
+    for chance, time in zip(chances[first:], times[first:], strict=True):
+        uses += unused * chance
+        held += unused * time
+        best = max(best, uses / held)
+        unused *= 1.0 - chance
+        if unused < _NEGLIGIBLE:
+            break
+    return best
 
 
-def _gittins_if_certain(rates: list[float], age: int, within: float) -> float:
+def _gittins_if_certain(
+    chances: list[float], times: list[float], age: int, within: float
+) -> float:
     """The index at an age of what will be used in `within` admissions.
 
     Args:
-        rates: of use in each interval, by which the use is spread over the time left.
+        chances: as for `_gittins`; they say how the use is spread over the time left.
+        times: likewise.
         age: at which it was not used yet.
         within: admissions in which it is used.
     """
@@ -279,8 +312,9 @@ def _gittins_if_certain(rates: list[float], age: int, within: float) -> float:
         stop = interval_start(i + 1) - age if i + 1 < INTERVALS else within
         stop = min(stop, within)
         length = stop - start
-        chance = -math.expm1(-rates[i] * length)
-        average = start + _average_time(rates[i] * length) * length
+        expected = chances[i] / times[i] * length
+        chance = -math.expm1(-expected)
+        average = start + _average_time(expected) * length
         parts.append((unused * chance, average, stop))
         unused *= 1.0 - chance
         start = stop

@@ -21,12 +21,7 @@ KV_ALONE: Hashable = "KV alone"
 def class_of(snapshot: Snapshot) -> Hashable:
     """The class of a snapshot."""
     if snapshot.promise is not None and snapshot.is_promised:
-        return snapshot.kind, "promised", snapshot.promise.magnitude
-    return class_without_promise(snapshot)
-
-
-def class_without_promise(snapshot: Snapshot) -> Hashable:
-    """The class that a snapshot has if no application says anything of it."""
+        return snapshot.kind, _PROMISED, snapshot.promise.magnitude
     if snapshot.is_superseded:
         return snapshot.kind, "superseded", None
     if snapshot.hits:
@@ -49,6 +44,14 @@ def used_class(kind: SnapshotKind) -> Hashable:
     return kind, "used", None
 
 
+def promised_magnitude(kind: Hashable) -> int | None:
+    """Of the TTLs of a class, by powers of two of seconds; None without a promise."""
+    if isinstance(kind, tuple) and kind[1] is _PROMISED:
+        magnitude: int = kind[2]
+        return magnitude
+    return None
+
+
 def assumed_chance(kind: Hashable) -> float:
     """Chance that content of a class is used, before much of it was observed.
 
@@ -60,14 +63,15 @@ def assumed_chance(kind: Hashable) -> float:
     name, history, detail = kind
     if history == "superseded":
         return 0.03
-    if history == "promised":
-        return _PROMISED
+    if history == _PROMISED:
+        return _CHANCE_OF_PROMISED
     if history == "used":
         return _USED.get(name, 0.75)
     return _UNUSED.get((name, detail), _UNUSED_OF_ANY_ORIGIN.get(name, 0.75))
 
 
-_PROMISED = 0.75
+_PROMISED = "promised"
+_CHANCE_OF_PROMISED = 0.75
 """That of conversations.  A promised use is certain; this is when it is assumed."""
 _USED = {SnapshotKind.TURN_END: 0.05, SnapshotKind.PROMPT_END: 0.2}
 _UNUSED = {

@@ -97,9 +97,8 @@ class SnapshotPolicy:
             if position <= last and _exists(position, hit):
                 planned.setdefault(position, kind)
         end = last if prompt_end is None else min(self._floor(prompt_end), last)
-        body = min(self._floor(self.divergences.best_position(length)), last)
         for position, kind in (
-            (body, SnapshotKind.BODY),
+            (self._body(length, last, max(planned, default=hit)), SnapshotKind.BODY),
             (end, SnapshotKind.PROMPT_END),
         ):
             before = max(planned, default=hit)
@@ -154,6 +153,12 @@ class SnapshotPolicy:
         """Whether a chunk end gets a snapshot; `last` is the previous snapshot."""
         on_page = position % self.page_size == 0
         return on_page and position - last >= self.chunk_end_min_tokens
+
+    def _body(self, length: int, last: int, before: int) -> int:
+        """Where later prompts will most likely part; 0 if not behind `before`."""
+        if self._floor(self.divergences.last_position(length)) <= before:
+            return 0
+        return min(self._floor(self.divergences.best_position(length)), last)
 
     def _floor(self, position: int) -> int:
         return position // self.page_size * self.page_size

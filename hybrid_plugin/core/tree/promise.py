@@ -7,23 +7,6 @@ from dataclasses import dataclass
 
 from hybrid_plugin.core.policy.pace import Pace
 
-_ASSUMED_KEPT = 2.0
-"""Number of promises that are assumed to have been kept, before any was observed."""
-
-
-@dataclass(slots=True)
-class Trust:
-    """The share of the promises of similar TTLs that were kept."""
-
-    kept: float = 0.0
-    broken: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """Between 0 and 1; 1 before any promise was broken."""
-        kept = self.kept + _ASSUMED_KEPT
-        return kept / (kept + self.broken)
-
 
 @dataclass(slots=True, eq=False)
 class Promise:
@@ -32,7 +15,6 @@ class Promise:
     ttl: float
     """Seconds from the end of its request."""
     pace: Pace
-    trust: Trust
     positions: frozenset[int] = frozenset()
     """Positions that the request named, at page ends."""
     until: float | None = None
@@ -49,11 +31,6 @@ class Promise:
     def holds(self) -> bool:
         """Whether its TTL goes on."""
         return self.ends > self.pace.now
-
-    @property
-    def admissions_left(self) -> float:
-        """Admissions expected until its TTL ends; at least 1."""
-        return self.pace.admissions_within(self.ends - self.pace.now)
 
     @property
     def elapsed(self) -> float:

@@ -12,17 +12,20 @@ of the tree.  Locking and touching take constant time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from hybrid_plugin.core.policy.aged_order import AgedOrder
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
-from hybrid_plugin.core.policy.priority_queue import PriorityOrder
 from hybrid_plugin.core.tree.events import EventLog
-from hybrid_plugin.core.tree.node import ADMISSION, Node, admissions_between
+from hybrid_plugin.core.tree.node import ADMISSION, Node
 from hybrid_plugin.core.tree.snapshot import Snapshot
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
 
 _NO_PAGES: Pages = array("i")
+_MOST_RANKED_ANEW = 32
+"""Nodes below a new snapshot that are looked at: where prompts part for the first time,
+there are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,11 @@ class MambaRadixCache:
         self.events = events
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
-        self._reset_orders()
+        self._leaves: AgedOrder[Node] = AgedOrder(self.eviction.rates)
+        self._snapshots: AgedOrder[Node] = AgedOrder(self.eviction.rates)
+        self._unranked: dict[Node, None] = {}
+        """Nodes that have to be ranked anew before anything is evicted, or grows older:
+        most nodes that a sequence touches, it touches more than once."""
         self.clock = 0
         """Increases with every use of a node; the upper bits count admissions."""
         self.version = 0
@@ -241,9 +248,8 @@ class MambaRadixCache:
         old = None if before is None else before.snapshot
         if old is not None and old.is_superseded_by(snapshot):
             self._supersede(before, True)
-        self._rank_snapshot(node)
-        self._rank_leaf(node)
-        self._schedule(node, snapshot.used_at)
+        self._rank(node)
+        self._rank_below(node)
         self.version += 1
 
     def detach_snapshot(self, node: Node) -> Evicted:
@@ -255,8 +261,7 @@ class MambaRadixCache:
         self.version += 1
         if node.is_tail:
             return Evicted(self._remove(node), snapshot)
-        self._rank_leaf(node)
-        self._schedule(node, node.used_at)
+        self._rank(node)
         return Evicted(_NO_PAGES, snapshot)
 
     def touch(self, node: Node) -> None:
@@ -267,19 +272,15 @@ class MambaRadixCache:
         """
         if node.parent is not None:
             node.used_at = self._tick()
-            self._rank_leaf(node)
-            if node.snapshot is None and node.is_leaf:
-                self._schedule(node, node.used_at)
+            if node.is_leaf:
+                self._rank(node)
 
     def touch_snapshot(self, node: Node) -> None:
         """Mark the snapshot of `node` as just taken again."""
         if node.snapshot is not None:
-            self._unrank_snapshot(node)
             node.snapshot.used_at = self._tick()
             node.snapshot.is_superseded = False
-            self._rank_snapshot(node)
-            self._rank_leaf(node)
-            self._schedule(node, node.snapshot.used_at)
+            self._rank(node)
 
     def use_snapshot(self, node: Node) -> None:
         """Record that a sequence resumed from the snapshot of `node`."""
@@ -291,18 +292,15 @@ class MambaRadixCache:
         self.touch_snapshot(node)
 
     def rank_again(self, node: Node) -> None:
-        """Rank content again whose worth changed."""
-        if node in self._leaves:
-            self._rank_leaf(node)
-        if node in self._snapshots:
-            self._rank_snapshot(node)
+        """Have content ranked again whose class changed."""
+        self._rank(node)
 
     # ------------------------------------------------------------------- locks
 
     def lock(self, node: Node) -> None:
         """Protect the KV of the whole path to `node` from eviction."""
         node.kv_lock += 1
-        self._leaves.discard(node)
+        self._unrank_leaf(node)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock`."""
@@ -324,7 +322,7 @@ class MambaRadixCache:
         if not node.state_lock:
             raise ValueError("the state is not locked")
         node.state_lock -= 1
-        self._rank_snapshot(node)
+        self._rank(node)
 
     # ---------------------------------------------------------------- eviction
 
@@ -361,39 +359,24 @@ class MambaRadixCache:
 
     def next_snapshot(self) -> Node | None:
         """The node whose snapshot would be evicted next; None if there is none."""
-        return self._least(self._snapshots, self._worth_of_snapshot)
+        return self._least_snapshot()[0]
 
     def next_leaf(self) -> Node | None:
         """The leaf that would be evicted next; None if there is none."""
-        return self._least(self._leaves, self.eviction.leaf)
-
-    def _least(
-        self, order: PriorityOrder[Node], worth: Callable[[Node, int], float]
-    ) -> Node | None:
-        while (node := order.first()) is not None:
-            now = worth(node, self.clock)
-            if now <= order.priority(node):
-                return node
-            order.put(node, now)
-        return None
-
-    def _worth_of_snapshot(self, node: Node, now: int) -> float:
-        assert node.snapshot is not None, "ranked nodes have one"
-        return self.eviction.snapshot(node, node.snapshot, now)
-
-    def kv_worth(self) -> float | None:
-        """Worth of the leaf that would be evicted next; None if there is none."""
-        leaf = self.next_leaf()
-        return None if leaf is None else self._leaves.priority(leaf)
+        return self._least_leaf()[0]
 
     def snapshot_worth(self) -> float | None:
         """Worth of the snapshot that would be evicted next; None if there is none."""
-        node = self.next_snapshot()
-        return None if node is None else self._snapshots.priority(node)
+        return self._least_snapshot()[1]
+
+    def kv_worth(self) -> float | None:
+        """Worth of the leaf that would be evicted next; None if there is none."""
+        return self._least_leaf()[1]
 
     def snapshots(self) -> Iterator[Node]:
         """Nodes with an unlocked snapshot, in eviction order."""
-        return iter(self._snapshots)
+        self._rank_all()
+        return self._snapshots.ranked(self.admissions)
 
     def clear(self) -> list[Evicted]:
         """Remove everything, locked or not; return all removed ids."""
@@ -447,42 +430,28 @@ class MambaRadixCache:
 
     def leaves(self) -> Iterator[Node]:
         """Leaves that may be evicted, in eviction order."""
-        return iter(self._leaves)
+        self._rank_all()
+        return self._leaves.ranked(self.admissions)
 
     # -------------------------------------------------------------------- ages
 
+    @property
+    def admissions(self) -> int:
+        """Number of admissions so far, the unit of ages."""
+        return self.clock // ADMISSION
+
     def begin_admission(self) -> None:
-        """Count one admission, the unit of ages."""
-        admissions = self.clock // ADMISSION + 1
-        self.clock = admissions * ADMISSION
-        for node, since in self._due.pop(admissions, ()):
-            self._grow_older(node, since)
+        """Count one admission."""
+        self._rank_all()
+        self.clock = (self.clock // ADMISSION + 1) * ADMISSION
 
     # ---------------------------------------------------------------- internal
 
-    def _schedule(self, node: Node, since: int) -> None:
-        """Rank `node` again when its age, counted from `since`, changes intervals."""
-        if not self.eviction.changes_with_age:
-            return
-        age = admissions_between(since, self.clock)
-        due = since // ADMISSION + (1 << age.bit_length())
-        self._due.setdefault(due, []).append((node, since))
-
-    def _grow_older(self, node: Node, since: int) -> None:
-        snapshot = node.snapshot
-        if since != (node.used_at if snapshot is None else snapshot.used_at):
-            return  # it was used, or evicted, meanwhile
-        if snapshot is None and node not in self._leaves:
-            return
-        self.eviction.grew_older(node, self.clock)
-        self.rank_again(node)
-        self._schedule(node, since)
-
     def _reset_orders(self) -> None:
-        self._leaves: PriorityOrder[Node] = PriorityOrder()
-        self._snapshots: PriorityOrder[Node] = PriorityOrder()
-        self._due: dict[int, list[tuple[Node, int]]] = {}
-        """By admission, nodes whose age changes intervals then, if not used since."""
+        self._unranked.clear()
+        for order in (self._leaves, self._snapshots):
+            for node in order.ranked(self.admissions):
+                order.discard(node, self.admissions)
 
     def _tick(self) -> int:
         self.clock += 1
@@ -504,7 +473,7 @@ class MambaRadixCache:
 
     def _link(self, node: Node, key: bytes, leaf: Node) -> None:
         node.link(key, leaf)
-        self._leaves.discard(node)
+        self._unrank_leaf(node)
         self.version += 1
         self.touch(leaf)
 
@@ -527,13 +496,68 @@ class MambaRadixCache:
             self.events.split(upper, lower, pages)
         return upper
 
+    def _rank(self, node: Node) -> None:
+        """Have `node` ranked by what is known of it then."""
+        self._unranked[node] = None
+
+    def _rank_all(self) -> None:
+        for node in self._unranked:
+            self._rank_leaf(node)
+            self._rank_snapshot(node)
+        self._unranked.clear()
+
     def _rank_leaf(self, node: Node) -> None:
         if node.is_leaf and not node.kv_lock and node.parent is not None:
-            self._leaves.put(node, self.eviction.leaf(node, self.clock))
+            rank = self.eviction.leaf(node)
+            # A snapshot is observed in the other order.
+            alone = node.snapshot is None
+            self._leaves.put(node, rank, self.admissions, observed=alone)
 
     def _rank_snapshot(self, node: Node) -> None:
         if node.snapshot is not None and not node.state_lock:
-            self._snapshots.put(node, self._worth_of_snapshot(node, self.clock))
+            rank = self.eviction.snapshot(node, node.snapshot)
+            self._snapshots.put(node, rank, self.admissions)
+
+    def _unrank_leaf(self, node: Node) -> None:
+        self._leaves.discard(node, self.admissions)
+
+    def _unrank_snapshot(self, node: Node) -> None:
+        self._snapshots.discard(node, self.admissions)
+
+    def _rank_below(self, node: Node) -> None:
+        """Rank the next snapshots behind that of `node`, which save less now."""
+        if node.is_leaf:
+            return
+        below = [node]
+        for _ in range(_MOST_RANKED_ANEW):
+            if not below:
+                return
+            node = below.pop()
+            for child in (*node.children.values(), *node.tails.values()):
+                if child.snapshot is None:
+                    below.append(child)
+                else:
+                    self._rank(child)
+
+    def _least_leaf(self) -> tuple[Node, float] | tuple[None, None]:
+        self._rank_all()
+        while (least := self._leaves.first(self.admissions)) is not None:
+            rank = self.eviction.leaf(least[0])
+            if rank.value <= self._leaves.rank(least[0]).value:
+                return least
+            self._rank_leaf(least[0])
+        return None, None
+
+    def _least_snapshot(self) -> tuple[Node, float] | tuple[None, None]:
+        self._rank_all()
+        while (least := self._snapshots.first(self.admissions)) is not None:
+            node = least[0]
+            assert node.snapshot is not None, "ranked nodes have one"
+            rank = self.eviction.snapshot(node, node.snapshot)
+            if rank.value <= self._snapshots.rank(node).value:
+                return least
+            self._rank_snapshot(node)
+        return None, None
 
     def _drop_snapshot(self, node: Node) -> None:
         snapshot = node.snapshot
@@ -546,13 +570,8 @@ class MambaRadixCache:
         """Note that a later snapshot takes the place of that of `node`, or left."""
         if node is None or node.snapshot is None:
             return
-        self._unrank_snapshot(node)
         node.snapshot.is_superseded = is_superseded
-        self._rank_snapshot(node)
-        self._rank_leaf(node)
-
-    def _unrank_snapshot(self, node: Node) -> None:
-        self._snapshots.discard(node)
+        self._rank(node)
 
     def _trim(self, leaf: Node, count: int) -> Pages:
         """Remove the last `count` pages of a leaf with more pages."""
@@ -572,16 +591,14 @@ class MambaRadixCache:
         assert parent is not None, "the root is never removed"
         span = node.tokens if node.is_tail else node.tokens[: self.page_size]
         parent.unlink(span.tobytes(), node)
-        self._leaves.discard(node)
+        self._unrank_leaf(node)
         if self.events is not None and not node.is_tail:
             self.events.removed(node, 0)
         if parent.parent is None:
             self._drop_empty_root(parent)
         elif parent.is_leaf:
             parent.used_at = max(parent.used_at, node.used_at)
-            self._rank_leaf(parent)
-            if parent.snapshot is None:
-                self._schedule(parent, parent.used_at)
+            self._rank(parent)
         return node.pages
 
     def _drop_empty_root(self, root: Node) -> None:

@@ -21,6 +21,9 @@ class SnapshotKind(StrEnum):
     REQUESTED = "requested"
     CHUNK_END = "chunk end"
 
+    # Kinds are looked up many times per request; that of Enum is no built-in function.
+    __hash__ = str.__hash__
+
 
 @dataclass(slots=True, eq=False)
 class Snapshot:

@@ -18,7 +18,15 @@ from hybrid_plugin.tools.plan.estimate import (
     vllm_aligned,
 )
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
+from hybrid_plugin.tools.plan.recommend import (
+    add_recommendation_options,
+    candidates,
+    check_recommendation,
+    recommend,
+)
 from hybrid_plugin.tools.plan.shape import ModelShape
+from hybrid_plugin.tools.simulate.progress import progress
+from hybrid_plugin.tools.simulate.request import TraceError
 
 MOST_TOKENS = 1 << 30
 
@@ -43,7 +51,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="tokens in a page of this package's and SGLang's pools (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
-    parser.set_defaults(run=run)
+    serving = argparse.ArgumentParser(add_help=False)
+    add_recommendation_options(serving)
+    add_recommendation_options(parser)
+    parser.set_defaults(run=run, without_trace=serving.parse_args([]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,18 +67,29 @@ def run(args: argparse.Namespace) -> int:
                     f"--{name.replace('_', '-')} must lie between 1 and {MOST_TOKENS}, "
                     f"got {value}."
                 )
+        check_recommendation(args, args.without_trace)
         shape = read_shape(args)
         budget = read_budget(args, shape)
         estimates = estimate_all(
             shape, budget.bytes, args.sequence_tokens, args.page_size
         )
-    except ConfigError as error:
+        found = None
+        if args.trace is not None:
+            tried = candidates(args.page_size, args.max_running)
+            with progress("Simulating settings", len(tried)) as advance:
+                found = recommend(args, shape, budget.bytes, tried, advance)
+    except (ConfigError, TraceError) as error:
         print(error, file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps(_as_dict(shape, budget, estimates), indent=2))
+        value = _as_dict(shape, budget, estimates)
+        if found is not None:
+            value["recommended"] = found.as_dict()
+        print(json.dumps(value, indent=2))
     else:
         print(_as_text(shape, budget, estimates, args.sequence_tokens))
+        if found is not None:
+            print("", *found.as_lines(), sep="\n")
     return 0
 
 

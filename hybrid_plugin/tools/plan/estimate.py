@@ -69,8 +69,25 @@ def two_pools(shape: ModelShape, budget: int, length: int, page_size: int) -> Es
     return Estimate("two pools", count, count, count * length, page_size, steps)
 
 
-def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
-    """One pool of equal blocks, by vLLM's rules (0.32, with prefix caching).
+@dataclass(frozen=True, slots=True)
+class AlignedBlocks:
+    """vLLM's one pool of equal blocks, for a model and a budget."""
+
+    unit: int
+    """Tokens of a block."""
+    blocks: int
+    """That can be used."""
+    block_bytes: int
+    group: int
+    """Layers in a group; a block holds one group's share."""
+    full: int
+    """Blocks that `unit` tokens take in layers of full attention."""
+    states: int
+    """Blocks that the states of a sequence take."""
+
+
+def aligned_blocks(shape: ModelShape, budget: int) -> AlignedBlocks:
+    """How vLLM divides its memory (0.32, with prefix caching).
 
     `_align_hybrid_block_size` raises the attention block until a state fits
     into it; layers are grouped by the smallest number of alike layers, and a
@@ -83,18 +100,51 @@ def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
     counts = [group.count for group in shape.attention]
     size = group_size(counts + [group.count for group in shape.states])
     block_bytes = size * block * per_token
-    blocks = budget // block_bytes - 1
     full = sum(
         ceil(group.count / size)
         for group in shape.attention
         if group.window == FULL_ATTENTION
     )
+    states = sum(ceil(group.count / size) for group in shape.states)
+    blocks = budget // block_bytes - 1
+    return AlignedBlocks(block, blocks, block_bytes, size, full, states)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticPools:
+    """SGLang's two pools, by its fixed ratio."""
+
+    slots: int
+    """That can be used."""
+    tokens: int
+    """Room for KV."""
+    state_bytes: int
+    """Of all slots."""
+
+
+def static_pools(shape: ModelShape, budget: int, page_size: int) -> StaticPools:
+    """How SGLang divides its memory (0.5.23)."""
+    state = shape.state_bytes
+    share = SGLANG_RATIO / (1 + SGLANG_RATIO)
+    slots = int(budget * share) // state - 1 if state else 0
+    taken = (slots + 1) * state
+    tokens = (budget - taken) // max(shape.token_bytes, 1) // page_size * page_size
+    return StaticPools(slots, tokens, taken)
+
+
+def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
+    """One pool of equal blocks, by vLLM's rules."""
+    per_token = max(group.token_bytes for group in shape.attention)
+    state = max((group.state_bytes for group in shape.states), default=0)
+    pool = aligned_blocks(shape, budget)
+    unit, block, blocks = VLLM_LEAST_BLOCK, pool.unit, pool.blocks
+    size, full, states = pool.group, pool.full, pool.states
+    block_bytes = pool.block_bytes
     windows = sum(
         ceil(group.count / size) * len(live_pages(group.window, length, block))
         for group in shape.attention
         if group.window != FULL_ATTENTION
     )
-    states = sum(ceil(group.count / size) for group in shape.states)
     row = ceil(length / block)
     held = full * row + windows + VLLM_ALIGNED_STATES * states
     kept = length // block
@@ -130,10 +180,8 @@ def sglang_static(
 ) -> Estimate:
     """A fixed ratio of the two pools, by SGLang's rules (0.5.23)."""
     state, token = shape.state_bytes, shape.token_bytes
-    share = SGLANG_RATIO / (1 + SGLANG_RATIO)
-    slots = int(budget * share) // state - 1 if state else 0
-    rest = budget - (slots + 1) * state
-    tokens = rest // max(token, 1) // page_size * page_size
+    pools = static_pools(shape, budget, page_size)
+    slots, tokens, rest = pools.slots, pools.tokens, budget - pools.state_bytes
     by_slots = slots // SGLANG_SLOTS_PER_REQUEST if state else tokens
     padded = ceil(length / page_size) * page_size
     running = max(min(by_slots, tokens // padded), 0)

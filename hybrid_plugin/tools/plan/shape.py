@@ -90,11 +90,11 @@ class ModelShape:
         """
         cost = 2.0 * self.active_parameters * tokens
         for group in self.attention:
-            cost += group.count * group.pair_flops * _pairs(group.window, tokens)
+            cost += group.count * group.pair_flops * pairs(group.window, tokens)
         return cost
 
 
-def _pairs(window: AttentionWindow, tokens: float) -> float:
+def pairs(window: AttentionWindow, tokens: float) -> float:
     """Pairs of tokens that look at each other among the first `tokens`."""
     if isinstance(window, ChunkedLocal):
         chunks, rest = divmod(tokens, window.chunk)

@@ -7,12 +7,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
+from hybrid_plugin.tools.simulate.calibration import Equation, Measured
 from hybrid_plugin.tools.simulate.options import (
     add_options,
     check_numbers,
+    read_comparison,
     read_simulation,
 )
 from hybrid_plugin.tools.simulate.outcome import Outcome
@@ -21,7 +24,7 @@ from hybrid_plugin.tools.simulate.progress import progress
 from hybrid_plugin.tools.simulate.request import Request, TraceError
 from hybrid_plugin.tools.simulate.session_options import read_sample
 from hybrid_plugin.tools.simulate.simulation import Simulation
-from hybrid_plugin.tools.simulate.traces import format_of, read_trace
+from hybrid_plugin.tools.simulate.traces import format_of, read_trace, without_answers
 
 _TEXT = "replay requests through the cache, without an engine or a GPU"
 
@@ -61,11 +64,26 @@ def _simulate(args: argparse.Namespace) -> Outcome:
         requests=args.requests,
         sample=read_sample(args, form),
     )
+    if args.prompts_only:
+        requests = without_answers(requests)
     simulation = read_simulation(args, form, requests)
-    with progress(f"Replaying with {args.policy}", len(requests)) as advance:
+    fitted: Sequence[Equation] = ()
+    if args.calibrate is not None:
+        measured = Measured.load(args.calibrate)
+        costs, fitted = simulation.calibrated(requests, measured)
+        serving = replace(simulation.serving, costs=costs)
+        simulation = replace(simulation, serving=serving)
+    if args.save_costs is not None:
+        simulation.serving.costs.write(args.save_costs)
+    comparison = read_comparison(args, simulation.serving) if args.compare else None
+    with progress(f"Serving with {args.policy}", len(requests)) as advance:
         outcome = simulation.run(requests, advance)
+    outcome.fitted = {one.name: (one.measured, one.simulated) for one in fitted}
+    if comparison is not None:
+        with progress("Serving with others", 2 * len(requests)) as advance:
+            outcome.compared = comparison.run(requests, advance)
     if args.bound:
-        outcome.bound_hit_tokens = _bound(simulation, requests)
+        outcome.bound_hit_tokens = _bound(simulation, outcome.order)
     return outcome
 
 
@@ -75,5 +93,5 @@ def _bound(simulation: Simulation, requests: Sequence[Request]) -> int:
         PageTrace.of(requests, capacity.page_size),
         pages=capacity.pages,
         slots=capacity.slots,
-        first=simulation.first_measured,
+        first=simulation.serving.first_measured,
     )

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces in the format published with Mooncake (FAST '25).
 
-One JSON object a line: `input_length` tokens of the prompt, `output_length`
-generated, and `hash_ids`, one for every 512 tokens of the prompt, the last
-block being shorter.  Equal ids mean equal blocks behind equal prefixes; what
-the tokens are is not told, so each block gets tokens of its own.
+One JSON object a line: `timestamp` (milliseconds) of the request, `input_length`
+tokens of the prompt, `output_length` generated, and `hash_ids`, one for every 512
+tokens of the prompt, the last block being shorter.  Equal ids mean equal blocks behind
+equal prefixes; what the tokens are is not told, so each block gets tokens of its own.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,19 @@ from hybrid_plugin.tools.simulate.request import Request, TraceError
 BLOCK = 512
 """Tokens that one hash id stands for."""
 MOST_TOKENS = 10**8
+MOST_MS = 10**12
 _OUTSIDE = 1 << 62
 """Above the tokens of any block: generated ones."""
 
 
-def read_mooncake(path: Path, *, outputs: bool = False) -> list[Request]:
+def read_mooncake(path: Path) -> list[Request]:
     """Read a trace.
+
+    Answers cannot be hit, for the trace does not tell which later prompt contains them.
+    Without a time in every line the requests have none.
 
     Args:
         path: of the trace.
-        outputs: whether answers are generated too.  Nobody can hit them, for
-            the trace does not tell which later prompt contains them.
 
     Raises:
         TraceError: for a file that cannot be read or is in another format.
@@ -43,14 +46,30 @@ def read_mooncake(path: Path, *, outputs: bool = False) -> list[Request]:
     generated = 0
     for number, line in read_lines(path):
         where = f"{path}, line {number}"
-        length, output, ids = _fields(_parse(line, where), where)
-        answer = array("q")
-        if outputs:
-            start = -_OUTSIDE + generated
-            answer = array("q", range(start, start + output))
-            generated += output
-        requests.append(Request(length, partial(_tokens, ids, length), answer))
+        value = _parse(line, where)
+        length, output, ids = _fields(value, where)
+        start = -_OUTSIDE + generated
+        generated += output
+        requests.append(
+            Request(
+                length,
+                partial(_tokens, ids, length),
+                array("q", range(start, start + output)),
+                arrival=_arrival(value, where),
+            )
+        )
+    if any(request.arrival is None for request in requests):
+        return [replace(request, arrival=None) for request in requests]
     return requests
+
+
+def _arrival(value: dict[str, Any], where: str) -> float | None:
+    milliseconds = value.get("timestamp")
+    if milliseconds is None:
+        return None
+    if type(milliseconds) not in (int, float) or not 0 <= milliseconds <= MOST_MS:
+        raise TraceError(f"{where}: timestamp must be milliseconds, at least 0.")
+    return float(milliseconds) / 1000
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:

@@ -12,15 +12,19 @@ from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.compare import Comparison
 from hybrid_plugin.tools.simulate.mooncake import BLOCK
 from hybrid_plugin.tools.simulate.plugin_options import read_plugin_options
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
 from hybrid_plugin.tools.simulate.request import Request
-from hybrid_plugin.tools.simulate.session_options import (
-    MOST_LIVE,
-    add_session_options,
+from hybrid_plugin.tools.simulate.serving_options import (
+    add_calibration_options,
+    add_serving_options,
+    check_serving,
+    read_serving,
 )
-from hybrid_plugin.tools.simulate.simulation import Simulation
+from hybrid_plugin.tools.simulate.session_options import add_session_options
+from hybrid_plugin.tools.simulate.simulation import Serving, Simulation
 from hybrid_plugin.tools.simulate.traces import FORMATS
 
 MOST_TOKENS = 1 << 40
@@ -28,8 +32,6 @@ _LIMITS = {
     "kv_tokens": MOST_TOKENS,
     "state_slots": 1 << 28,
     "page_size": 1 << 20,
-    "chunk": 1 << 30,
-    "concurrency": 1 << 20,
     "requests": 1 << 24,
 }
 
@@ -64,8 +66,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute what no policy can exceed, and the gap to it",
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="serve the same requests in the same memory with models of vLLM's and "
+        "SGLang's own caches too; models, written from what these do by default",
+    )
     _add_memory(parser)
     _add_stream(parser)
+    add_serving_options(parser)
+    add_calibration_options(parser)
     add_session_options(parser)
     _add_output(parser)
     add_model_options(parser, required=False)
@@ -123,18 +133,9 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
         help="of the agentic stream (%(default)s)",
     )
     group.add_argument(
-        "--concurrency",
-        type=int,
-        metavar="N",
-        help="sequences that are live at once (1); those of recorded conversations "
-        f"are as long as they were, and at most so many at once ({MOST_LIVE})",
-    )
-    group.add_argument(
-        "--chunk",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="tokens of a prefill step at most (%(default)s)",
+        "--prompts-only",
+        action="store_true",
+        help="as if every request ended with the first token of its answer",
     )
 
 
@@ -158,11 +159,17 @@ def check_numbers(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} must lie between 1 and {most}, "
                 f"got {value}."
             )
+    check_serving(args)
     if args.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {args.seed}.")
     if args.kv_tokens is not None and args.gpu_memory is not None:
         raise ConfigError(
             "--kv-tokens and --gpu-memory both say how much memory there is: give one."
+        )
+    if args.compare and (args.gpu_memory is None or args.kv_only):
+        raise ConfigError(
+            "--compare needs --gpu-memory and --model-config, to know what the others "
+            "make of the memory, and a model with states."
         )
     if args.gpu_memory is not None and args.model_config is None:
         raise ConfigError("--gpu-memory needs --model-config, to know what fits.")
@@ -196,16 +203,31 @@ def read_simulation(
     if page_size is None:
         blocks = form == "mooncake" and args.kv_only
         page_size = BLOCK if blocks else DEFAULT_PAGE_SIZE
-    concurrency = args.concurrency or (MOST_LIVE if form == "weka" else 1)
-    half = len(requests) // 2 if args.measure == "last-half" else 0
+    serving = read_serving(args, shape, requests)
+    if args.measure == "last-half":
+        serving = replace(serving, first_measured=len(requests) // 2)
     return Simulation(
-        capacity=_capacity(args, options, shape, page_size, requests, concurrency),
+        capacity=_capacity(args, options, shape, page_size, requests, serving),
         snapshots=options.snapshot_policy(page_size),
         policy=args.policy,
-        chunk=args.chunk,
-        concurrency=concurrency,
-        first_measured=half,
+        serving=serving,
     )
+
+
+def read_comparison(args: argparse.Namespace, serving: Serving) -> Comparison:
+    """The engines' own caches in the same memory.
+
+    Args:
+        args: parsed, and checked by `check_numbers`.
+        serving: of the same requests.
+
+    Raises:
+        ConfigError: for a model whose caches have no model here.
+    """
+    shape = read_shape(args)
+    options = read_plugin_options(args, shape)
+    budget = read_budget(args, shape).bytes
+    return Comparison(shape, min(budget, options.gpu_memory_budget or budget), serving)
 
 
 def _capacity(
@@ -214,7 +236,7 @@ def _capacity(
     shape: ModelShape | None,
     page_size: int,
     requests: Sequence[Request],
-    concurrency: int,
+    serving: Serving,
 ) -> Capacity:
     if args.gpu_memory is not None:
         assert shape is not None, "checked with the other options"
@@ -226,9 +248,9 @@ def _capacity(
             layout,
             budget,
             requests,
-            args.chunk,
+            serving.chunk,
             options=options,
-            concurrency=concurrency,
+            concurrency=serving.most_running,
         )
     if args.kv_tokens is not None:
         return Capacity(page_size, args.kv_tokens // page_size, args.state_slots)

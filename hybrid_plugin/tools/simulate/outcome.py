@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from hybrid_plugin.sizes import gib
+from hybrid_plugin.tools.simulate.compared import Compared, as_lines
+from hybrid_plugin.tools.simulate.latency import Times
+from hybrid_plugin.tools.simulate.request import Request
 
 
 @dataclass(slots=True)
@@ -37,8 +40,10 @@ class Outcome:
     too_long: int = 0
     """Requests, of all, that did not fit even alone."""
     waited: int = 0
-    """Sequences, of all, that had to wait until others had ended, for memory or, in a
-    trace with times, for one of the places of `concurrency`."""
+    """Sequences, of all, that had to wait until others had ended or gone on, for memory
+    or for one of the places of `max_running`."""
+    preemptions: int = 0
+    """Times that a running sequence made way for another one, and was served again."""
     prefill_steps: int = 0
     """Forward passes of all prefills, pauses for snapshots included."""
     page_evictions: int = 0
@@ -54,7 +59,18 @@ class Outcome:
     """Granules that got memory or lost it; None where pools are not elastic."""
     bound_hit_tokens: int | None = None
     """What no policy can exceed, knowing the whole trace."""
+    costs: str = ""
+    """What the virtual time is that of."""
+    fitted: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Times that costs were fitted to: measured, and simulated with them; seconds."""
+    times: Times | None = None
+    """In virtual time; None if nothing was measured."""
+    order: list[Request] = field(default_factory=list)
+    """All requests that were served, in the order of their starts."""
+    compared: list[Compared] = field(default_factory=list)
+    """Models of the engines' own caches on the same requests."""
     seconds: float = 0.0
+    """That the simulation took."""
     series: Series = field(default_factory=Series)
 
     @property
@@ -80,9 +96,14 @@ class Outcome:
         return 1 - self.hit_tokens / self.bound_hit_tokens
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the series, for JSON."""
-        values: dict[str, object] = asdict(self)
-        del values["series"]
+        """Everything but the series and the requests, for JSON."""
+        values: dict[str, object] = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in ("series", "order")
+        }
+        values["compared"] = [asdict(one) for one in self.compared]
+        values["times"] = None if self.times is None else asdict(self.times)
         return {
             "hit_rate": self.hit_rate,
             "hit_tokens": self.hit_tokens,
@@ -106,7 +127,8 @@ class Outcome:
             f"{self.snapshot_evictions:,} snapshots",
             f"snapshots taken    {self.snapshots_taken:,}",
             f"prefill steps      {self.prefill_steps:,}",
-            f"had to wait        {self.waited:,} sequences",
+            f"had to wait        {self.waited:,} sequences; {self.preemptions:,} "
+            "preemptions",
             f"peak               {self.peak_pages:,} pages, {self.peak_snapshots:,} "
             "snapshots"
             + (
@@ -124,5 +146,21 @@ class Outcome:
                 f"upper bound        {self.bound_hit_tokens:,} hit tokens; "
                 f"{100 * self.gap:.1f} % of them were missed"
             )
+        if self.times is not None:
+            lines += self.times.as_lines(self.measured_requests)
+            lines.append(f"costs              {self.costs}")
+        for name, (measured, simulated) in self.fitted.items():
+            lines.append(
+                f"{name:<19}{measured:.3f} s measured, {simulated:.3f} s simulated"
+            )
+        if self.compared:
+            own = Compared(
+                "the plugin",
+                self.hit_rate,
+                self.too_long,
+                self.preemptions,
+                self.times,
+            )
+            lines += ["", *as_lines([own, *self.compared]), ""]
         lines.append(f"simulated in       {self.seconds:.1f} s")
         return "\n".join(lines)

@@ -14,12 +14,17 @@ from hybrid_plugin.config import ConfigError, HybridConfig, parse_options
 from hybrid_plugin.tools.plan.shape import ModelShape
 
 _HONOURED = frozenset(
-    {"enabled", "page_size", "elastic", "gpu_memory_budget", "state_memory_ratio"}
+    {
+        "enabled",
+        "page_size",
+        "elastic",
+        "gpu_memory_budget",
+        "state_memory_ratio",
+        "in_batch_prefix_min_tokens",
+    }
 )
 _REASONS = {
     "eviction_policy": "--policy says what is evicted first",
-    "in_batch_prefix_min_tokens": "a simulation prefills one sequence after another, "
-    "so that none waits for another one's prefix",
     "system_snapshot_min_tokens": "a trace does not tell where messages end",
 }
 _OF_MEMORY = ("elastic", "gpu_memory_budget", "state_memory_ratio")

@@ -31,7 +31,14 @@ class Request:
     namespace: Hashable = None
     snapshot_at: tuple[int, ...] = ()
     """Positions at which the application asks for a snapshot."""
+    ttl: float | None = None
+    """Seconds after its end within which the application promises to continue it; 0 if
+    nobody will."""
     arrival: float | None = None
     """Seconds after the trace's start; None where a trace has no times."""
-    seconds: float = 0.0
-    """How long the request is live, from its arrival, where a trace has times."""
+    key: int | None = None
+    """Names it for those that go on after it; None if nobody does."""
+    after: int | None = None
+    """Key of the request after whose answer it comes, instead of at `arrival`."""
+    pause: float = 0.0
+    """Seconds between that answer and this request."""

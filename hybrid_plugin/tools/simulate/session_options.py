@@ -8,8 +8,6 @@ import argparse
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.tools.simulate.weka import SessionSample
 
-MOST_LIVE = 64
-"""Sequences of recorded conversations that are live at once, unless the user says."""
 _LIMITS = {
     "sessions": (1, 1 << 20),
     "skip_sessions": (0, 1 << 20),

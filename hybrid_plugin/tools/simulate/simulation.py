@@ -5,19 +5,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.policy.divergence import Divergences
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.tools.simulate.arrivals import Pace
+from hybrid_plugin.tools.simulate.attention_reach import AttentionReach
+from hybrid_plugin.tools.simulate.calibration import Equation, Measured, calibrate
 from hybrid_plugin.tools.simulate.capacity import Capacity
+from hybrid_plugin.tools.simulate.cost_model import CostModel, Costs
+from hybrid_plugin.tools.simulate.job import Job
+from hybrid_plugin.tools.simulate.known_costs import DEFAULT_COSTS
+from hybrid_plugin.tools.simulate.latency import Targets, Times
 from hybrid_plugin.tools.simulate.outcome import Outcome
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, build_policy
-from hybrid_plugin.tools.simulate.replay import Replay, Served
 from hybrid_plugin.tools.simulate.request import Request
+from hybrid_plugin.tools.simulate.served_cache import PluginCache, ServedCache
+from hybrid_plugin.tools.simulate.server import Server
+from hybrid_plugin.tools.simulate.serving import serve
 
 SAMPLES = 200
 """Points of a series at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How requests come, and what serves them, but for the cache."""
+
+    pace: Pace = field(default_factory=lambda: Pace(concurrency=1))
+    costs: CostModel = DEFAULT_COSTS
+    reach: AttentionReach = field(default_factory=AttentionReach)
+    chunk: int = 8192
+    """Tokens of a pass at most."""
+    max_running: int = 64
+    """Sequences that run at once, at most."""
+    targets: Targets = field(default_factory=Targets)
+    first_measured: int = 0
+    """Number of requests that start before the first one that counts."""
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that can run at once, by the pace too."""
+        return min(self.max_running, self.pace.concurrency or self.max_running)
+
+    def server(self, cache: ServedCache) -> Server:
+        """An idle engine."""
+        return Server(cache, self.costs.costs, self.reach, self.chunk, self.max_running)
+
+    def measured(self, server: Server) -> list[Job]:
+        """The jobs that count, in the order of their starts."""
+        return server.started[self.first_measured :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +66,54 @@ class Simulation:
     snapshots: SnapshotPolicy
     policy: str = DEFAULT_POLICY
     """Name of the eviction policy, one of `POLICIES`."""
-    chunk: int = 8192
-    """Tokens of a prefill step at most."""
-    concurrency: int = 1
-    """Sequences that are live at once."""
-    first_measured: int = 0
-    """Index of the first request that counts."""
+    serving: Serving = field(default_factory=Serving)
 
     def run(
         self,
         requests: Sequence[Request],
         on_request: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Replay `requests`; calls `on_request` after each."""
+        """Serve `requests`; calls `on_request` after each."""
         begin = time.perf_counter()
-        cache = self._build()
-        outcome = Outcome(self.policy, requests=len(requests))
+        served = PluginCache(self._build())
+        outcome = Outcome(
+            self.policy, requests=len(requests), costs=self.serving.costs.title
+        )
         outcome.capacity = {
             "page_size": self.capacity.page_size,
             "pages": self.capacity.pages,
             "slots": self.capacity.slots or 0,
         }
-        replay = Replay(cache, chunk=self.chunk, concurrency=self.concurrency)
-        sampler = _Sampler(self.capacity, outcome, -(-len(requests) // SAMPLES) or 1)
-        for index, served in enumerate(replay.serve(requests)):
-            self._count(outcome, served, measured=index >= self.first_measured)
-            sampler.note(cache, served)
+        server = self.serving.server(served)
+        peaks = _Peaks(self.capacity, outcome)
+        series = _Series(self.capacity, outcome, -(-len(requests) // SAMPLES) or 1)
+        served.on_step = peaks.note
+        for job in serve(server, requests, self.serving.pace):
+            outcome.too_long += job.hit is None
+            series.note(served.cache, job)
             on_request()
-        outcome.page_evictions = cache.stats.pages_evicted
-        outcome.snapshot_evictions = cache.stats.snapshots_evicted
-        outcome.snapshots_taken = cache.stats.snapshots_taken
-        if cache.broker.moves_memory:
-            outcome.memory_moves = int(cache.broker.stats.moves)
+        self._count(outcome, server, served.cache)
         outcome.seconds = time.perf_counter() - begin
         return outcome
+
+    def calibrated(
+        self, requests: Sequence[Request], measured: Measured
+    ) -> tuple[CostModel, Sequence[Equation]]:
+        """Costs with which the times are those of a measured run of `requests`.
+
+        Returns:
+            The costs, and each time as it was measured and as it is simulated.
+        """
+
+        def simulate(costs: Costs) -> Sequence[Equation]:
+            server = self.serving.server(PluginCache(self._build()))
+            server.costs, server.history = costs, []
+            for _ in serve(server, requests, self.serving.pace):
+                pass
+            return measured.equations(server)
+
+        costs, equations = calibrate(self.serving.costs.costs, simulate)
+        return measured.model_of(costs), equations
 
     def _build(self) -> HybridCache:
         """A cache that has learned nothing yet."""
@@ -73,19 +125,42 @@ class Simulation:
         snapshots = replace(self.snapshots, divergences=Divergences())
         return self.capacity.build(snapshots, eviction)
 
-    @staticmethod
-    def _count(outcome: Outcome, served: Served, *, measured: bool) -> None:
-        outcome.prefill_steps += served.steps
-        outcome.too_long += not served.steps
-        outcome.waited += served.waited
-        if measured:
-            outcome.measured_requests += 1
-            outcome.queried_tokens += served.length
-            outcome.hit_tokens += served.hit
+    def _count(self, outcome: Outcome, server: Server, cache: HybridCache) -> None:
+        jobs = self.serving.measured(server)
+        outcome.measured_requests = len(jobs)
+        outcome.queried_tokens = sum(job.length for job in jobs)
+        outcome.hit_tokens = sum(job.hit or 0 for job in jobs)
+        outcome.prefill_steps = sum(job.steps for job in server.started)
+        outcome.waited = sum(job.waited for job in server.started)
+        outcome.preemptions = server.preemptions
+        outcome.order = [job.request for job in server.started]
+        outcome.times = Times.of(jobs, server, self.serving.targets)
+        outcome.page_evictions = cache.stats.pages_evicted
+        outcome.snapshot_evictions = cache.stats.snapshots_evicted
+        outcome.snapshots_taken = cache.stats.snapshots_taken
+        if cache.broker.moves_memory:
+            outcome.memory_moves = int(cache.broker.stats.moves)
 
 
-class _Sampler:
-    """Notes peaks at every request, and a point of the series now and then."""
+class _Peaks:
+    """Notes what is held at most, pass by pass."""
+
+    def __init__(self, capacity: Capacity, outcome: Outcome) -> None:
+        self._capacity = capacity
+        self._outcome = outcome
+
+    def note(self, cache: HybridCache) -> None:
+        outcome = self._outcome
+        pages = cache.pages.usable - cache.pages.free
+        held = self._capacity.held_bytes(cache)
+        outcome.peak_pages = max(outcome.peak_pages, pages)
+        outcome.peak_snapshots = max(outcome.peak_snapshots, cache.slots.snapshots)
+        if held is not None:
+            outcome.peak_memory_bytes = max(outcome.peak_memory_bytes or 0, held)
+
+
+class _Series:
+    """Notes a point of the series now and then."""
 
     def __init__(self, capacity: Capacity, outcome: Outcome, interval: int) -> None:
         self._capacity = capacity
@@ -93,18 +168,14 @@ class _Sampler:
         self._interval = interval
         self._served = self._queried = self._hit = 0
 
-    def note(self, cache: HybridCache, served: Served) -> None:
-        outcome, series = self._outcome, self._outcome.series
-        pages = cache.pages.usable - cache.pages.free
-        held = self._capacity.held_bytes(cache)
-        outcome.peak_pages = max(outcome.peak_pages, pages)
-        outcome.peak_snapshots = max(outcome.peak_snapshots, cache.slots.snapshots)
-        if held is not None:
-            outcome.peak_memory_bytes = max(outcome.peak_memory_bytes or 0, held)
+    def note(self, cache: HybridCache, job: Job) -> None:
+        series = self._outcome.series
         self._served += 1
-        self._queried += served.length
-        self._hit += served.hit
+        self._queried += job.length
+        self._hit += job.hit or 0
         if self._served % self._interval == 0:
+            held = self._capacity.held_bytes(cache)
+            pages = cache.pages.usable - cache.pages.free
             series.requests.append(self._served)
             series.hit_rate.append(self._hit / self._queried)
             series.memory.append(pages if held is None else held)

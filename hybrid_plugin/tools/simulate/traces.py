@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybrid_plugin.tools.simulate.agentic import AgenticStream
@@ -31,6 +34,11 @@ def format_of(path: Path | None) -> str:
     if '"requests"' in line:
         return "weka"
     return "mooncake" if '"hash_ids"' in line else "tokens"
+
+
+def without_answers(requests: Sequence[Request]) -> list[Request]:
+    """The same requests, ending with the first token of their answers."""
+    return [replace(request, answer=array("q")) for request in requests]
 
 
 def read_trace(

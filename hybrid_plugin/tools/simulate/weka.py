@@ -20,7 +20,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ BLOCK = 64
 MOST_TOKENS = 10**8
 MOST_SECONDS = 1e9
 UNKNOWN_SECONDS = 1.0
-"""How long a request is live for which that was not recorded."""
+"""Until the answer, for a request for which that was not recorded."""
 _IDS = 1 << 32
 """More than the ids of a file."""
 
@@ -91,7 +91,10 @@ class _Call:
 
 
 def read_weka(path: Path, sample: SessionSample) -> list[Request]:
-    """Read conversations; their requests come in the order of their arrivals.
+    """Read conversations; their requests come in the order of their recorded times.
+
+    A request goes on after the last answer, in its conversation and those nested with
+    it, that had been given when it was recorded, and as long after it.
 
     Args:
         path: of one conversation, or of a folder of them.
@@ -101,17 +104,41 @@ def read_weka(path: Path, sample: SessionSample) -> list[Request]:
         TraceError: for a file that cannot be read or is in another format, or if there
             is nothing to read.
     """
-    fresh = count(1)
+    fresh, keys = count(1), count()
     requests: list[Request] = []
     files = sample.choose(_files(path))
     for index, (file, start) in enumerate(zip(files, sample.starts(), strict=False)):
-        for conversation in _conversations(file, start, index * _IDS):
-            requests += _requests(conversation, fresh)
+        recorded = [
+            one
+            for conversation in _conversations(file, start, index * _IDS)
+            for one in _requests(conversation, fresh)
+        ]
+        requests += _chained(recorded, keys)
     if not requests:
         raise TraceError(
             f"{path} has no requests among the conversations that were chosen."
         )
     return sorted(requests, key=_arrival)
+
+
+def _chained(
+    recorded: list[tuple[_Call, Request]], keys: Iterator[int]
+) -> Iterator[Request]:
+    """The requests of one file, each with the one after whose answer it comes."""
+    recorded = sorted(recorded, key=lambda one: one[0].arrival)
+    answered: list[tuple[float, int]] = []
+    for call, request in recorded:
+        key = next(keys)
+        end, before = max(
+            (one for one in answered if one[0] <= call.arrival), default=(0.0, None)
+        )
+        yield replace(
+            request,
+            key=key,
+            after=before,
+            pause=0.0 if before is None else call.arrival - end,
+        )
+        answered.append((call.arrival + call.seconds, key))
 
 
 def _files(path: Path) -> list[Path]:
@@ -123,8 +150,10 @@ def _arrival(request: Request) -> float:
     return request.arrival
 
 
-def _requests(calls: list[_Call], fresh: Iterator[int]) -> Iterator[Request]:
-    """The requests of one conversation, the last one first.
+def _requests(
+    calls: list[_Call], fresh: Iterator[int]
+) -> Iterator[tuple[_Call, Request]]:
+    """The requests of one conversation, the last one first, as they were recorded.
 
     Args:
         calls: in the order in which they were recorded.
@@ -142,12 +171,14 @@ def _requests(calls: list[_Call], fresh: Iterator[int]) -> Iterator[Request]:
             answer = array("q")
         rest = call.answer - len(answer)
         unseen = array("q", [-next(fresh) for _ in range(-(-rest // BLOCK))])
-        yield Request(
-            length=call.prompt,
-            make=partial(_tokens, blocks, 0, call.prompt),
-            answer=answer + _tokens(unseen, 0, rest),
-            arrival=call.arrival,
-            seconds=call.seconds,
+        yield (
+            call,
+            Request(
+                length=call.prompt,
+                make=partial(_tokens, blocks, 0, call.prompt),
+                answer=answer + _tokens(unseen, 0, rest),
+                arrival=call.arrival,
+            ),
         )
         following = call, blocks
 
