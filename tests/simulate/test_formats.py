@@ -74,6 +74,7 @@ class TestMooncake:
 class TestTokens:
     def test_lists_and_objects(self, tmp_path: Path) -> None:
         whole = {"prompt": [4, 5], "answer": [6], "namespace": "a", "keep": [1]}
+        whole["ttl"] = 60
         plain, rich = read_token_lists(write(tmp_path, "[1, 2, 3]", json.dumps(whole)))
         assert (plain.length, plain.make(), plain.answer) == (
             3,
@@ -83,6 +84,7 @@ class TestTokens:
         assert (plain.namespace, plain.snapshot_at) == (None, ())
         assert (rich.make(), rich.answer) == (tokens(4, 6), tokens(6, 7))
         assert (rich.namespace, rich.snapshot_at) == ("a", (1,))
+        assert (plain.ttl, rich.ttl) == (None, 60.0)
 
     def test_conversations_go_on_after_their_answers(self, tmp_path: Path) -> None:
         lines: list[dict[str, object]] = [
@@ -105,6 +107,8 @@ class TestTokens:
             ('{"prompt": [1], "conversation": 3}', "conversation must be a string"),
             ('{"prompt": [1], "arrival": -1}', "arrival must be seconds"),
             ('{"prompt": [1], "arrival": NaN}', "arrival must be seconds"),
+            ('{"prompt": [1], "ttl": -1}', "ttl must be seconds"),
+            ('{"prompt": [1], "ttl": 1e8}', "ttl must be seconds"),
             ("nonsense", "line 1 is no JSON; is the trace's format tokens"),
             ("[]", "a prompt has at least one token"),
             ("3", "neither a list of token ids nor an object"),

@@ -257,4 +257,24 @@ def test_a_job_says_what_an_engine_says_of_a_request() -> None:
     job.generated = 1
     assert job.tokens() == tokens(0, 3) + array("q", [10**9 + 3])
     assert not job.has_ended
-    assert Job(request(tokens(0, 3)), 1, 0.0).hint is None
+    assert Job(request(tokens(0, 3)), 1, 0.0).hint == {}
+
+
+@pytest.mark.parametrize(
+    ("ttl", "pause", "hits", "broken"),
+    [(None, 90.0, 1, 0), (100.0, 90.0, 1, 0), (80.0, 90.0, 1, 1), (0.0, 90.0, 0, 0)],
+)
+def test_a_ttl_ends_by_the_virtual_time(
+    ttl: float | None, pause: float, hits: int, broken: int
+) -> None:
+    cache = Capacity(4, 100, 9).build(
+        HybridConfig().snapshot_policy(4), LeastRecentlyUsed()
+    )
+    engine = Server(PluginCache(cache), COSTS)
+    first = replace(at(0.0, 8, 4), key=1, ttl=ttl)
+    again = first.make() + first.answer + tokens(500, 503)
+    second = replace(request(again, answer=2), after=1, pause=pause)
+    jobs = run(engine, [first, second])
+    assert bool(jobs[1].hit) == hits
+    assert cache.stats.promised_hits == (ttl == 100.0)
+    assert cache.stats.promises_broken == broken

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from hybrid_plugin.core.tree.tokens import Tokens
-from hybrid_plugin.engine.hints import KEEP
+from hybrid_plugin.engine.hints import KEEP, TTL
 from hybrid_plugin.tools.simulate.request import Request
 
 
@@ -61,11 +61,6 @@ class Job:
         return self.request.length + min(self.generated, len(self.request.answer))
 
     @property
-    def is_over(self) -> bool:
-        """Whether it ended, with all of its answer or before."""
-        return self.end < inf
-
-    @property
     def is_prefilling(self) -> bool:
         """Whether the next pass computes a part of its prompt."""
         return self.computed < self.prefill_end
@@ -102,9 +97,15 @@ class Job:
 
     @property
     def hint(self) -> object:
-        """Positions that the application names."""
-        positions = self.request.snapshot_at
-        return {KEEP: list(positions)} if positions else None
+        """Positions that the application names, and when it goes on."""
+        positions, ttl = self.request.snapshot_at, self.request.ttl
+        said = {KEEP: list(positions) or None, TTL: ttl}
+        return {name: value for name, value in said.items() if value is not None}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended, with all of its answer or before."""
+        return self.end < inf
 
     def forget(self) -> None:
         """Drop the tokens of a request that has ended."""

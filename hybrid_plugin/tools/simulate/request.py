@@ -31,6 +31,9 @@ class Request:
     namespace: Hashable = None
     snapshot_at: tuple[int, ...] = ()
     """Positions at which the application asks for a snapshot."""
+    ttl: float | None = None
+    """Seconds after its end within which the application promises to continue it; 0 if
+    nobody will."""
     arrival: float | None = None
     """Seconds after the trace's start; None where a trace has no times."""
     key: int | None = None

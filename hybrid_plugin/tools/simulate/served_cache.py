@@ -16,6 +16,9 @@ from hybrid_plugin.tools.simulate.job import Job
 class ServedCache(Protocol):
     """A cache behind a scheduler; `HybridCache` or a model of an engine's own."""
 
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Take the scheduler's virtual time, in seconds, for what depends on it."""
+
     def plan(self, waiting: Iterable[Job]) -> None:
         """A step begins, with these jobs in the queue."""
 
@@ -57,10 +60,15 @@ class PluginCache:
     def __init__(self, cache: HybridCache) -> None:
         """Serve from a cache, empty or warm."""
         self.cache = cache
-        # The requests of a trace give no TTL, so they need no time.
-        self._front_door = FrontDoor(cache, logging.getLogger(__name__), clock=None)
+        self._clock: Callable[[], float] = lambda: 0.0
+        logger = logging.getLogger(__name__)
+        self._front_door = FrontDoor(cache, logger, lambda: self._clock())
         self.on_step: Callable[[HybridCache], None] = lambda cache: None
         """Told of every pass, before what ends with it does."""
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """TTLs end by it."""
+        self._clock = clock
 
     @property
     def page_size(self) -> int:

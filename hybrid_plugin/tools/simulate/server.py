@@ -57,6 +57,9 @@ class Server:
     _refused: bool = False
     """Whether the head of the queue found no room, and nothing has ended since."""
 
+    def __post_init__(self) -> None:
+        self.cache.use_clock(lambda: self.now)
+
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to serve."""

@@ -19,7 +19,7 @@ for how many may run.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -90,6 +90,9 @@ class SglangModel:
         """Tokens of nodes that nobody reads."""
         self._waiting: dict[Job, _Sequence] = {}
         self._live: dict[Job, _Sequence] = {}
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Nothing depends on the time."""
 
     def plan(self, waiting: Iterable[Job]) -> None:
         """Nothing is planned ahead."""

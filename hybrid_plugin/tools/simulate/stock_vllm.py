@@ -18,7 +18,7 @@ at the end of a sequence first.  What a running sequence holds cannot be evicted
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,6 +59,9 @@ class VllmModel:
     def page_size(self) -> int:
         """Tokens of a unit."""
         return self._pool.unit
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Nothing depends on the time."""
 
     def plan(self, waiting: Iterable[Job]) -> None:
         """Nothing is planned ahead."""

@@ -3,9 +3,10 @@
 
 A line is a list of the prompt's token ids, or an object with `prompt` and, if
 need be, `answer` (ids that are generated), `namespace` (a string: requests of
-different ones share nothing), `keep` (positions worth a snapshot), `arrival`
-(seconds after the trace's start) and `conversation` (a string).  A request of a
-conversation comes `pause` seconds after the previous one of it was answered.
+different ones share nothing), `keep` (positions worth a snapshot), `ttl` (seconds
+within which it is promised to go on, 0 for never), `arrival` (seconds after the
+trace's start) and `conversation` (a string).  A request of a conversation comes
+`pause` seconds after the previous one of it was answered.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_plugin.core.tree.tokens import Tokens
+from hybrid_plugin.engine.hints import MAX_TTL
 from hybrid_plugin.tools.simulate.lines import read_lines
 from hybrid_plugin.tools.simulate.request import Request, TraceError
 
@@ -70,6 +72,7 @@ def _request(value: dict[str, Any], where: str) -> Request:
         answer=_ids(value.get("answer", []), f"{where}: answer"),
         namespace=_text(value, "namespace", where),
         snapshot_at=tuple(_ids(value.get("keep", []), f"{where}: keep")),
+        ttl=_seconds(value, "ttl", where, MAX_TTL),
         arrival=_seconds(value, "arrival", where),
     )
 
@@ -81,11 +84,13 @@ def _text(value: dict[str, Any], name: str, where: str) -> str | None:
     return text
 
 
-def _seconds(value: dict[str, Any], name: str, where: str) -> float | None:
+def _seconds(
+    value: dict[str, Any], name: str, where: str, most: float = MOST_SECONDS
+) -> float | None:
     seconds = value.get(name)
     if seconds is None:
         return None
-    if type(seconds) not in (int, float) or not 0 <= seconds <= MOST_SECONDS:
+    if type(seconds) not in (int, float) or not 0 <= seconds <= most:
         raise TraceError(f"{where}: {name} must be seconds, at least 0.")
     return float(seconds)
 
