@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -124,9 +124,8 @@ class HybridCache:
         ids, length = as_tokens(tokens), len(tokens)
         most = length - 1 if limit is None else min(limit, length - 1)
         match = self.tree.match(namespace, ids, limit=most)
-        found = LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
         if not self.tree.needs_snapshots:
-            return found
+            return LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
         repays = self.tree.eviction.repays_pass
         if ttl == 0:
             repays = partial(_repays_without_next_turn, repays)
@@ -135,11 +134,13 @@ class HybridCache:
             hit=match.length,
             kv_length=match.kv_length,
             snapshot_at=snapshot_at,
-            repays=partial(repays, origin=found.origin, running=self.live),
+            repays=partial(repays, origin=match.origin, running=self.live),
         )
         size = self.page_size
         named = tuple([position // size * size for position in snapshot_at])
-        return replace(found, planned=planned, named=named)
+        return LookUp(
+            length, namespace, match, planned, self.tree.version, ids, ttl, named
+        )
 
     def bypass(
         self,

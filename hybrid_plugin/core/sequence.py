@@ -42,8 +42,7 @@ class LookUp:
     @property
     def origin(self) -> SnapshotKind | None:
         """Kind of the snapshot that it would resume from."""
-        node = self.match.node
-        return None if node is None or node.snapshot is None else node.snapshot.kind
+        return self.match.origin
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from hybrid_plugin.core.policy.aged_order import AgedOrder
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.core.tree.node import ADMISSION, Node
-from hybrid_plugin.core.tree.snapshot import Snapshot
+from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
 
 _NO_PAGES: Pages = array("i")
@@ -47,6 +47,12 @@ class Match:
     branch point."""
     kv_node: Node | None = field(default=None, compare=False)
     """The node in which `kv_length` lies."""
+
+    @property
+    def origin(self) -> SnapshotKind | None:
+        """Kind of the snapshot that a sequence would resume from."""
+        node = self.node
+        return None if node is None or node.snapshot is None else node.snapshot.kind
 
 
 @dataclass(frozen=True, slots=True)
