@@ -20,6 +20,7 @@ from hybrid_plugin.tools.simulate.request import Request
 from hybrid_plugin.tools.simulate.serving_options import (
     add_calibration_options,
     add_serving_options,
+    check_counts,
     check_serving,
     read_serving,
 )
@@ -152,13 +153,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: for the first of them.
     """
-    for name, most in _LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must lie between 1 and {most}, "
-                f"got {value}."
-            )
+    check_counts(args, _LIMITS)
     check_serving(args)
     if args.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {args.seed}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybrid_plugin.config import ConfigError
@@ -105,19 +105,33 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_serving(args: argparse.Namespace) -> None:
-    """Refuse numbers that make no sense.
+def check_counts(args: argparse.Namespace, limits: Mapping[str, int]) -> None:
+    """Refuse counts that are out of range.
+
+    Args:
+        args: parsed.
+        limits: the highest value of each option, by its name in `args`; the lowest
+            is 1.
 
     Raises:
         ConfigError: for the first of them.
     """
-    for name, most in _COUNTS.items():
+    for name, most in limits.items():
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must lie between 1 and {most}, "
                 f"got {value}."
             )
+
+
+def check_serving(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    check_counts(args, _COUNTS)
     for name in _NUMBERS:
         value = getattr(args, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
