@@ -17,6 +17,8 @@ from hybrid_plugin.sizes import parse_bytes
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
 OPTIONS_VARIABLE = "HYBRID_CONFIG"
 DEFAULT_PAGE_SIZE = 16
+KERNELS = ("auto", "ours", "engine")
+"""What the option of that name may be."""
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -69,6 +71,12 @@ class HybridConfig:
         "A request waits for another one that is computing the prefix that both "
         "share, if that saves at least this many tokens; 0 for never.",
     )
+    kernels: str = _option(
+        "auto",
+        "Whose kernels run the state layers: `ours`, `engine`, or `auto`, which takes "
+        "ours where they were measured to serve as fast. With ours, a prompt is not "
+        "paused for snapshots.",
+    )
 
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
@@ -81,6 +89,10 @@ class HybridConfig:
             raise ConfigError(
                 "state_memory_ratio fixes the pools, and elastic pools move: set "
                 "elastic to false, or leave state_memory_ratio out."
+            )
+        if self.kernels not in KERNELS:
+            raise ConfigError(
+                f"kernels must be {', '.join(KERNELS)}, got {self.kernels!r}."
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)

@@ -62,4 +62,19 @@ class Unmap:
     granules: tuple[int, ...]
 
 
-Command = Zero | Copy | Map | Unmap
+@dataclass(frozen=True, slots=True)
+class SaveInPass:
+    """Have the next forward pass write a state from the middle of a prompt to a slot.
+
+    The pass takes the sequence in `slot` on.  At each multiple of 64 tokens that it
+    reaches, counted from the prompt's start, the state may be kept: the first such
+    multiple behind the pass's start is `boundary` 0.
+    """
+
+    pool: PoolId
+    slot: int
+    boundary: int
+    destination: int
+
+
+Command = Zero | Copy | Map | Unmap | SaveInPass

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hybrid_plugin.core.commands import Command, Copy, Map, Unmap, Zero
+from hybrid_plugin.core.commands import Command, Copy, Map, SaveInPass, Unmap, Zero
 
 
 def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
@@ -47,6 +47,8 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
             return set(), {index}
         case Copy(_, source, destination):
             return {source}, {destination}
+        case SaveInPass(_, slot, _, destination):
+            return {slot}, {destination}
         case Map() | Unmap():
             return set(), set()
     raise TypeError(f"{command!r} is not a command")

@@ -7,9 +7,18 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hybrid_plugin.core.commands import Command, Copy, Map, PoolId, Unmap, Zero
+from hybrid_plugin.core.commands import (
+    Command,
+    Copy,
+    Map,
+    PoolId,
+    SaveInPass,
+    Unmap,
+    Zero,
+)
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.batching import batches
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import Refusal
 
 
@@ -28,21 +37,40 @@ class MappingStats:
 class Executor:
     """Runs command lists on the current stream, first to last."""
 
-    def __init__(self, arenas: Mapping[PoolId, Arena]) -> None:
-        """Work on pools, by their ids."""
+    def __init__(
+        self,
+        arenas: Mapping[PoolId, Arena],
+        interior: InteriorSnapshots | None = None,
+    ) -> None:
+        """Work on pools, by their ids.
+
+        Args:
+            arenas: the pools.
+            interior: passes on what forward passes are to keep; None where they can
+                keep nothing.
+        """
         self._arenas = dict(arenas)
+        self.interior = interior
         self.moves = MappingStats()
 
     def run(self, commands: Iterable[Command]) -> None:
         """Issue the commands; returns before a GPU has executed them.
 
+        Call it before each forward pass, with its commands or with none.
+
         Raises:
-            TypeError: for something that is no command.
+            TypeError: for something that is no command here.
+            RuntimeError: if the last pass did not keep the states that it was to keep.
             MemoryError: if the system refuses memory for a granule, which can
                 only be where it was not held from the start.
         """
+        if self.interior is not None:
+            self.interior.clear()
         for batch in batches(commands):
             first = batch[0]
+            if isinstance(first, SaveInPass):
+                self._keep(batch)
+                continue
             arena = self._arenas[first.pool]
             match first:
                 case Zero():
@@ -56,6 +84,11 @@ class Executor:
                     refusal = self._move(first, self._elastic(first.pool))
                     if refusal is not None:
                         raise MemoryError(str(refusal))
+
+    def _keep(self, orders: list[SaveInPass]) -> None:
+        if self.interior is None:
+            raise TypeError("forward passes keep no interior states here")
+        self.interior.order(orders)
 
     def _move(self, command: Map | Unmap, arena: ElasticArena) -> Refusal | None:
         begin = time.perf_counter()

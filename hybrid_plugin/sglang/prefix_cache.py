@@ -219,8 +219,8 @@ class HybridPrefixCache(BasePrefixCache):
     def run_commands(self) -> None:
         """Run what must precede the next forward pass, on the current stream."""
         commands = self.cache.drain_commands()
+        self._executor.run(commands)
         if commands:
-            self._executor.run(commands)
             self._tell_of_moves()
 
     def _tell_of_moves(self) -> None:

@@ -108,7 +108,7 @@ class RunsCommands:
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step's commands, then the step, on the same stream."""
         commands = getattr(scheduler_output, COMMANDS, None)
-        if commands:
+        if commands is not None:
             self._pools.executor.run(commands)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed sequences that a forward pass prefills, equal for all state layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prefills:
+    """`N` sequences, packed along dimension 0; all tensors on the device.
+
+    Chunks lie at absolute multiples of 64 tokens, wherever a sequence goes on: so its
+    arithmetic does not depend on how the engine splits its prompt, and states in
+    the middle of a pass can be kept at positions that all sequences share.
+    """
+
+    cu_seqlens: torch.Tensor
+    """``[N + 1]``, int32: running sum of lengths, starting at 0."""
+    slots: torch.Tensor
+    """``[N]``, int32 or int64: where each state lies; negative for padding."""
+    has_initial: torch.Tensor
+    """``[N]`` bool: whether the sequence goes on from the state in its slot."""
+    offsets: torch.Tensor
+    """``[N]``, int32: tokens computed before, modulo 64."""
+    boundary_slots: torch.Tensor | None = None
+    """``[N, C]``: where the state goes at the ``c``-th multiple of 64 that the sequence
+    reaches in this pass; negative for nowhere.  None if no state is to be kept."""
