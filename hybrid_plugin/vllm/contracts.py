@@ -6,9 +6,10 @@ Importing this module does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream import hookpoints
 from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, Interface, LiveView
 
@@ -433,12 +434,138 @@ CPU_HOOKS: tuple[Contract, ...] = (
 )
 """What the CPU worker builds on: importing it takes a CPU build."""
 
+_GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
+GDN_FORWARD_ON_CPU = (
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec"
+)
+BUILDERS: Mapping[Mixer, str] = {
+    Mixer.GATED_DELTA_NET: (
+        "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder"
+    ),
+}
+"""Who makes the metadata of the layers that a mixer runs."""
+
+_PASSES = "vllm.v1.attention.backend"
+
+
+def _builder_hooks(builder: str, metadata: str) -> tuple[Contract, ...]:
+    """What our kernels rely on of the metadata of one kind of layer."""
+    module, _, _ = builder.partition(":")
+    return (
+        HookPoint(
+            f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata")
+        ),
+        HookPoint(f"{builder}.update_block_table", ("self", "metadata")),
+        HookPoint(f"{module}:{metadata}", open=True),
+        *_fields(
+            f"{module}:{metadata}",
+            "num_decodes",
+            "num_decode_tokens",
+            "num_prefills",
+            "num_prefill_tokens",
+        ),
+    )
+
+
+_PASS_HOOKS: tuple[Contract, ...] = (
+    *_fields(
+        f"{_PASSES}:CommonAttentionMetadata",
+        "num_reqs",
+        "block_table_tensor",
+        "query_start_loc",
+    ),
+    HookPoint(
+        f"{_PASSES}:CommonAttentionMetadata.compute_num_computed_tokens", ("self",)
+    ),
+    HookPoint(
+        f"{_PASSES}:AttentionMetadataBuilder.__init__",
+        mentions=("layer_names", "vllm_config", "device"),
+    ),
+    HookPoint(f"{_PASSES}:AttentionMetadataBuilder.build_for_cudagraph_capture"),
+    *_fields(
+        "vllm.config.compilation:CompilationConfig",
+        "static_forward_context",
+        "max_cudagraph_capture_size",
+    ),
+    HookPoint("vllm.forward_context:get_forward_context", ()),
+    HookPoint("vllm.forward_context:ForwardContext.attn_metadata"),
+    HookPoint("vllm.model_executor.layers.mamba.abstract:MambaBase.kv_cache"),
+    HookPoint(f"{_WORKER}.reload_weights", ("self",), own=True),
+    HookPoint(f"{_WORKER}.update_weights", ("self",), own=True),
+)
+"""What all kernels of ours rely on."""
+
+_CONVOLUTION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first", ()
+    ),
+)
+
+KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
+    Mixer.GATED_DELTA_NET: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(BUILDERS[Mixer.GATED_DELTA_NET], "GDNAttentionMetadata"),
+        HookPoint(
+            GDN_FORWARD,
+            ("self", "mixed_qkv", "b", "a", "core_attn_out"),
+            mentions=(
+                "attn_metadata",
+                "prefix",
+                "kv_cache",
+                "is_conv_state_dim_first",
+                "A_log",
+                "dt_bias",
+                "activation",
+            ),
+            closed=True,
+            own=True,
+        ),
+        HookPoint(
+            f"{_GDN}:qwen_gdn_attention_core",
+            mentions=("_forward_core", "no_compile_layers"),
+        ),
+        HookPoint(
+            f"{_GDN}:QwenGatedDeltaNetAttention.get_state_shape",
+            ("self",),
+            mentions=("gated_delta_net_state_shape",),
+        ),
+    ),
+}
+"""Where our kernels come in, by what they run."""
+
+CPU_KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
+    Mixer.GATED_DELTA_NET: (
+        HookPoint(
+            GDN_FORWARD_ON_CPU,
+            ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out"),
+            closed=True,
+        ),
+        HookPoint(
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:"
+            "cpu_gdn_attention_core",
+            mentions=("_cpu_gdn_attention_nonspec", "no_compile_layers"),
+        ),
+        HookPoint(
+            "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+            mentions=("_cpu_unpacked_conv_weight",),
+        ),
+    ),
+}
+"""The same on a CPU, where they are not those of a GPU."""
+
 ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
     *ENGINE_HOOKS,
     *WORKER_HOOKS,
     *CPU_HOOKS,
+    *dict.fromkeys(
+        contract
+        for hooks in (*KERNEL_HOOKS.values(), *CPU_KERNEL_HOOKS.values())
+        for contract in hooks
+    ),
 )
 """All of them."""
 

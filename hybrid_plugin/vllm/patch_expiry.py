@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
+from hybrid_plugin.vllm.contracts import BUILDERS, GDN_FORWARD
 
 _PLATFORM = "vllm.platforms.interface:Platform"
 _CORE = "vllm.v1.engine.core:EngineCore._initialize_kv_caches"
@@ -49,4 +51,8 @@ NEEDED = {
             mentions=("KVCacheManager",),
         )
     ),
+    "patches._patch_builder_of_passes": Need(
+        HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET]}.build")
+    ),
+    "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
 }

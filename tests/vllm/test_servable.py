@@ -131,6 +131,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         scheduler_config=SimpleNamespace(
             scheduler_cls=activation.SCHEDULER, enable_chunked_prefill=True
         ),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"s": SimpleNamespace()}
+        ),
     )
 
 

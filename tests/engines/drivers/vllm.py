@@ -79,6 +79,7 @@ VARIANTS = {
         preempts=True,
     ),
     "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
+    "our kernels": Variant({"kernels": "ours"}, 0.4),
 }
 if ON_GPU:  # the CPU platform forces synchronous scheduling
     VARIANTS["synchronous"] = Variant({}, 0.4, ("--no-async-scheduling",))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes of state layers on a CPU, described by vLLM's own builders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+SLOTS = 12
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a pass."""
+
+    slot: int
+    computed: int
+    """Tokens before this pass."""
+    length: int
+    """Tokens in it."""
+    in_prompt: bool = True
+
+
+def common_of(rows: Sequence[Row]) -> CommonAttentionMetadata:
+    """What vLLM's runner says of a batch, sequences with one token first."""
+    lengths = torch.tensor([row.length for row in rows], dtype=torch.int32)
+    starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, out=starts[1:])
+    ends = torch.tensor([row.computed + row.length for row in rows], dtype=torch.int32)
+    table = torch.tensor([[row.slot] for row in rows], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=ends,
+        seq_lens_cpu_upper_bound=ends,
+        num_reqs=len(rows),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=int(lengths.max()),
+        max_seq_len=int(ends.max()),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        is_prefilling=torch.tensor([row.in_prompt for row in rows]),
+    )
+
+
+def config_with(layers: dict[str, Any], most: int = 8) -> Any:
+    """As much of an engine's configuration as builders and the adapter read."""
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers,
+            max_cudagraph_capture_size=None,
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: False),
+        ),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        scheduler_config=SimpleNamespace(max_num_seqs=most),
+    )
+
+
+def gdn_builder(layers: dict[str, Any]) -> GDNAttentionMetadataBuilder:
+    """vLLM's, without what it asks the platform for."""
+    builder = GDNAttentionMetadataBuilder.__new__(GDNAttentionMetadataBuilder)
+    builder.layer_names = list(layers)
+    builder.vllm_config = config_with(layers)
+    builder.device = torch.device("cpu")
+    builder.kv_cache_spec = SimpleNamespace()
+    builder.use_spec_decode = False
+    builder.use_full_cuda_graph = False
+    builder.gdn_prefill_backend = "triton"
+    builder.checkpoint_builder = SimpleNamespace(build=lambda *_: None)
+    return builder
