@@ -439,9 +439,14 @@ GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
 GDN_FORWARD_ON_CPU = (
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec"
 )
+_MAMBA2 = "vllm.model_executor.layers.mamba.mamba_mixer2"
+MAMBA2_FORWARD = f"{_MAMBA2}:MambaMixer2.conv_ssm_forward"
 BUILDERS: Mapping[Mixer, str] = {
     Mixer.GATED_DELTA_NET: (
         "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder"
+    ),
+    Mixer.MAMBA2: (
+        "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadataBuilder"
     ),
 }
 """Who makes the metadata of the layers that a mixer runs."""
@@ -532,9 +537,43 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
             mentions=("gated_delta_net_state_shape",),
         ),
     ),
+    Mixer.MAMBA2: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(BUILDERS[Mixer.MAMBA2], "Mamba2AttentionMetadata"),
+        HookPoint(
+            MAMBA2_FORWARD,
+            ("self", "projected_states", "output"),
+            mentions=(
+                "attn_metadata",
+                "prefix",
+                "kv_cache",
+                "is_conv_state_dim_first",
+                "tped_intermediate_size",
+                "tped_conv_size",
+                "tped_dt_size",
+                "conv1d",
+                "A",
+                "D",
+                "dt_bias",
+                "activation",
+            ),
+            closed=True,
+            own=True,
+        ),
+        HookPoint(
+            f"{_MAMBA2}:mamba_mixer2",
+            mentions=("conv_ssm_forward", "no_compile_layers"),
+        ),
+        HookPoint(f"{_MAMBA2}:MambaMixer2", mentions=("composed_weight_loader",)),
+    ),
 }
 """Where our kernels come in, by what they run."""
 
+_REPACKED = HookPoint(
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    mentions=("_cpu_unpacked_conv_weight",),
+)
 CPU_KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
     Mixer.GATED_DELTA_NET: (
         HookPoint(
@@ -547,11 +586,9 @@ CPU_KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
             "cpu_gdn_attention_core",
             mentions=("_cpu_gdn_attention_nonspec", "no_compile_layers"),
         ),
-        HookPoint(
-            "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-            mentions=("_cpu_unpacked_conv_weight",),
-        ),
+        _REPACKED,
     ),
+    Mixer.MAMBA2: (_REPACKED,),
 }
 """The same on a CPU, where they are not those of a GPU."""
 

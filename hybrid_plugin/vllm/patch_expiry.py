@@ -6,7 +6,7 @@ from __future__ import annotations
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
-from hybrid_plugin.vllm.contracts import BUILDERS, GDN_FORWARD
+from hybrid_plugin.vllm.contracts import BUILDERS, GDN_FORWARD, MAMBA2_FORWARD
 
 _PLATFORM = "vllm.platforms.interface:Platform"
 _CORE = "vllm.v1.engine.core:EngineCore._initialize_kv_caches"
@@ -55,4 +55,5 @@ NEEDED = {
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET]}.build")
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
+    "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
 }

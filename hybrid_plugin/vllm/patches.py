@@ -444,8 +444,30 @@ def _patch_gated_delta_net() -> None:
         _wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
 
 
+def _patch_mamba2() -> None:
+    """Symptom: as of the gated delta net, and the same for Mamba-2.
+
+    Cause: the same, though vLLM's chunks of Mamba-2 lie where they should.
+    Fix: where the option `kernels` says so, run ours in place of the method between
+    the projections, on every platform.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., Any], layer: Any, projected_states: Any, output: Any
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        if layers.run(layer, _metadata_of(layer), projected_states, output):
+            return None
+        return original(layer, projected_states, output)
+
+    _wrap(contracts.MAMBA2_FORWARD, forward)
+
+
 _PATCHES_OF_LAYERS: Mapping[Mixer, Callable[[], None]] = {
     Mixer.GATED_DELTA_NET: _patch_gated_delta_net,
+    Mixer.MAMBA2: _patch_mamba2,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 
 SLOTS = 12
 
@@ -72,5 +73,22 @@ def gdn_builder(layers: dict[str, Any]) -> GDNAttentionMetadataBuilder:
     builder.use_spec_decode = False
     builder.use_full_cuda_graph = False
     builder.gdn_prefill_backend = "triton"
+    builder.checkpoint_builder = SimpleNamespace(build=lambda *_: None)
+    return builder
+
+
+def mamba2_builder(layers: dict[str, Any]) -> Mamba2AttentionMetadataBuilder:
+    """The same of Mamba-2."""
+    builder = Mamba2AttentionMetadataBuilder.__new__(Mamba2AttentionMetadataBuilder)
+    builder.layer_names = list(layers)
+    builder.vllm_config = config_with(layers)
+    builder.compilation_config = builder.vllm_config.compilation_config
+    builder.device = torch.device("cpu")
+    builder.kv_cache_spec = SimpleNamespace()
+    builder.chunk_size = 64
+    builder.num_spec_tokens = 0
+    builder.decode_cudagraph_max_bs = 8
+    builder.use_spec_decode = False
+    builder.use_replayssm = builder.use_flashinfer_replayssm = False
     builder.checkpoint_builder = SimpleNamespace(build=lambda *_: None)
     return builder

@@ -38,6 +38,7 @@ KINDS: Mapping[str, Kind] = {
     f"{_LAYERS}.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention": Kind(
         Mixer.GATED_DELTA_NET, "gated_delta_net"
     ),
+    f"{_LAYERS}.mamba_mixer2.MambaMixer2": Kind(Mixer.MAMBA2, "mamba2"),
 }
 """By the classes' names.  A subclass may compute another thing, so it is not there."""
 
