@@ -12,8 +12,12 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.config import MambaConfig
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.ops.ssu_dispatch import (
+    initialize_mamba_ssu_backend,
+)
 from vllm.platforms import current_platform
 
 from hybrid_plugin.core.commands import Pool, SaveInPass
@@ -22,6 +26,7 @@ from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import layers
 from hybrid_plugin.vllm.kernels.layers import StateLayers
+from tests.vllm.fakes import SPECS
 from tests.vllm.kernel_passes import SLOTS, Row, common_of, mamba2_builder
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +43,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True, scope="module")
 def hooked() -> None:
     patches.patch_kernels([Mixer.MAMBA2])
+    group = SimpleNamespace(kv_cache_spec=SPECS["s0"])
+    initialize_mamba_ssu_backend(
+        MambaConfig(), SimpleNamespace(kv_cache_groups=[group])
+    )
 
 
 def layer_with(seed: int = 0) -> Any:
