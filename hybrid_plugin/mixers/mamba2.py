@@ -68,6 +68,7 @@ def prefill(
         conv_states,
         prefills.slots,
         has_initial=prefills.has_initial,
+        offsets=prefills.offsets,
         activation=weights.activation,
         boundary_slots=prefills.boundary_slots,
     )
@@ -84,6 +85,7 @@ def prefill(
         skip=weights.skip,
         dt_bias=weights.dt_bias,
         has_initial=prefills.has_initial,
+        offsets=prefills.offsets,
         boundary_slots=prefills.boundary_slots,
         out=out,
     )

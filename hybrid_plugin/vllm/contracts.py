@@ -441,36 +441,55 @@ GDN_FORWARD_ON_CPU = (
 )
 _MAMBA2 = "vllm.model_executor.layers.mamba.mamba_mixer2"
 MAMBA2_FORWARD = f"{_MAMBA2}:MambaMixer2.conv_ssm_forward"
-BUILDERS: Mapping[Mixer, str] = {
-    Mixer.GATED_DELTA_NET: (
-        "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder"
-    ),
-    Mixer.MAMBA2: (
-        "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadataBuilder"
+_LINEAR = "vllm.model_executor.layers.mamba.linear"
+LIGHTNING_FORWARD = tuple(
+    f"{_LINEAR}.{cls}.{method}"
+    for cls in (
+        "minimax_linear_attn:MiniMaxText01LinearAttention",
+        "bailing_linear_attn:BailingMoELinearAttention",
+    )
+    for method in ("_prefill_and_mix_infer", "_decode_infer")
+)
+_BACKENDS = "vllm.v1.attention.backends"
+BUILDERS: Mapping[Mixer, tuple[str, ...]] = {
+    Mixer.GATED_DELTA_NET: (f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",),
+    Mixer.MAMBA2: (f"{_BACKENDS}.mamba2_attn:Mamba2AttentionMetadataBuilder",),
+    Mixer.LIGHTNING: (
+        f"{_BACKENDS}.linear_attn:LinearAttentionMetadataBuilder",
+        f"{_BACKENDS}.linear_attn:BailingLinearAttentionMetadataBuilder",
     ),
 }
 """Who makes the metadata of the layers that a mixer runs."""
 
 _PASSES = "vllm.v1.attention.backend"
+_COUNTS = (
+    "num_decodes",
+    "num_decode_tokens",
+    "num_prefills",
+    "num_prefill_tokens",
+)
 
 
-def _builder_hooks(builder: str, metadata: str) -> tuple[Contract, ...]:
-    """What our kernels rely on of the metadata of one kind of layer."""
-    module, _, _ = builder.partition(":")
-    return (
-        HookPoint(
-            f"{builder}.build", ("self", "common_prefix_len", "common_attn_metadata")
-        ),
-        HookPoint(f"{builder}.update_block_table", ("self", "metadata")),
-        HookPoint(f"{module}:{metadata}", open=True),
-        *_fields(
-            f"{module}:{metadata}",
-            "num_decodes",
-            "num_decode_tokens",
-            "num_prefills",
-            "num_prefill_tokens",
-        ),
-    )
+def _builder_hooks(mixer: Mixer, *metadata: str) -> tuple[Contract, ...]:
+    """What our kernels rely on of the builders of a mixer's layers.
+
+    Args:
+        mixer: what runs them.
+        metadata: the classes that its builders make, one each.
+    """
+    hooks: list[Contract] = []
+    for builder, made in zip(BUILDERS[mixer], metadata, strict=True):
+        module, _, _ = builder.partition(":")
+        hooks += (
+            HookPoint(
+                f"{builder}.build",
+                ("self", "common_prefix_len", "common_attn_metadata"),
+            ),
+            HookPoint(f"{builder}.update_block_table", ("self", "metadata")),
+            HookPoint(f"{module}:{made}", open=True),
+            *_fields(f"{module}:{made}", *_COUNTS),
+        )
+    return tuple(hooks)
 
 
 _PASS_HOOKS: tuple[Contract, ...] = (
@@ -511,7 +530,7 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
     Mixer.GATED_DELTA_NET: (
         *_PASS_HOOKS,
         *_CONVOLUTION_HOOKS,
-        *_builder_hooks(BUILDERS[Mixer.GATED_DELTA_NET], "GDNAttentionMetadata"),
+        *_builder_hooks(Mixer.GATED_DELTA_NET, "GDNAttentionMetadata"),
         HookPoint(
             GDN_FORWARD,
             ("self", "mixed_qkv", "b", "a", "core_attn_out"),
@@ -540,7 +559,7 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
     Mixer.MAMBA2: (
         *_PASS_HOOKS,
         *_CONVOLUTION_HOOKS,
-        *_builder_hooks(BUILDERS[Mixer.MAMBA2], "Mamba2AttentionMetadata"),
+        *_builder_hooks(Mixer.MAMBA2, "Mamba2AttentionMetadata"),
         HookPoint(
             MAMBA2_FORWARD,
             ("self", "projected_states", "output"),
@@ -566,6 +585,38 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
             mentions=("conv_ssm_forward", "no_compile_layers"),
         ),
         HookPoint(f"{_MAMBA2}:MambaMixer2", mentions=("composed_weight_loader",)),
+    ),
+    Mixer.LIGHTNING: (
+        *_PASS_HOOKS,
+        *_builder_hooks(
+            Mixer.LIGHTNING, "LinearAttentionMetadata", "BailingLinearAttentionMetadata"
+        ),
+        *(
+            HookPoint(
+                method,
+                (
+                    "self",
+                    "q",
+                    "k",
+                    "v",
+                    "kv_cache",
+                    "state_indices_tensor",
+                    "attn_metadata",
+                ),
+                mentions=("tp_slope",),
+                closed=True,
+                own=True,
+            )
+            for method in LIGHTNING_FORWARD
+        ),
+        HookPoint(
+            f"{_LINEAR}.minimax_linear_attn:MiniMaxText01LinearAttention._forward",
+            mentions=("_prefill_and_mix_infer", "_decode_infer", "kv_cache"),
+        ),
+        HookPoint(
+            f"{_LINEAR}.bailing_linear_attn:BailingMoELinearAttention._forward",
+            mentions=("_prefill_and_mix_infer", "_decode_infer", "kv_cache", "scaling"),
+        ),
     ),
 }
 """Where our kernels come in, by what they run."""

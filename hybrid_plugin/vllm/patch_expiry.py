@@ -6,7 +6,12 @@ from __future__ import annotations
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
-from hybrid_plugin.vllm.contracts import BUILDERS, GDN_FORWARD, MAMBA2_FORWARD
+from hybrid_plugin.vllm.contracts import (
+    BUILDERS,
+    GDN_FORWARD,
+    LIGHTNING_FORWARD,
+    MAMBA2_FORWARD,
+)
 
 _PLATFORM = "vllm.platforms.interface:Platform"
 _CORE = "vllm.v1.engine.core:EngineCore._initialize_kv_caches"
@@ -52,8 +57,9 @@ NEEDED = {
         )
     ),
     "patches._patch_builder_of_passes": Need(
-        HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET]}.build")
+        HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
+    "patches._patch_lightning": Need(HookPoint(LIGHTNING_FORWARD[0])),
 }

@@ -355,7 +355,8 @@ def patch_kernels(mixers: Iterable[Mixer]) -> None:
         require(contracts.KERNEL_HOOKS[mixer])
         if on_cpu:
             require(contracts.CPU_KERNEL_HOOKS.get(mixer, ()))
-        _patch_builder_of_passes(contracts.BUILDERS[mixer])
+        for builder in contracts.BUILDERS[mixer]:
+            _patch_builder_of_passes(builder)
         _PATCHES_OF_LAYERS[mixer]()
 
 
@@ -465,9 +466,40 @@ def _patch_mamba2() -> None:
     _wrap(contracts.MAMBA2_FORWARD, forward)
 
 
+def _patch_lightning() -> None:
+    """Symptom: as of the gated delta net, and one kernel call for each sequence.
+
+    Cause: the same, in both classes of linear attention.
+    Fix: where the option `kernels` says so, run ours in place of their methods for
+    prefills and for decodes.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def infer(
+        original: Callable[..., Any],
+        layer: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        kv_cache: Any,
+        state_indices_tensor: Any,
+        attn_metadata: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        out = v.new_empty(v.shape)
+        if layers.run(layer, attn_metadata, q, k, v, out):
+            return out.flatten(1)
+        return original(layer, q, k, v, kv_cache, state_indices_tensor, attn_metadata)
+
+    for method in contracts.LIGHTNING_FORWARD:
+        _wrap(method, infer)
+
+
 _PATCHES_OF_LAYERS: Mapping[Mixer, Callable[[], None]] = {
     Mixer.GATED_DELTA_NET: _patch_gated_delta_net,
     Mixer.MAMBA2: _patch_mamba2,
+    Mixer.LIGHTNING: _patch_lightning,
 }
 
 

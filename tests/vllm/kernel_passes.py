@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 
 SLOTS = 12
@@ -91,4 +92,14 @@ def mamba2_builder(layers: dict[str, Any]) -> Mamba2AttentionMetadataBuilder:
     builder.use_spec_decode = False
     builder.use_replayssm = builder.use_flashinfer_replayssm = False
     builder.checkpoint_builder = SimpleNamespace(build=lambda *_: None)
+    return builder
+
+
+def linear_builder(layers: dict[str, Any]) -> LinearAttentionMetadataBuilder:
+    """The same of linear attention."""
+    builder = LinearAttentionMetadataBuilder.__new__(LinearAttentionMetadataBuilder)
+    builder.layer_names = list(layers)
+    builder.vllm_config = config_with(layers)
+    builder.device = torch.device("cpu")
+    builder.kv_cache_spec = SimpleNamespace()
     return builder

@@ -39,6 +39,12 @@ KINDS: Mapping[str, Kind] = {
         Mixer.GATED_DELTA_NET, "gated_delta_net"
     ),
     f"{_LAYERS}.mamba_mixer2.MambaMixer2": Kind(Mixer.MAMBA2, "mamba2"),
+    f"{_LAYERS}.linear.minimax_linear_attn.MiniMaxText01LinearAttention": Kind(
+        Mixer.LIGHTNING, "lightning"
+    ),
+    f"{_LAYERS}.linear.bailing_linear_attn.BailingMoELinearAttention": Kind(
+        Mixer.LIGHTNING, "lightning"
+    ),
 }
 """By the classes' names.  A subclass may compute another thing, so it is not there."""
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid_plugin.engine.cache_assembly import CHUNK
 from hybrid_plugin.mixers.prefills import Prefills
 
 if TYPE_CHECKING:
     from hybrid_plugin.device.interior import InteriorSnapshots
 
-CHUNK = 64
-"""Tokens between the multiples at which the kernels' chunks begin."""
 _PASS = "hybrid_plugin_pass"
 """Attribute of vLLM's metadata."""
 _PADDING = -1
