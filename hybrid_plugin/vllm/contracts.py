@@ -439,6 +439,10 @@ GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
 GDN_FORWARD_ON_CPU = (
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec"
 )
+_KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+KDA_FORWARD = f"{_KDA}:KimiGatedDeltaNetAttention._forward"
+EAGER = "vllm.compilation.breakable_cudagraph:eager_break_during_capture"
+"""The mark of what runs between pieces of a CUDA graph."""
 _MAMBA2 = "vllm.model_executor.layers.mamba.mamba_mixer2"
 MAMBA2_FORWARD = f"{_MAMBA2}:MambaMixer2.conv_ssm_forward"
 _LINEAR = "vllm.model_executor.layers.mamba.linear"
@@ -450,10 +454,18 @@ LIGHTNING_FORWARD = tuple(
     )
     for method in ("_prefill_and_mix_infer", "_decode_infer")
 )
+_SHORT_CONV = "vllm.model_executor.layers.mamba.short_conv"
+SHORT_CONV_FORWARD = tuple(
+    f"{_SHORT_CONV}:ShortConv.{method}" for method in ("forward_cuda", "forward_native")
+)
 _BACKENDS = "vllm.v1.attention.backends"
 BUILDERS: Mapping[Mixer, tuple[str, ...]] = {
     Mixer.GATED_DELTA_NET: (f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",),
+    Mixer.KDA: (f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",),
     Mixer.MAMBA2: (f"{_BACKENDS}.mamba2_attn:Mamba2AttentionMetadataBuilder",),
+    Mixer.SHORT_CONV: (
+        f"{_BACKENDS}.short_conv_attn:ShortConvAttentionMetadataBuilder",
+    ),
     Mixer.LIGHTNING: (
         f"{_BACKENDS}.linear_attn:LinearAttentionMetadataBuilder",
         f"{_BACKENDS}.linear_attn:BailingLinearAttentionMetadataBuilder",
@@ -556,6 +568,35 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
             mentions=("gated_delta_net_state_shape",),
         ),
     ),
+    Mixer.KDA: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(Mixer.KDA, "GDNAttentionMetadata"),
+        HookPoint(
+            KDA_FORWARD,
+            ("self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+            mentions=(
+                "attn_metadata",
+                "prefix",
+                "kv_cache",
+                "is_conv_state_dim_first",
+                "conv1d",
+                "A_log",
+                "dt_bias",
+                "gate_lower_bound",
+                "o_norm",
+            ),
+            closed=True,
+            own=True,
+        ),
+        HookPoint(f"{_KDA}:KimiGatedDeltaNetAttention.forward", mentions=("_forward",)),
+        HookPoint(
+            f"{_KDA}:KimiGatedDeltaNetAttention.get_state_shape",
+            ("self",),
+            mentions=("kda_state_shape",),
+        ),
+        HookPoint(EAGER, ("fn",)),
+    ),
     Mixer.MAMBA2: (
         *_PASS_HOOKS,
         *_CONVOLUTION_HOOKS,
@@ -585,6 +626,25 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
             mentions=("conv_ssm_forward", "no_compile_layers"),
         ),
         HookPoint(f"{_MAMBA2}:MambaMixer2", mentions=("composed_weight_loader",)),
+    ),
+    Mixer.SHORT_CONV: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(Mixer.SHORT_CONV, "ShortConvAttentionMetadata"),
+        *(
+            HookPoint(
+                method,
+                ("self", "hidden_states", "output"),
+                mentions=("in_proj", "out_proj", "conv", "kv_cache", "chunk", "prefix"),
+                closed=True,
+                own=True,
+            )
+            for method in SHORT_CONV_FORWARD
+        ),
+        HookPoint(
+            f"{_SHORT_CONV}:short_conv",
+            mentions=("forward_cuda", "forward_native", "no_compile_layers"),
+        ),
     ),
     Mixer.LIGHTNING: (
         *_PASS_HOOKS,
@@ -640,6 +700,7 @@ CPU_KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
         _REPACKED,
     ),
     Mixer.MAMBA2: (_REPACKED,),
+    Mixer.SHORT_CONV: (_REPACKED,),
 }
 """The same on a CPU, where they are not those of a GPU."""
 

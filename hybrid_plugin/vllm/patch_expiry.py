@@ -9,8 +9,10 @@ from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
     BUILDERS,
     GDN_FORWARD,
+    KDA_FORWARD,
     LIGHTNING_FORWARD,
     MAMBA2_FORWARD,
+    SHORT_CONV_FORWARD,
 )
 
 _PLATFORM = "vllm.platforms.interface:Platform"
@@ -60,6 +62,8 @@ NEEDED = {
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
+    "patches._patch_kda": Need(HookPoint(KDA_FORWARD)),
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
+    "patches._patch_short_conv": Need(HookPoint(SHORT_CONV_FORWARD[0])),
     "patches._patch_lightning": Need(HookPoint(LIGHTNING_FORWARD[0])),
 }

@@ -445,6 +445,35 @@ def _patch_gated_delta_net() -> None:
         _wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
 
 
+def _patch_kda() -> None:
+    """Symptom: as of the gated delta net, and the same for Kimi delta attention.
+
+    Cause: the same.  This layer is no operation of its own: between pieces of a CUDA
+    graph it runs by a mark on its method.
+    Fix: where the option `kernels` says so, run ours in place of the method, marked
+    likewise.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., None],
+        layer: Any,
+        mixed_qkv: Any,
+        g1: Any,
+        g2: Any,
+        beta: Any,
+        core_attn_out: Any,
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = _metadata_of(layer)
+        if not layers.run(layer, metadata, mixed_qkv, g1, beta, g2, core_attn_out):
+            original(layer, mixed_qkv, g1, g2, beta, core_attn_out)
+
+    owner, mark = resolve(contracts.EAGER)
+    _wrap(contracts.KDA_FORWARD, getattr(owner, mark)(forward))
+
+
 def _patch_mamba2() -> None:
     """Symptom: as of the gated delta net, and the same for Mamba-2.
 
@@ -496,10 +525,36 @@ def _patch_lightning() -> None:
         _wrap(method, infer)
 
 
+def _patch_short_conv() -> None:
+    """Symptom: prompts pause at snapshots.
+
+    Cause: as of the gated delta net; the layer's methods, one for each platform, run
+    its projections too.
+    Fix: where the option `kernels` says so, run ours between the layer's projections.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., Any], layer: Any, hidden_states: Any, output: Any
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = _metadata_of(layer)
+        # Without states vLLM tries the projections, which are its own.
+        if metadata is not None and layers.run(layer, metadata, hidden_states, output):
+            return None
+        return original(layer, hidden_states, output)
+
+    for method in contracts.SHORT_CONV_FORWARD:
+        _wrap(method, forward)
+
+
 _PATCHES_OF_LAYERS: Mapping[Mixer, Callable[[], None]] = {
     Mixer.GATED_DELTA_NET: _patch_gated_delta_net,
+    Mixer.KDA: _patch_kda,
     Mixer.MAMBA2: _patch_mamba2,
     Mixer.LIGHTNING: _patch_lightning,
+    Mixer.SHORT_CONV: _patch_short_conv,
 }
 
 

@@ -13,6 +13,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.short_conv_attn import (
+    ShortConvAttentionMetadataBuilder,
+)
 
 SLOTS = 12
 
@@ -102,4 +105,21 @@ def linear_builder(layers: dict[str, Any]) -> LinearAttentionMetadataBuilder:
     builder.vllm_config = config_with(layers)
     builder.device = torch.device("cpu")
     builder.kv_cache_spec = SimpleNamespace()
+    return builder
+
+
+def short_conv_builder(layers: dict[str, Any]) -> ShortConvAttentionMetadataBuilder:
+    """The same of short convolutions."""
+    builder = ShortConvAttentionMetadataBuilder.__new__(
+        ShortConvAttentionMetadataBuilder
+    )
+    builder.layer_names = list(layers)
+    builder.vllm_config = config_with(layers)
+    builder.compilation_config = builder.vllm_config.compilation_config
+    builder.device = torch.device("cpu")
+    builder.kv_cache_spec = SimpleNamespace()
+    builder.num_spec_tokens = 0
+    builder.decode_cudagraph_max_bs = 8
+    builder.use_spec_decode = False
+    builder.use_replayssm = builder.use_flashinfer_replayssm = False
     return builder

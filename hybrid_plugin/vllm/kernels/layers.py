@@ -38,7 +38,11 @@ KINDS: Mapping[str, Kind] = {
     f"{_LAYERS}.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention": Kind(
         Mixer.GATED_DELTA_NET, "gated_delta_net"
     ),
+    f"{_LAYERS}.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention": Kind(
+        Mixer.KDA, "kda"
+    ),
     f"{_LAYERS}.mamba_mixer2.MambaMixer2": Kind(Mixer.MAMBA2, "mamba2"),
+    f"{_LAYERS}.short_conv.ShortConv": Kind(Mixer.SHORT_CONV, "short_conv"),
     f"{_LAYERS}.linear.minimax_linear_attn.MiniMaxText01LinearAttention": Kind(
         Mixer.LIGHTNING, "lightning"
     ),
