@@ -528,7 +528,7 @@ _PASS_HOOKS: tuple[Contract, ...] = (
     HookPoint("vllm.forward_context:ForwardContext.attn_metadata"),
     HookPoint("vllm.model_executor.layers.mamba.abstract:MambaBase.kv_cache"),
     HookPoint(f"{_WORKER}.reload_weights", ("self",), own=True),
-    HookPoint(f"{_WORKER}.update_weights", ("self",), own=True),
+    HookPoint(f"{_WORKER}.finish_weight_update", ("self",), own=True),
 )
 """What all kernels of ours rely on."""
 

@@ -108,9 +108,9 @@ class RunsCommands:
             return
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
             raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
+        agreement.check(kv_cache_config.interior, self._layers.keep_interior)
         with patches.pool_allocator(self._pools.allocate):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        agreement.check(kv_cache_config.interior, self._layers.keep_interior)
         # Without an executor, the cache is not ours, which is refused.
         self._layers.interior = self._pools.executor.interior
         if self.device.type != "cpu":  # where nothing is compiled
@@ -121,9 +121,9 @@ class RunsCommands:
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
         self._layers.refresh()
 
-    def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Take a part of new ones, for our kernels too."""
-        super().update_weights(*args, **kwargs)  # type: ignore[misc]
+    def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """End an update from a trainer, for our kernels too."""
+        super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
         self._layers.refresh()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

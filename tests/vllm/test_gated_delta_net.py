@@ -266,3 +266,10 @@ def test_new_weights_are_taken_to_where_the_old_ones_were() -> None:
     found.refresh()
     assert kernels.weights.A.data_ptr() == place
     assert torch.equal(kernels.weights.A, -torch.exp(mine.A_log))
+
+
+def test_warming_up_touches_no_state() -> None:
+    mine = layer_with()
+    found = ours_of(mine)
+    found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)

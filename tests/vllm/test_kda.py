@@ -150,3 +150,9 @@ def test_interior_snapshots_are_what_a_pass_to_there_leaves() -> None:
 def test_a_decay_with_a_lower_bound_is_refused() -> None:
     with pytest.raises(ConfigError, match="lower bound"):
         layer_with(lower_bound=-5.0)
+
+
+def test_warming_up_touches_no_state() -> None:
+    mine, found = layer_with()
+    found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)

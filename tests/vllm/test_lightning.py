@@ -119,3 +119,9 @@ def test_interior_snapshots_are_what_a_pass_to_there_leaves() -> None:
     assert torch.equal(kept[9], left[2])
     assert not torch.equal(kept[9], kept[2])
     found.interior.clear()  # raises if nobody had looked the order up
+
+
+def test_warming_up_touches_no_state() -> None:
+    mine, found = layer_with()
+    found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)

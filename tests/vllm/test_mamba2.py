@@ -188,3 +188,10 @@ def test_without_states_vllm_is_not_asked_to_warm_its_kernels_up() -> None:
         patch.setattr("vllm.forward_context.get_forward_context", lambda: context)
         MambaMixer2.conv_ssm_forward(mine, inputs(3, 0), torch.zeros(3, INPUTS))
     assert mine.kv_cache[1].isnan().all()
+
+
+def test_warming_up_touches_no_state() -> None:
+    mine = layer_with()
+    found = ours_of(mine)
+    found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)

@@ -129,3 +129,10 @@ def test_without_states_vllm_tries_its_projections() -> None:
         ShortConv.forward_native(mine, inputs(3, 0), out)
     assert not out.isnan().any()
     assert mine.kv_cache[0].isnan().all()
+
+
+def test_warming_up_touches_no_state() -> None:
+    mine = layer_with()
+    found = ours_of(mine)
+    found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)
