@@ -446,9 +446,9 @@ def _patch_gated_delta_net() -> None:
 
 
 def _patch_kda() -> None:
-    """Symptom: as of the gated delta net, and the same for Kimi delta attention.
+    """Symptom: prompts of models with Kimi delta attention pause at snapshots.
 
-    Cause: the same.  This layer is no operation of its own: between pieces of a CUDA
+    Cause: as of the gated delta net.  This layer is no operation of its own: between pieces of a CUDA
     graph it runs by a mark on its method.
     Fix: where the option `kernels` says so, run ours in place of the method, marked
     likewise.
@@ -475,9 +475,9 @@ def _patch_kda() -> None:
 
 
 def _patch_mamba2() -> None:
-    """Symptom: as of the gated delta net, and the same for Mamba-2.
+    """Symptom: prompts of models with Mamba-2 pause at snapshots.
 
-    Cause: the same, though vLLM's chunks of Mamba-2 lie where they should.
+    Cause: as of the gated delta net, though vLLM's chunks lie where they should.
     Fix: where the option `kernels` says so, run ours in place of the method between
     the projections, on every platform.
     Delete when: the kernels of a state layer can be named from outside vLLM.
@@ -496,9 +496,9 @@ def _patch_mamba2() -> None:
 
 
 def _patch_lightning() -> None:
-    """Symptom: as of the gated delta net, and one kernel call for each sequence.
+    """Symptom: prompts of models with linear attention pause at snapshots.
 
-    Cause: the same, in both classes of linear attention.
+    Cause: as of the gated delta net, in two classes.
     Fix: where the option `kernels` says so, run ours in place of their methods for
     prefills and for decodes.
     Delete when: the kernels of a state layer can be named from outside vLLM.
@@ -526,7 +526,7 @@ def _patch_lightning() -> None:
 
 
 def _patch_short_conv() -> None:
-    """Symptom: prompts pause at snapshots.
+    """Symptom: prompts of models with short convolutions pause at snapshots.
 
     Cause: as of the gated delta net; the layer's methods, one for each platform, run
     its projections too.
