@@ -448,8 +448,8 @@ def _patch_gated_delta_net() -> None:
 def _patch_kda() -> None:
     """Symptom: prompts of models with Kimi delta attention pause at snapshots.
 
-    Cause: as of the gated delta net.  This layer is no operation of its own: between pieces of a CUDA
-    graph it runs by a mark on its method.
+    Cause: as of the gated delta net.  This layer is no operation of its own: between
+    pieces of a CUDA graph it runs by a mark on its method.
     Fix: where the option `kernels` says so, run ours in place of the method, marked
     likewise.
     Delete when: the kernels of a state layer can be named from outside vLLM.
