@@ -46,6 +46,7 @@ class DecodeSlots:
 
     def __init__(self, most: int, device: torch.device) -> None:
         """Room for `most` sequences, none of them there yet."""
+        self._held = 0
         self._slots = torch.full((most,), _PADDING, dtype=torch.int32, device=device)
 
     def hold(self, slots: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,9 @@ class DecodeSlots:
         count = slots.shape[0]
         if count > self._slots.shape[0]:  # more than any graph has
             return slots
-        self._slots[count:].fill_(_PADDING)
+        if count < self._held:
+            self._slots[count : self._held].fill_(_PADDING)
+        self._held = count
         held = self._slots[:count]
         held.copy_(slots)
         return held
@@ -132,7 +135,7 @@ def _prefills(
 
 def _slots(blocks: torch.Tensor) -> torch.Tensor:
     """Slots by what vLLM names them; it names the reserved one for padding."""
-    return blocks - (blocks == 0).to(blocks.dtype)
+    return torch.where(blocks > 0, blocks, _PADDING)
 
 
 def put(metadata: Any, state_pass: StatePass) -> None:
