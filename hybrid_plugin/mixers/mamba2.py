@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2: a short convolution, then the state space duality layer.
+
+`H` heads of `P` channels, `G` groups of `K` state dimensions,
+``D = H * P + 2 * G * K`` channels of the convolution, `W` its width, `S` slots, `T`
+packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hybrid_kernels import causal_conv1d, ssd
+from hybrid_kernels.causal_conv1d import Activation
+
+from hybrid_plugin.mixers.prefills import Prefills
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of one layer, as far as the mixer needs them."""
+
+    convolution: torch.Tensor
+    """``[D, W]``."""
+    bias: torch.Tensor | None
+    """``[D]``."""
+    activation: Activation
+    A: torch.Tensor
+    """``[H]``, float32, negative."""
+    skip: torch.Tensor | None
+    """``[H]``: what part of its input a head adds to its output."""
+    dt_bias: torch.Tensor | None
+    """``[H]``."""
+
+
+def prefill(
+    weights: Weights,
+    prefills: Prefills,
+    mixed: torch.Tensor,
+    dt: torch.Tensor,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run packed sequences; leave their states in their slots.
+
+    Args:
+        weights: of the layer.
+        prefills: the sequences.
+        mixed: ``[T, D]``: inputs, then B and C of all groups, before the convolution.
+        dt: ``[T, H]``, time steps before softplus.
+        conv_states: ``[S, D, W - 1]``, with any strides.
+        states: ``[S, H, P, K]``, with any strides.
+        out: ``[T, H, P]``, written if given.
+
+    Returns:
+        `out`, or a new tensor of `mixed`'s type.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    convolved = causal_conv1d.prefill(
+        mixed,
+        weights.convolution,
+        weights.bias,
+        prefills.cu_seqlens,
+        conv_states,
+        prefills.slots,
+        has_initial=prefills.has_initial,
+        offsets=prefills.offsets,
+        activation=weights.activation,
+        boundary_slots=prefills.boundary_slots,
+    )
+    x, b, c = _heads(convolved, states)
+    return ssd.prefill(
+        x,
+        dt,
+        weights.A,
+        b,
+        c,
+        prefills.cu_seqlens,
+        states,
+        prefills.slots,
+        skip=weights.skip,
+        dt_bias=weights.dt_bias,
+        has_initial=prefills.has_initial,
+        offsets=prefills.offsets,
+        boundary_slots=prefills.boundary_slots,
+        out=out,
+    )
+
+
+def decode(
+    weights: Weights,
+    slots: torch.Tensor,
+    mixed: torch.Tensor,
+    dt: torch.Tensor,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run one token per sequence and advance the states; shapes as for `prefill`.
+
+    Allocates what the convolution gives, and the output unless `out` is given; a CUDA
+    graph may capture it.
+
+    Args:
+        slots: ``[T]``, int32 or int64; negative for padding.
+
+    Returns:
+        `out`, or a new tensor of `mixed`'s type.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    convolved = causal_conv1d.update(
+        mixed,
+        weights.convolution,
+        weights.bias,
+        conv_states,
+        slots,
+        activation=weights.activation,
+    )
+    x, b, c = _heads(convolved, states)
+    return ssd.update(
+        x,
+        dt,
+        weights.A,
+        b,
+        c,
+        states,
+        slots,
+        skip=weights.skip,
+        dt_bias=weights.dt_bias,
+        out=out,
+    )
+
+
+def _heads(
+    convolved: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs ``[T, H, P]``, B and C ``[T, G, K]``, as views."""
+    heads, width, depth = states.shape[1:]
+    inputs = heads * width
+    groups = (convolved.shape[-1] - inputs) // (2 * depth)
+    x, b, c = torch.split(convolved, [inputs, groups * depth, groups * depth], dim=-1)
+    return (
+        x.view(-1, heads, width),
+        b.view(-1, groups, depth),
+        c.view(-1, groups, depth),
+    )
