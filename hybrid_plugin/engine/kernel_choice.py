@@ -33,7 +33,7 @@ def are_ours(option: str, mixer: Mixer, phase: Phase, device_type: str) -> bool:
     """Whether our kernels run a kind of layer.
 
     Args:
-        option: `kernels` of `HybridConfig`.
+        option: `wanted_kernels` of `HybridConfig`.
         mixer: the kind of layer.
         phase: prefill or decode.
         device_type: "cpu" or "cuda", as torch calls it.  On a CPU ours are a plain

@@ -30,7 +30,7 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
     layers = vllm_config.compilation_config.static_forward_context
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        activation.read_options(vllm_config).kernels,
+        activation.read_options(vllm_config).wanted_kernels,
         elastic.device_type(),
     )
     if found.mixers:
