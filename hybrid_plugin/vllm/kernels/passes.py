@@ -70,6 +70,8 @@ def describe(
     metadata: Any,
     room: DecodeSlots,
     interior: InteriorSnapshots | None,
+    *,
+    round_states: bool = False,
 ) -> StatePass:
     """Describe a pass.
 
@@ -78,6 +80,7 @@ def describe(
         metadata: that of one kind of state layer.
         room: of that kind's builder.
         interior: what the pass is to keep; None where passes keep nothing.
+        round_states: as in `Prefills`.
     """
     decodes, rows = metadata.num_decodes, common.num_reqs
     slots = _slots(common.block_table_tensor[:rows, 0])
@@ -88,16 +91,19 @@ def describe(
         decodes,
         tokens,
         slots[:decodes],
-        _prefills(common, slots, decodes, interior),
+        replace(_prefills(common, slots, decodes, interior), round_states=round_states),
     )
 
 
-def paddings(most: int, device: torch.device) -> Iterator[StatePass]:
+def paddings(
+    most: int, device: torch.device, *, round_states: bool = False
+) -> Iterator[StatePass]:
     """Passes of padding alone, one for each way in which kernels are compiled.
 
     Args:
         most: sequences of a pass at most.
         device: of the tensors.
+        round_states: as in `Prefills`.
     """
     for count in {1, most}:
         slots = torch.full((count,), _PADDING, dtype=torch.int32, device=device)
@@ -110,6 +116,7 @@ def paddings(most: int, device: torch.device) -> Iterator[StatePass]:
                 has_initial=torch.zeros(count, dtype=torch.bool, device=device),
                 offsets=torch.zeros(count, dtype=torch.int32, device=device),
                 boundary_slots=boundaries,
+                round_states=round_states,
             )
             yield StatePass(0, count, none, packed)
 
