@@ -367,6 +367,74 @@ SCHEDULER_HOOKS = (
     HookPoint(f"{_SRT}.runtime_context:get_serving"),
 )
 
+_GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
+_METADATA = f"{_SRT}.layers.attention.mamba.mamba2_metadata:ForwardMetadata"
+_FORWARD_BATCH = f"{_SRT}.model_executor.forward_batch_info"
+_UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
+_LINEAR_LAYER = f"{_SRT}.layers.radix_linear_attention:RadixLinearAttention"
+
+KERNEL_HOOKS = (
+    HookPoint(
+        f"{_GDN}.forward_extend",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("linear_attn_output", "mis_metadata", "mamba2_layer_cache"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_GDN}.forward_decode",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("fused_qkvzba_split_reshape_cat_contiguous", "mamba_cache_indices"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_LINEAR_LAYER}.__init__",
+        mentions=(
+            "conv_weights",
+            "bias",
+            "activation",
+            "A_log",
+            "dt_bias",
+            "num_k_heads",
+            "num_v_heads",
+            "head_v_dim",
+        ),
+    ),
+    HookPoint(
+        "sglang.kernels.ops.attention.triton_gdn_fused_proj"
+        ":fused_qkvzba_split_reshape_cat_contiguous",
+        (
+            "mixed_qkvz",
+            "mixed_ba",
+            "num_heads_qk",
+            "num_heads_v",
+            "head_qk",
+            "head_v",
+        ),
+    ),
+    HookPoint(
+        _METADATA,
+        mentions=(
+            "query_start_loc",
+            "mamba_cache_indices",
+            "has_mamba_track_mask",
+            "replayssm_write_pos",
+        ),
+        open=True,
+    ),
+    HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_extend_without_speculative"),
+    HookPoint(
+        f"{_FORWARD_BATCH}:ForwardBatch",
+        mentions=("extend_prefix_lens", "mamba_track_mask", "tbo_parent_token_range"),
+    ),
+    HookPoint(f"{_UPDATER}.record_weight_version_after_update"),
+    HookPoint(
+        f"{_UPDATER}.update_weights_from_disk",
+        mentions=("record_weight_version_after_update",),
+    ),
+    HookPoint(f"{_UPDATER}.end_weight_update", ("recv_req",)),
+)
+"""For state layers on our kernels: `kernels`."""
+
 HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
@@ -374,5 +442,6 @@ HOOKS = (
     + WINDOW_HOOKS
     + CACHE_HOOKS
     + SCHEDULER_HOOKS
+    + KERNEL_HOOKS
 )
 """Every point, as the compatibility checks read them."""

@@ -22,6 +22,7 @@ from hybrid_plugin.upstream.standing import untested
 
 if TYPE_CHECKING:
     from hybrid_plugin.sglang.clock import RankClock
+    from hybrid_plugin.sglang.kernels.state_layers import StateLayers
     from hybrid_plugin.sglang.pool_memory import PoolMemory
 
 _SRT = "sglang.srt"
@@ -51,6 +52,7 @@ def hook_engine() -> None:
         ConfigError: naming each hook point that this SGLang moved.
     """
     from hybrid_plugin.sglang.clock import RankClock
+    from hybrid_plugin.sglang.kernels.state_layers import StateLayers
     from hybrid_plugin.sglang.pool_memory import PoolMemory
 
     global _ENGINE_HOOKED
@@ -61,8 +63,8 @@ def hook_engine() -> None:
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
-    memory, clock = PoolMemory(), RankClock()
-    _divide_memory(memory)
+    memory, clock, layers = PoolMemory(), RankClock(), StateLayers()
+    _divide_memory(memory, layers)
     _share_memory(memory)
     _convolve_in_few_shapes(memory)
     _convolve_beyond_32_bits()
@@ -72,6 +74,8 @@ def hook_engine() -> None:
     _park_paused_requests()
     _place_tokens()
     _run_commands()
+    _run_state_layers(layers)
+    _follow_weights()
     _apply()
     _ENGINE_HOOKED = True
 
@@ -123,7 +127,7 @@ def _allow_paged_overlap() -> None:
     _hook(f"{_SRT}.arg_groups.mamba_hook.validate_mamba_no_buffer", "AROUND", validate)
 
 
-def _divide_memory(memory: PoolMemory) -> None:
+def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
     """Symptom: a third of the state slots can run, and memory is split blindly.
 
     Cause: SGLang reserves tracking and snapshot slots for every request, and
@@ -160,12 +164,14 @@ def _divide_memory(memory: PoolMemory) -> None:
 
         if not _is_ours() or self.is_draft_worker:
             return original(self, **kwargs)
+        options = activation.read_options()
+        if not self.is_hybrid_swa:
+            layers.settle(self.model_config, options.kernels, self.device)
         with memory.building():
             result = original(self, **kwargs)
-        options = activation.read_options()
         if self.is_hybrid_swa:
             return window_pools.take_over(self, result, options, memory)
-        return planning.take_over(result, options, memory)
+        return planning.take_over(result, options, memory, layers.interior)
 
     @named()
     def budget(
@@ -462,6 +468,47 @@ def _run_commands() -> None:
     worker = f"{_SRT}.managers.tp_worker.TpModelWorker"
     _hook(f"{worker}.forward_batch_generation", "AROUND", forward)
     _hook(f"{_SRT}.managers.scheduler.Scheduler.on_idle", "AFTER", idle)
+
+
+def _run_state_layers(layers: StateLayers) -> None:
+    """Symptom: prompts pause for snapshots, and where pools are elastic, the states of
+    a prefill are gathered and scattered in every layer.
+
+    Cause: SGLang's prefill kernels write no states in the middle of a prompt to slots
+    that a cache chooses, and some take contiguous states only.
+    Fix: run the state layers on ours, where the option `kernels` says so.
+    Delete when: SGLang's kernels do both.
+    """
+    from hybrid_plugin.sglang.kernels import gated_delta_net
+
+    gdn = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
+    _hook(f"{gdn}.forward_extend", "AROUND", _given(layers, gated_delta_net.extend))
+    _hook(f"{gdn}.forward_decode", "AROUND", _given(layers, gated_delta_net.decode))
+
+
+def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(layers, original, *args, **kwargs)
+
+    return hook
+
+
+def _follow_weights() -> None:
+    """Symptom: after weights were updated, state layers on our kernels decay as before.
+
+    Cause: their rates are computed from the weights once.
+    Fix: compute them anew after each update.
+    Delete when: our kernels take what the checkpoint has.
+    """
+    from hybrid_plugin.sglang.kernels import gated_delta_net
+
+    def loaded(result: Any, *_: Any, **__: Any) -> None:
+        gated_delta_net.WEIGHTS.refresh()
+
+    updater = f"{_SRT}.managers.scheduler_components.weight_updater"
+    manager = f"{updater}.SchedulerWeightUpdaterManager"
+    _hook(f"{manager}.record_weight_version_after_update", "AFTER", loaded)
+    _hook(f"{manager}.end_weight_update", "AFTER", loaded)
 
 
 # -------------------------------------------------------------------- internal

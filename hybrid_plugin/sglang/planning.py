@@ -21,6 +21,7 @@ from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import chat_template, elastic_memory, sizing
 from hybrid_plugin.engine.cache_assembly import build_cache
@@ -149,13 +150,19 @@ def limit_tokens(tokens: int, memory: PoolMemory) -> int:
     return tokens if memory.plan is None else min(tokens, memory.plan.tokens)
 
 
-def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
+def take_over(
+    pools: Any,
+    options: HybridConfig,
+    memory: PoolMemory,
+    interior: InteriorSnapshots | None,
+) -> Any:
     """Put the core in charge of pools that SGLang has just built.
 
     Args:
         pools: SGLang's `_InitializedPools`.
         options: of the plugin.
         memory: what they were built on.
+        interior: what forward passes are to keep; None where they can keep nothing.
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
@@ -166,7 +173,9 @@ def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
     known_pools.require(stock.get_kvcache(), states, _copied(stock, states))
-    executor = memory.executor(stock.get_kvcache(), states.mamba_pool, stock.page_size)
+    executor = memory.executor(
+        stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
+    )
     cache = _build(stock, states, options, memory)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
     allocator = HybridTokenAllocator(cache, stock, executor)

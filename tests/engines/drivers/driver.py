@@ -59,7 +59,7 @@ class Model:
 class Variant:
     """One way to run the plugin."""
 
-    options: Mapping[str, int]
+    options: Mapping[str, Any]
     least_reuse: float
     """Share of prompt tokens that must come from the cache."""
     flags: tuple[str, ...] = ()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kind of state layers a model has, as SGLang tells them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt import configs
+from sglang.srt.configs import hybrid_arch
+
+from hybrid_plugin.engine.kernel_choice import Mixer
+
+_GATED_OTHERWISE = (configs.JetNemotronConfig, configs.JetVLMConfig)
+"""Their convolution's weights are made from the tokens, by the model itself."""
+_SHORT_CONV = (configs.Lfm2Config, configs.Lfm2MoeConfig, configs.Lfm2VlConfig)
+_NO_MAMBA2 = (
+    configs.ZayaConfig,
+    configs.MambaConfig,
+    configs.FalconMambaConfig,
+    configs.InklingModelConfig,
+    configs.InklingMMConfig,
+)
+"""Counted among Mamba-2 by SGLang, with other state layers."""
+
+
+def mixer_of(model: Any) -> Mixer | None:
+    """The kind of a model's state layers; None for one that we have no kernels for.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    gated = hybrid_arch.hybrid_gdn_config(model)
+    if gated is not None:
+        known = not isinstance(gated, _GATED_OTHERWISE)
+        return Mixer.GATED_DELTA_NET if known else None
+    return None
