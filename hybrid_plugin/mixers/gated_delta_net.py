@@ -70,6 +70,7 @@ def prefill(
         has_initial=prefills.has_initial,
         activation=weights.activation,
         boundary_slots=prefills.boundary_slots,
+        offsets=prefills.offsets,
     )
     return gated_delta_rule.prefill(
         *_heads(weights, convolved, states),
@@ -82,6 +83,7 @@ def prefill(
         dt_bias=weights.dt_bias,
         has_initial=prefills.has_initial,
         boundary_slots=prefills.boundary_slots,
+        offsets=prefills.offsets,
         use_qk_l2norm=True,
         out=out,
     )

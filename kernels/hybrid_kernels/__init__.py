@@ -50,13 +50,19 @@ allocate; it never waits for the device. It takes
     pool, slots       slots ``[N]``, no repeats among the non-negative.
     has_initial       ``[N]`` bool; False starts from zeros whatever the slot holds.
                       None means True for all.
-    boundary_slots    ``[N, C]``; the state after ``64 * (c + 1)`` tokens of sequence
-                      `n` is also written to ``boundary_slots[n, c]``. Negative
-                      entries, and entries beyond the sequence, are skipped. Not
-                      one of `slots`.
-    round_boundaries  round the running state to the pool's type every 64 tokens, so
-                      that resuming from a boundary gives the bits of one long
-                      prefill. Changes nothing for a float32 pool.
+    offsets           ``[N]``, int32 or int64, each in 0 to 63: tokens of the sequence
+                      computed before this call, modulo 64. Chunks of 64 tokens, and
+                      with them boundaries, then lie at absolute multiples of 64,
+                      wherever the sequence goes on; its first chunk has
+                      ``64 - offset`` tokens. None means zeros. Other values are
+                      refused on a CPU, undefined behaviour on a GPU.
+    boundary_slots    ``[N, C]``; the state after ``64 * (c + 1) - offset`` tokens of
+                      sequence `n` is also written to ``boundary_slots[n, c]``.
+                      Negative entries, and entries beyond the sequence, are skipped.
+                      Not one of `slots`.
+    round_boundaries  round the running state to the pool's type at each boundary, so
+                      that resuming from one gives the bits of one long prefill.
+                      Changes nothing for a float32 pool.
     out               written if given.
 
 ``update`` runs one new token per sequence and advances its state in place. With
@@ -79,5 +85,7 @@ Determinism
 On a GPU a sequence's bits do not depend on the batch around it: no kernel picks a
 block size or a split from the batch size or from other sequences' lengths, and none
 uses atomics. With ``round_boundaries`` (or a float32 pool) they do not depend either
-on whether a prefix was computed or restored at a boundary.
+on whether a prefix was computed or restored at a boundary, nor on splits of a prompt
+at boundaries. A split elsewhere goes on in the middle of a chunk: boundaries stay
+where they are, but the bits of that chunk, and so of all behind it, are others.
 """

@@ -213,11 +213,10 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
     size = CHUNK // 4 if operands.wide_g else CHUNK
     for span in spans(sequences):
         state = span.state
-        for start in range(span.start, span.end, size):
-            end = min(start + size, span.end)
+        for start, end in span.parts(size):
             result[start:end], state = chunk(batch[start:end], state)
             done = end - span.start
-            if sequences.round_boundaries and done % CHUNK == 0:
+            if sequences.round_boundaries and span.at_boundary(done):
                 state = state.to(pool.dtype).float()
             write_state(pool, span.keep.get(done, -1), state)
         write_state(pool, span.slot, state)

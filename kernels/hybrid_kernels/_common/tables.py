@@ -33,11 +33,17 @@ class Sequences:
     has_initial: torch.Tensor | None
     """``[N]`` bool; False starts from zeros whatever the slot holds."""
     boundary_slots: torch.Tensor | None
-    """``[N, C]``: where the state after ``every * (c + 1)`` tokens goes."""
+    """``[N, C]``: where the state goes at the sequence's ``c``-th boundary."""
     round_boundaries: bool = False
     """Round the running state to the pool's type at every boundary."""
     every: int = CHUNK
     """Tokens between boundaries."""
+    offsets: torch.Tensor | None = None
+    """``[N]``, 0 to ``every - 1``: tokens before the call, modulo `every`.
+
+    Boundary `c` then lies behind ``every * (c + 1) - offset`` tokens of the call.
+    None means zeros.
+    """
 
     def check(self) -> None:
         """Require the tables to fit together.
@@ -55,6 +61,9 @@ class Sequences:
             require(table.ndim == 2, "boundary_slots has not 2 dimensions")
             check_index("boundary_slots", table, (count, table.shape[1]))
             check_last_contiguous("boundary_slots", table)
+        if self.offsets is not None:
+            check_index("offsets", self.offsets, (count,))
+            check_last_contiguous("offsets", self.offsets)
 
     @property
     def count(self) -> int:

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from hybrid_kernels._common.checks import require
 from hybrid_kernels._common.tables import Drafts, Sequences
 
 
@@ -25,21 +26,43 @@ class Span:
     state: torch.Tensor
     """Float32, zeros if it starts from none."""
     keep: dict[int, int]
-    """Slots of interior states by how many tokens they have seen."""
+    """Slots of interior states by how many of the call's tokens they have seen."""
+    offset: int
+    """How far it starts behind a boundary."""
+    every: int
+    """Tokens between boundaries."""
 
     @property
     def tokens(self) -> int:
         """Its length."""
         return self.end - self.start
 
+    def at_boundary(self, done: int) -> bool:
+        """Whether a boundary lies behind `done` of its tokens."""
+        return (done + self.offset) % self.every == 0
+
+    def parts(self, size: int) -> Iterator[tuple[int, int]]:
+        """Its rows in ranges that end at multiples of `size` behind a boundary."""
+        start = self.start
+        while start < self.end:
+            behind = (start - self.start + self.offset) % size
+            end = min(start + size - behind, self.end)
+            yield start, end
+            start = end
+
 
 def spans(sequences: Sequences) -> Iterator[Span]:
-    """The sequences of a packed batch in turn, empty ones included."""
+    """The sequences of a packed batch in turn, empty ones included.
+
+    Raises:
+        ValueError: if an offset is not in 0 to ``every - 1``.
+    """
     pool = sequences.pool
     slots = sequences.slots.tolist()
     flags = [True] * len(slots)
     if sequences.has_initial is not None:
         flags = sequences.has_initial.tolist()
+    offsets = _offsets(sequences)
     bounds = pairwise(sequences.cu_seqlens.tolist())
     for index, (start, end) in enumerate(bounds):
         slot, fresh = slots[index], slots[index] < 0 or not flags[index]
@@ -47,8 +70,9 @@ def spans(sequences: Sequences) -> Iterator[Span]:
         state = pool.new_zeros(pool.shape[1:], dtype=torch.float32)
         if not fresh:
             state += pool[slot]
-        keep = _boundaries(sequences, index, end - start)
-        yield Span(start, end, slot, fresh, state, keep)
+        offset = offsets[index]
+        keep = _boundaries(sequences, index, end - start, offset)
+        yield Span(start, end, slot, fresh, state, keep, offset, sequences.every)
 
 
 def write_state(pool: torch.Tensor, slot: int, state: torch.Tensor) -> None:
@@ -89,10 +113,22 @@ class DraftStates:
             pool[targets[keep, draft].long()] = states[keep].to(pool.dtype)
 
 
-def _boundaries(sequences: Sequences, index: int, tokens: int) -> dict[int, int]:
+def _offsets(sequences: Sequences) -> list[int]:
+    if sequences.offsets is None:
+        return [0] * sequences.count
+    offsets: list[int] = sequences.offsets.tolist()
+    known = all(0 <= offset < sequences.every for offset in offsets)
+    require(known, f"offsets are {offsets}, expected 0 to {sequences.every - 1}")
+    return offsets
+
+
+def _boundaries(
+    sequences: Sequences, index: int, tokens: int, offset: int
+) -> dict[int, int]:
     table = sequences.boundary_slots
     if table is None:
         return {}
-    ends = (sequences.every * (column + 1) for column in range(table.shape[1]))
+    every = sequences.every
+    ends = (every * (column + 1) - offset for column in range(table.shape[1]))
     pairs = zip(ends, table[index].tolist(), strict=True)
     return {end: slot for end, slot in pairs if slot >= 0 and end <= tokens}

@@ -39,6 +39,7 @@ def prefill(
     has_initial: torch.Tensor | None = None,
     activation: Activation = None,
     boundary_slots: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
     boundary_every: int = CHUNK,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -48,8 +49,8 @@ def prefill(
         x: ``[T, D]``. Rows after the last sequence are padding; their output is 0.
         weight: ``[D, W]``.
         bias: ``[D]`` or None.
-        cu_seqlens, pool, slots, has_initial, boundary_slots: as for every
-            `prefill`, see `hybrid_kernels`.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, offsets: as for every
+            `prefill`, see `hybrid_kernels`; with `boundary_every` for 64.
         activation: applied to the output; "silu" or None.
         boundary_every: tokens between boundaries, at least ``W - 1``.
         out: ``[T, D]``, written if given; may not overlap `x`.
@@ -69,7 +70,13 @@ def prefill(
         __name__,
         Operands(x, weight, bias, activation),
         Sequences(
-            cu_seqlens, pool, slots, has_initial, boundary_slots, every=boundary_every
+            cu_seqlens,
+            pool,
+            slots,
+            has_initial,
+            boundary_slots,
+            every=boundary_every,
+            offsets=offsets,
         ),
         out,
     )

@@ -48,6 +48,7 @@ def prefill(
     dt_bias: torch.Tensor | None = None,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
     round_boundaries: bool = False,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
@@ -69,8 +70,8 @@ def prefill(
         dt_bias: ``[HV, K]`` or None, used with `A` only.
         scale: ``K ** -0.5`` if None.
         use_qk_l2norm: divide queries and keys by their 2-norm first.
-        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
-            as for every `prefill`, see `hybrid_kernels`.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, offsets,
+        round_boundaries: as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, HV, V]``, written if given.
 
     Returns:
@@ -83,7 +84,13 @@ def prefill(
         __name__,
         operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm),
         Sequences(
-            cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
+            cu_seqlens,
+            pool,
+            slots,
+            has_initial,
+            boundary_slots,
+            round_boundaries,
+            offsets=offsets,
         ),
         out,
     )

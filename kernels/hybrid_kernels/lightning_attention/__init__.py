@@ -42,6 +42,7 @@ def prefill(
     *,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
     round_boundaries: bool = False,
     scale: float = 1.0,
     out: torch.Tensor | None = None,
@@ -54,8 +55,8 @@ def prefill(
         v: ``[T, HV, V]``.
         decay: ``[HV]``, log decay per token, at most 0.
         scale: multiplies the output.
-        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
-            as for every `prefill`, see `hybrid_kernels`.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, offsets,
+        round_boundaries: as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, HV, V]``, written if given.
 
     Returns:
@@ -68,7 +69,13 @@ def prefill(
         __name__,
         operands(q, k, v, decay, scale),
         Sequences(
-            cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
+            cu_seqlens,
+            pool,
+            slots,
+            has_initial,
+            boundary_slots,
+            round_boundaries,
+            offsets=offsets,
         ),
         out,
     )

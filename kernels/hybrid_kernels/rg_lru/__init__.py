@@ -41,6 +41,7 @@ def prefill(
     *,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
     round_boundaries: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -51,8 +52,8 @@ def prefill(
         input_gate: ``[T, D]``, before the logistic function.
         recurrence_gate: ``[T, D]``, before the logistic function.
         A: ``[D]``, negative.
-        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
-            as for every `prefill`, see `hybrid_kernels`.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, offsets,
+        round_boundaries: as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, D]``, written if given.
 
     Returns:
@@ -65,7 +66,13 @@ def prefill(
         __name__,
         Operands(x, input_gate, recurrence_gate, A),
         Sequences(
-            cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
+            cu_seqlens,
+            pool,
+            slots,
+            has_initial,
+            boundary_slots,
+            round_boundaries,
+            offsets=offsets,
         ),
         out,
     )

@@ -64,13 +64,12 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         state = span.state
         if span.fresh and span.tokens:
             inflow[span.start] = gated[span.start]
-        for start in range(span.start, span.end, CHUNK):
-            end = min(start + CHUNK, span.end)
+        for start, end in span.parts(CHUNK):
             lines = _scan(decay[start:end], inflow[start:end], state)
             out[start:end] = lines
             state = lines[-1]
             done = end - span.start
-            if sequences.round_boundaries and done % CHUNK == 0:
+            if sequences.round_boundaries and span.at_boundary(done):
                 state = state.to(pool.dtype).float()
             write_state(pool, span.keep.get(done, -1), state)
         write_state(pool, span.slot, state)

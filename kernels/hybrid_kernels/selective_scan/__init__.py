@@ -43,6 +43,7 @@ def prefill(
     dt_bias: torch.Tensor | None = None,
     has_initial: torch.Tensor | None = None,
     boundary_slots: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
     round_boundaries: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -57,8 +58,8 @@ def prefill(
         skip: ``[I]`` or None.
         gate: ``[T, I]`` or None.
         dt_bias: ``[I]`` or None, added to `dt` before softplus.
-        cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries:
-            as for every `prefill`, see `hybrid_kernels`.
+        cu_seqlens, pool, slots, has_initial, boundary_slots, offsets,
+        round_boundaries: as for every `prefill`, see `hybrid_kernels`.
         out: ``[T, I]``, written if given.
 
     Returns:
@@ -71,7 +72,13 @@ def prefill(
         __name__,
         Operands(x, dt, A, B, C, skip, gate, dt_bias),
         Sequences(
-            cu_seqlens, pool, slots, has_initial, boundary_slots, round_boundaries
+            cu_seqlens,
+            pool,
+            slots,
+            has_initial,
+            boundary_slots,
+            round_boundaries,
+            offsets=offsets,
         ),
         out,
     )

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hybrid_kernels._common import operation
 from hybrid_kernels._common.checks import check_last_contiguous, check_shape
-from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels._common.tables import Drafts, Sequences
 from hybrid_kernels._common.varlen import DraftStates, spans, write_state
 
 
@@ -90,7 +90,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         state = span.state
         for done, token in enumerate(range(span.start, span.end), start=1):
             result[token], state = _advance(operands, time, token, state)
-            if sequences.round_boundaries and done % CHUNK == 0:
+            if sequences.round_boundaries and span.at_boundary(done):
                 state = state.to(pool.dtype).float()
             write_state(pool, span.keep.get(done, -1), state)
         write_state(pool, span.slot, state)
