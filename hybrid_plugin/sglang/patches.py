@@ -479,11 +479,13 @@ def _run_state_layers(layers: StateLayers) -> None:
     Fix: run the state layers on ours, where the option `kernels` says so.
     Delete when: SGLang's kernels do both.
     """
-    from hybrid_plugin.sglang.kernels import gated_delta_net
+    from hybrid_plugin.sglang.kernels import gated_delta_net, mamba2
 
     gdn = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
+    mamba = f"{_SRT}.layers.attention.hybrid_linear_attn_backend.Mamba2AttnBackend"
     _hook(f"{gdn}.forward_extend", "AROUND", _given(layers, gated_delta_net.extend))
     _hook(f"{gdn}.forward_decode", "AROUND", _given(layers, gated_delta_net.decode))
+    _hook(f"{mamba}.forward", "AROUND", _given(layers, mamba2.forward))
 
 
 def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -503,7 +505,7 @@ def _follow_weights() -> None:
     from hybrid_plugin.sglang.kernels import gated_delta_net
 
     def loaded(result: Any, *_: Any, **__: Any) -> None:
-        gated_delta_net.WEIGHTS.refresh()
+        gated_delta_net.DECAYS.refresh()
 
     updater = f"{_SRT}.managers.scheduler_components.weight_updater"
     manager = f"{updater}.SchedulerWeightUpdaterManager"

@@ -33,4 +33,7 @@ def mixer_of(model: Any) -> Mixer | None:
     if gated is not None:
         known = not isinstance(gated, _GATED_OTHERWISE)
         return Mixer.GATED_DELTA_NET if known else None
+    config = hybrid_arch.mamba2_config(model)
+    if config is not None:
+        return None if isinstance(config, _NO_MAMBA2 + _SHORT_CONV) else Mixer.MAMBA2
     return None

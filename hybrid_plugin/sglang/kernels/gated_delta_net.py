@@ -18,24 +18,13 @@ from hybrid_plugin.mixers import gated_delta_net
 from hybrid_plugin.mixers.gated_delta_net import Weights
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.sglang.kernels import passes
-from hybrid_plugin.sglang.kernels.layer_weights import LayerWeights, decay
+from hybrid_plugin.sglang.kernels.decays import Decays
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 
 _MIXER = Mixer.GATED_DELTA_NET
 
 
-def _record(layer: Any, rate: torch.Tensor) -> Weights:
-    return Weights(
-        convolution=layer.conv_weights,
-        bias=layer.bias,
-        activation=layer.activation,
-        A=rate,
-        dt_bias=layer.dt_bias,
-        key_heads=layer.num_k_heads,
-    )
-
-
-WEIGHTS = LayerWeights(lambda layer: decay(layer.A_log), _record)
+DECAYS = Decays()
 
 
 def extend(
@@ -54,7 +43,7 @@ def extend(
         return original(backend, *args, **kwargs)
     mixed_qkv, layer = kwargs["mixed_qkv"], kwargs["layer"]
     a, b = _per_token(kwargs["a"]), _per_token(kwargs["b"])
-    weights = WEIGHTS.of(layer)
+    weights = _weights(layer)
     conv_states, states = _pools(backend, layer)
     out = kwargs.get("linear_attn_output")
     if out is None:
@@ -100,7 +89,7 @@ def decode(
             layer.head_v_dim,
         )
     out = gated_delta_net.decode(
-        WEIGHTS.of(layer),
+        _weights(layer),
         metadata.mamba_cache_indices,
         mixed_qkv,
         _per_token(a),
@@ -130,6 +119,17 @@ def _decodes(layers: StateLayers, backend: Any, batch: Any) -> bool:
 def _is_stock(backend: Any) -> bool:
     """Whether it is no subclass, which may compute something else."""
     return type(backend) is gdn_backend.GDNAttnBackend
+
+
+def _weights(layer: Any) -> Weights:
+    return Weights(
+        convolution=layer.conv_weights,
+        bias=layer.bias,
+        activation=layer.activation,
+        A=DECAYS.of(layer),
+        dt_bias=layer.dt_bias,
+        key_heads=layer.num_k_heads,
+    )
 
 
 def _pools(backend: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,7 +77,9 @@ MODELS = {
     "gated delta net, bfloat16": Model(
         "bundled", "bfloat16", NEAR_TIE, quick=(PREEMPTION, ELASTIC, OUR_KERNELS)
     ),
-    "mamba-2, float32": Model("nemotron_h", "float32", 0.0, quick=(SINGLE_TOKENS,)),
+    "mamba-2, float32": Model(
+        "nemotron_h", "float32", 0.0, quick=(SINGLE_TOKENS, OUR_KERNELS)
+    ),
     "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, quick=()),
 }
 if ON_GPU:
