@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2: a short convolution, then the state space duality layer.
 
-`H` heads of `P` channels, `G` groups of `D` state dimensions, `C = H * P + 2 * G * D`
-channels of the convolution, `W` its width, `S` slots, `T` packed tokens.
+`H` heads of `P` channels, `G` groups of `K` state dimensions,
+``D = H * P + 2 * G * K`` channels of the convolution, `W` its width, `S` slots, `T`
+packed tokens.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ class Weights:
     """Of one layer, as far as the mixer needs them."""
 
     convolution: torch.Tensor
-    """``[C, W]``."""
+    """``[D, W]``."""
     bias: torch.Tensor | None
-    """``[C]``."""
+    """``[D]``."""
     activation: Activation
     A: torch.Tensor
-    """``[H]``, float32: ``-exp(A_log)``."""
+    """``[H]``, float32, negative."""
     skip: torch.Tensor | None
-    """``[H]``."""
+    """``[H]``: what part of its input a head adds to its output."""
     dt_bias: torch.Tensor | None
     """``[H]``."""
-    groups: int
 
 
 def prefill(
     weights: Weights,
     prefills: Prefills,
-    mixed_xbc: torch.Tensor,
+    mixed: torch.Tensor,
     dt: torch.Tensor,
     conv_states: torch.Tensor,
     states: torch.Tensor,
@@ -48,32 +48,31 @@ def prefill(
     Args:
         weights: of the layer.
         prefills: the sequences.
-        mixed_xbc: ``[T, C]``: inputs, input and output matrices, not
-            convolved yet.
-        dt: ``[T, H]``, before softplus.
-        conv_states: ``[S, C, W - 1]``, with any strides.
-        states: ``[S, H, P, D]``, with any strides.
+        mixed: ``[T, D]``: inputs, then B and C of all groups, before the convolution.
+        dt: ``[T, H]``, time steps before softplus.
+        conv_states: ``[S, D, W - 1]``, with any strides.
+        states: ``[S, H, P, K]``, with any strides.
         out: ``[T, H, P]``, written if given.
 
     Returns:
-        `out`, or a new tensor of `mixed_xbc`'s type.
+        `out`, or a new tensor of `mixed`'s type.
 
     Raises:
         ValueError: if shapes do not fit.
     """
     convolved = causal_conv1d.prefill(
-        mixed_xbc,
+        mixed,
         weights.convolution,
         weights.bias,
         prefills.cu_seqlens,
         conv_states,
         prefills.slots,
         has_initial=prefills.has_initial,
-        activation=weights.activation,
         offsets=prefills.offsets,
+        activation=weights.activation,
         boundary_slots=prefills.boundary_slots,
     )
-    x, b, c = _parts(weights, convolved, states)
+    x, b, c = _heads(convolved, states)
     return ssd.prefill(
         x,
         dt,
@@ -95,7 +94,7 @@ def prefill(
 def decode(
     weights: Weights,
     slots: torch.Tensor,
-    mixed_xbc: torch.Tensor,
+    mixed: torch.Tensor,
     dt: torch.Tensor,
     conv_states: torch.Tensor,
     states: torch.Tensor,
@@ -110,20 +109,20 @@ def decode(
         slots: ``[T]``, int32 or int64; negative for padding.
 
     Returns:
-        `out`, or a new tensor of `mixed_xbc`'s type.
+        `out`, or a new tensor of `mixed`'s type.
 
     Raises:
         ValueError: if shapes do not fit.
     """
     convolved = causal_conv1d.update(
-        mixed_xbc,
+        mixed,
         weights.convolution,
         weights.bias,
         conv_states,
         slots,
         activation=weights.activation,
     )
-    x, b, c = _parts(weights, convolved, states)
+    x, b, c = _heads(convolved, states)
     return ssd.update(
         x,
         dt,
@@ -138,15 +137,16 @@ def decode(
     )
 
 
-def _parts(
-    weights: Weights, convolved: torch.Tensor, states: torch.Tensor
+def _heads(
+    convolved: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs ``[T, H, P]``, input and output matrices ``[T, G, D]``, as views."""
-    heads, channels, depth = states.shape[1:]
-    inputs, matrix = heads * channels, weights.groups * depth
-    x, b, c = torch.split(convolved, [inputs, matrix, matrix], dim=-1)
+    """Inputs ``[T, H, P]``, B and C ``[T, G, K]``, as views."""
+    heads, width, depth = states.shape[1:]
+    inputs = heads * width
+    groups = (convolved.shape[-1] - inputs) // (2 * depth)
+    x, b, c = torch.split(convolved, [inputs, groups * depth, groups * depth], dim=-1)
     return (
-        x.view(-1, heads, channels),
-        b.view(-1, weights.groups, depth),
-        c.view(-1, weights.groups, depth),
+        x.view(-1, heads, width),
+        b.view(-1, groups, depth),
+        c.view(-1, groups, depth),
     )

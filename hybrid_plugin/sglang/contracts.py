@@ -438,7 +438,6 @@ KERNEL_HOOKS = (
             "conv_dim",
             "num_heads",
             "tp_size",
-            "n_groups",
             "activation",
             "A",
             "D",

@@ -65,9 +65,9 @@ def forward(
         projected = projected * mup_vector
     inner = mixer.intermediate_size // mixer.tp_size
     sizes = [inner, mixer.conv_dim // mixer.tp_size, mixer.num_heads // mixer.tp_size]
-    gate, mixed_xbc, dt = torch.split(projected, sizes, dim=-1)
+    gate, mixed, dt = torch.split(projected, sizes, dim=-1)
     out = hidden_states.new_empty(len(hidden_states), inner)
-    _mix(layers, backend, mixer, layer_id, forward_batch, mixed_xbc, dt, out)
+    _mix(layers, backend, mixer, layer_id, forward_batch, mixed, dt, out)
     result, _ = mixer.out_proj(mixer.norm(out, gate))
     if output is not None:
         output[: len(hidden_states)].copy_(result)
@@ -80,7 +80,7 @@ def _mix(
     mixer: Any,
     layer_id: int,
     batch: Any,
-    mixed_xbc: torch.Tensor,
+    mixed: torch.Tensor,
     dt: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -97,7 +97,7 @@ def _mix(
         mamba2.prefill(
             weights,
             prefills,
-            mixed_xbc[:end],
+            mixed[:end],
             dt[:end],
             conv_states,
             states,
@@ -110,7 +110,7 @@ def _mix(
         mamba2.decode(
             weights,
             metadata.mamba_cache_indices[metadata.num_prefills :][: last - end],
-            mixed_xbc[end:last],
+            mixed[end:last],
             dt[end:last],
             conv_states,
             states,
@@ -144,5 +144,4 @@ def _weights(mixer: Any) -> Weights:
         A=mixer.A,
         skip=mixer.D,
         dt_bias=mixer.dt_bias,
-        groups=mixer.n_groups // mixer.tp_size,
     )
