@@ -135,6 +135,7 @@ def serve(manager: Any, name: str, prompt: Sequence[int], answer: list[int]) -> 
             new = (0, None)
             request.num_computed_tokens = end
             if ours:
+                manager.cross([request])
                 manager.step_scheduled([request])
                 manager.drain_commands()
             else:

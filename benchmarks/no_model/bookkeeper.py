@@ -114,6 +114,8 @@ class Bookkeeper:
                 break
             budget -= spent
         assert work, "nothing can run"
+        for request, end in work.items():
+            self.cache.cross(request.name, end)
         commands = self.cache.drain_commands()
         self.moving += any(isinstance(c, Map | Unmap) for c in commands)
         for request, end in work.items():

@@ -13,12 +13,18 @@ None and has changed nothing.  Device work is queued as commands, in order;
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
+from hybrid_plugin.core.commands import (
+    Command,
+    Copy,
+    Pool,
+    PoolId,
+    SaveInPass,
+    Zero,
+)
 from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
@@ -77,6 +83,11 @@ class HybridCache:
         init=False, default_factory=ConcurrencyTradeoff
     )
     _commands: list[Command] = field(init=False, default_factory=list)
+    _interior: list[tuple[Node, Snapshot, int, int]] = field(
+        init=False, default_factory=list
+    )
+    """Snapshots that the next pass takes: node, snapshot, the sequence's slot, and the
+    number of the chunk boundary."""
 
     def __post_init__(self) -> None:
         self.tree = MambaRadixCache(
@@ -127,17 +138,16 @@ class HybridCache:
         if not self.tree.needs_snapshots:
             return LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
         repays = self.tree.eviction.repays_pass
-        if ttl == 0:
-            repays = partial(_repays_without_next_turn, repays)
         planned = self.policy.snapshot_positions_of(
             ids,
             hit=match.length,
             kv_length=match.kv_length,
             snapshot_at=snapshot_at,
             repays=partial(repays, origin=match.origin, running=self.live),
+            useless=(SnapshotKind.PROMPT_END,) if ttl == 0 else (),
         )
-        size = self.page_size
-        named = tuple([position // size * size for position in snapshot_at])
+        step = self.policy.step
+        named = tuple([position // step * step for position in snapshot_at])
         return LookUp(
             length, namespace, match, planned, self.tree.version, ids, ttl, named
         )
@@ -167,14 +177,17 @@ class HybridCache:
     ) -> int:
         """Return where a prefill chunk from `start` to `end` should end.
 
+        It pauses where a forward pass cannot keep a state inside.
+
         Args:
             positions: snapshot positions of the sequence.
             start: its first token in the chunk.
             end: where the chunk would end for want of the engine's budget.
             length: tokens of the sequence; at its end nothing is cut short.
         """
+        inside = self.policy.is_interior
         position = next(
-            (position for position in positions if start < position < end), None
+            (one for one in positions if start < one < end and not inside(one)), None
         )
         if position is not None:
             return position
@@ -324,6 +337,24 @@ class HybridCache:
             table.pages += pages
         return fresh
 
+    def cross(self, seq_id: str, end: int) -> None:
+        """Order the snapshots that the next forward pass takes inside a prompt.
+
+        Call it for every sequence that the pass takes on, before the pass's commands
+        are drained.  The tree has the snapshots at once: what resumes from one is
+        scheduled later, and runs behind the pass.
+
+        Args:
+            seq_id: a live sequence.
+            end: tokens that its KV and state cover once the pass has run.
+        """
+        sequence = self._sequences[seq_id]
+        if not self.policy.grid or sequence.in_tree >= sequence.prompt_length:
+            return
+        for position in sequence.planned:
+            if sequence.computed < position < end and self.policy.is_interior(position):
+                self._take_inside(sequence, position)
+
     def advance(self, seq_id: str, computed: int) -> None:
         """Note that a step was scheduled which takes a sequence to `computed`.
 
@@ -436,6 +467,13 @@ class HybridCache:
     def drain_commands(self) -> list[Command]:
         """Take the commands to run before the next forward pass."""
         commands, self._commands = self._commands, []
+        # Only now: until here a snapshot might have been moved, or evicted for another.
+        commands += [
+            SaveInPass(Pool.STATE, slot, boundary, snapshot.slot)
+            for node, snapshot, slot, boundary in self._interior
+            if node.snapshot is snapshot
+        ]
+        self._interior = []
         return commands
 
     # ------------------------------------------------------------- inspection
@@ -647,8 +685,30 @@ class HybridCache:
                 self.tree.unlock(before)
             sequence.locked = node
 
-    def _take_snapshot(self, sequence: LiveSequence, length: int) -> Node | None:
-        """Copy the running state into the tree, if a slot can be had for it.
+    def _take_snapshot(self, sequence: LiveSequence, length: int) -> None:
+        """Copy the running state into the tree, if a slot can be had for it."""
+        node = self._new_snapshot(sequence, length)
+        if node is not None and self.slots.needed:
+            self._commands.append(Copy(Pool.STATE, sequence.slot, _snapshot(node).slot))
+
+    def _take_inside(self, sequence: LiveSequence, position: int) -> None:
+        """Have the next pass write a state into the tree, if a slot can be had for it.
+
+        Args:
+            sequence: that the pass takes on.
+            position: a multiple of the policy's grid, inside what the pass computes.
+        """
+        node = self._new_snapshot(sequence, position)
+        sequence.last_snapshot = position
+        if node is None or not self.slots.needed:
+            return
+        grid = self.policy.grid
+        boundary = position // grid - sequence.computed // grid - 1
+        self._interior.append((node, _snapshot(node), sequence.slot, boundary))
+        self.stats.interior_snapshots += 1
+
+    def _new_snapshot(self, sequence: LiveSequence, length: int) -> Node | None:
+        """Give the first `length` tokens of a sequence a snapshot without content.
 
         Returns:
             The node that got it; None if it has one already, or gets none.
@@ -665,10 +725,7 @@ class HybridCache:
             planned.promise = sequence.promise
         if not self.memory.free_snapshot_slot(node, planned):
             return None
-        slot = self.slots.allocate_snapshot()
-        self._attach(node, sequence, slot, kind)
-        if self.slots.needed:
-            self._commands.append(Copy(Pool.STATE, sequence.slot, slot))
+        self._attach(node, sequence, self.slots.allocate_snapshot(), kind)
         return node
 
     def _attach(
@@ -751,8 +808,6 @@ def _promise_of(found: LookUp) -> Promise | None:
     return Promise(found.ttl, frozenset(found.named)) if found.ttl else None
 
 
-def _repays_without_next_turn(
-    repays: Callable[..., bool], kind: SnapshotKind, saved: int, **of: Any
-) -> bool:
-    """Whether a snapshot is worth a pass for a sequence that nobody will continue."""
-    return kind is not SnapshotKind.PROMPT_END and repays(kind, saved, **of)
+def _snapshot(node: Node) -> Snapshot:
+    assert node.snapshot is not None
+    return node.snapshot

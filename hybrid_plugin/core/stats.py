@@ -19,6 +19,8 @@ class CacheStats:
     resumed_hit_tokens: int = 0
     """Of those, tokens that were restored."""
     snapshots_taken: int = 0
+    interior_snapshots: int = 0
+    """Of those, snapshots that a forward pass wrote without a pause."""
     snapshots_evicted: int = 0
     pages_evicted: int = 0
     refusals: int = 0

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
@@ -14,12 +16,17 @@ from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.engine.sizing import CachePlan
 
+CHUNK = 64
+"""Tokens between the states that `hybrid_kernels` can keep inside a forward pass."""
+
 
 def build_cache(
     plan: CachePlan,
     options: HybridConfig,
     delimiters: Delimiters | None = None,
     device_type: str = "cuda",
+    *,
+    keeps_states_inside: bool = False,
 ) -> HybridCache:
     """The cache of one engine, empty.
 
@@ -28,17 +35,34 @@ def build_cache(
         options: of the plugin.
         delimiters: what ends a message, if the options want to know.
         device_type: "cpu" or "cuda", as torch calls it.
+        keeps_states_inside: whether the kernels of all state layers write states at
+            chunk boundaries inside a forward pass.
     """
     layout, pools = plan.layout, build_pools(plan)
+    policy = options.snapshot_policy(layout.page_size, delimiters)
+    grid = snapshot_grid(has_states=bool(layout.states), inside=keeps_states_inside)
     return HybridCache(
         pages=pools.pages,
         slots=pools.slots,
         windows=pools.windows,
         broker=pools.broker,
         page_size=layout.page_size,
-        policy=options.snapshot_policy(layout.page_size, delimiters),
+        policy=replace(policy, grid=grid),
         eviction=eviction_for(layout, device_type),
     )
+
+
+def snapshot_grid(*, has_states: bool, inside: bool) -> int:
+    """`SnapshotPolicy.grid` of a model.
+
+    Args:
+        has_states: whether it has state layers; what attention windows need is there
+            when a pass has run, at any token.
+        inside: whether the kernels of its state layers keep states inside a pass.
+    """
+    if not has_states:
+        return 1
+    return CHUNK if inside else 0
 
 
 def eviction_for(layout: CacheLayout, device_type: str = "cuda") -> ExpectedSaving:

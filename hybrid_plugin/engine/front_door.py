@@ -3,7 +3,8 @@
 
 An adapter says what an engine's request is (`IncomingRequest`) and calls in this order:
 
-    plan_sharing -> must_wait -> look_up -> chunk_end -> admit -> advance ... -> end
+    plan_sharing -> must_wait -> look_up -> chunk_end -> admit
+        -> cross -> advance -> cross ... -> end
 
 What an engine's scheduler decides between two calls may take any number of steps.  In
 the meantime other requests change the tree, so a look-up is repeated when it is stale.
@@ -221,6 +222,19 @@ class FrontDoor:
         return waiting.found.snapshot_positions
 
     # -------------------------------------------------------- after admission
+
+    def cross(self, seq_id: str, end: int) -> None:
+        """Order what the next forward pass keeps of a request's states inside.
+
+        Call it before the commands that precede the pass are drained.  Nothing is done
+        for a request that is not live.
+
+        Args:
+            seq_id: a request that the pass takes on.
+            end: tokens that are computed once the pass has run.
+        """
+        if self.cache.is_live(seq_id):
+            self.cache.cross(seq_id, end)
 
     def advance(self, seq_id: str, computed: int) -> None:
         """Note that a scheduled step takes a request to `computed` final tokens.

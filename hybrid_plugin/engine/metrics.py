@@ -27,6 +27,7 @@ _TOTALS = {
     "resumed_queried_tokens": "Tokens of sequences resumed after a preemption.",
     "resumed_hit_tokens": "Tokens of resumed sequences that were restored.",
     "snapshots_taken": "State snapshots that entered the prefix cache.",
+    "interior_snapshots": "State snapshots that a forward pass wrote without a pause.",
     "snapshots_evicted": "State snapshots that left it for want of room.",
     "pages_evicted": "KV pages that left the prefix cache for want of room.",
     "refusals": "Admissions and growths that found no room.",

@@ -456,7 +456,7 @@ def _run_commands() -> None:
     ) -> Any:
         if batch is None or not _served_by(batch.tree_cache):
             return original(self, batch, *args, **kwargs)
-        batch.tree_cache.run_commands()
+        batch.tree_cache.step_begins(batch)
         result = original(self, batch, *args, **kwargs)
         batch.tree_cache.step_launched(batch)
         return result

@@ -216,8 +216,15 @@ class HybridPrefixCache(BasePrefixCache):
         """Whether a live request waits in the queue for the rest of its prompt."""
         return _id(req) in self._parked
 
+    def step_begins(self, batch: ScheduleBatch) -> None:
+        """Run what must precede a batch's forward pass, on the current stream."""
+        if batch.forward_mode.is_extend():
+            for req in batch.reqs:
+                self.front_door.cross(_id(req), req.extend_end)
+        self.run_commands()
+
     def run_commands(self) -> None:
-        """Run what must precede the next forward pass, on the current stream."""
+        """Run the commands that are queued."""
         commands = self.cache.drain_commands()
         self._executor.run(commands)
         if commands:

@@ -167,6 +167,11 @@ class HybridKVCacheManager:
 
     # -------------------------------------------------------------- progress
 
+    def cross(self, requests: Iterable[Request]) -> None:
+        """Order what the step that was just scheduled keeps of states inside it."""
+        for request in requests:
+            self.front_door.cross(request.request_id, request.num_computed_tokens)
+
     def step_scheduled(self, requests: Iterable[Request]) -> None:
         """Note how far the step that was just scheduled takes each request."""
         for request in requests:

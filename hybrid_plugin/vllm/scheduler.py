@@ -99,13 +99,13 @@ class _OnTwoPools(Scheduler):
             if not self._is_blocked_waiting_status(request.status)
         )
         output = super().schedule(*args, **kwargs)
+        scheduled = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
+        self.kv_cache_manager.cross(scheduled)
         setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
         notice = self.kv_cache_manager.cache.broker.notice()
         if notice is not None:
             logger.info("hybrid-plugin: %s.", notice)
-        self.kv_cache_manager.step_scheduled(
-            self.requests[req_id] for req_id in output.num_scheduled_tokens
-        )
+        self.kv_cache_manager.step_scheduled(scheduled)
         return output
 
     def update_from_output(

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Pool, SaveInPass, Zero
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
 from hybrid_plugin.core.tree.node import Node, Snapshot
 
@@ -76,6 +76,7 @@ class FakeDevice:
         slots: int,
         page_size: int,
         windows: Sequence[tuple[AttentionWindow, int]] = (),
+        grid: int = 0,
     ) -> None:
         """Make memory that holds garbage.
 
@@ -84,8 +85,11 @@ class FakeDevice:
             slots: of the states; 0 for a model without.
             page_size: tokens in a page.
             windows: span and pages of each window group.
+            grid: tokens between the states that a pass can keep; 0 if it keeps none.
         """
         self.page_size = page_size
+        self.grid = grid
+        self.orders: list[SaveInPass] = []
         self.pages = _garbage(pages, page_size)
         self.slots = [GARBAGE] * slots
         self.spans = [span for span, _ in windows]
@@ -94,7 +98,8 @@ class FakeDevice:
 
     def clone(self) -> FakeDevice:
         """A copy to try commands on."""
-        twin = FakeDevice(0, 0, self.page_size)
+        twin = FakeDevice(0, 0, self.page_size, grid=self.grid)
+        twin.orders = list(self.orders)
         twin.pages = [list(cells) for cells in self.pages]
         twin.slots = list(self.slots)
         twin.spans, twin.window_names = self.spans, self.window_names
@@ -109,6 +114,8 @@ class FakeDevice:
                     self._store(index, ZEROED)
                 case Copy(Pool.STATE, source, destination):
                     self._store(destination, self.slots[source])
+                case SaveInPass(Pool.STATE):
+                    self.orders.append(command)
                 case Copy(Pool.KV, source, destination):
                     self._require(destination != 0, "page 0 is nobody's")
                     self.pages[destination] = list(self.pages[source])
@@ -126,6 +133,22 @@ class FakeDevice:
             self._check(part)
         for part in batch:
             self._write(part)
+        self._keep(batch)
+
+    def _keep(self, batch: Sequence[Forward]) -> None:
+        """Write the states that the pass was to keep, each where nothing else is."""
+        parts = {part.slot: part for part in batch}
+        running = set(parts)
+        targets = [order.destination for order in self.orders]
+        self._require(len(set(targets)) == len(targets), f"kept twice: {self.orders}")
+        for order in self.orders:
+            self._require(order.slot in parts, f"{order}: its sequence does not run")
+            self._require(order.destination not in running, f"{order}: a slot in use")
+            part = parts[order.slot]
+            position = (part.start // self.grid + 1 + order.boundary) * self.grid
+            self._require(part.start < position < part.end, f"{order}: outside")
+            self._store(order.destination, part.history[position])
+        self.orders = []
 
     def check_tree(self, cache: HybridCache, prefixes: Prefixes) -> None:
         """Check all that the tree offers, as it is once queued commands ran."""

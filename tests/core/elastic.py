@@ -118,6 +118,7 @@ class ElasticDevice(FakeDevice):
             setup.slots if setup.has_states else 0,
             setup.page_size,
             setup.window_pools,
+            setup.grid,
         )
         self.setup = setup
         self.pages = _Memory(self.pages)
@@ -132,6 +133,7 @@ class ElasticDevice(FakeDevice):
     def clone(self) -> ElasticDevice:
         """A copy to try commands on."""
         twin = ElasticDevice(self.setup)
+        twin.orders = list(self.orders)
         twin.pages = _copy(self.pages)
         twin.slots = _Memory(self.slots)
         twin.windows = [_copy(group) for group in self.windows]

@@ -60,6 +60,8 @@ class Setup:
     has_states: bool = True
     windows: tuple[tuple[AttentionWindow, int], ...] = ()
     """The window of each group, and the pages that it has beyond those of `pages`."""
+    grid: int = 0
+    """Tokens between the states that a forward pass can keep; 0 if it keeps none."""
     follow: int = field(default=0, repr=False)
     """Tokens for which a sequence waits for another one's prefill; 0 for never."""
 
@@ -89,6 +91,7 @@ class Setup:
                 page_size=self.page_size,
                 chunk_end_min_tokens=self.chunk_end_min,
                 in_batch_prefix_min_tokens=self.follow,
+                grid=self.grid,
             ),
             eviction=self.eviction,
             windows=tuple(
@@ -146,6 +149,7 @@ class FakeEngine:
             setup.slots if setup.has_states else 0,
             setup.page_size,
             setup.window_pools,
+            setup.grid,
         )
         self.following = InBatchPrefixSharing(self.cache)
         self.prefixes = Prefixes()
@@ -206,6 +210,8 @@ class FakeEngine:
         preempted, budget = self._schedule_running(budget, victim)
         if not preempted:
             self._schedule_waiting(budget)
+        for request, end in self._work.items():
+            self.cache.cross(request.seq_id, end)
         self.device.run(self.cache.drain_commands())
         self.device.forward([self._forward(r, end) for r, end in self._work.items()])
         for request, end in self._work.items():

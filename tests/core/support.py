@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 from hybrid_plugin.core.cache import Admission, HybridCache
-from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+from hybrid_plugin.core.commands import Command, Copy, Pool, SaveInPass, Zero
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import ExpectedSaving, LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
@@ -64,13 +64,14 @@ def make_cache(
     prompt_end: int = NO_SNAPSHOTS,
     chunk_end: int = NO_SNAPSHOTS,
     policy: LeastRecentlyUsed | None = None,
+    grid: int = 0,
 ) -> HybridCache:
     """A small cache; prompt and chunk ends get snapshots where a test says so."""
     return HybridCache(
         PagePool(pages),
         SlotPool(slots),
         page_size,
-        SnapshotPolicy(page_size, chunk_end),
+        SnapshotPolicy(page_size, chunk_end, grid=grid),
         eviction=ByMinimum(branch, prompt_end) if policy is None else policy,
     )
 
@@ -86,6 +87,10 @@ def span(start: int, end: int) -> Tokens:
 
 def state(source: int, destination: int) -> Copy:
     return Copy(Pool.STATE, source, destination)
+
+
+def save(slot: int, boundary: int, destination: int) -> SaveInPass:
+    return SaveInPass(Pool.STATE, slot, boundary, destination)
 
 
 def page(source: int, destination: int) -> Copy:
@@ -141,6 +146,7 @@ def prefill(
         stops = cache.snapshot_positions_of(seq_id)
         end = min(position + budget, len(tokens))
         position = cache.chunk_end(stops, position, end, len(tokens))
+        cache.cross(seq_id, position)
         steps.append((position, cache.drain_commands()))
         cache.advance(seq_id, position)
     return steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_plugin.core.commands import SaveInPass
 from tests.core.audit import audit
 from tests.core.elastic import ElasticSetup
 from tests.core.support import (
@@ -14,6 +15,7 @@ from tests.core.support import (
     admit,
     make_cache,
     prefill,
+    save,
     serve,
     span,
     start,
@@ -57,6 +59,48 @@ def test_the_copy_runs_behind_the_step_that_reached_the_stop() -> None:
     steps = prefill(cache, "second", tokens)
     assert steps == [(8, [zero(2)]), (16, [state(2, 3)])]
     assert cache.snapshot_positions_of("second") == ()
+
+
+def test_a_pass_keeps_states_at_the_boundaries_inside_it() -> None:
+    cache = make_cache(branch=99, prompt_end=99, grid=8)
+    serve(cache, "first", span(0, 20) + span(30, 36))
+    cache.drain_commands()
+    tokens = span(0, 20) + span(40, 56)
+    found = cache.look_up(tokens)
+    assert (found.match.length, found.match.kv_length) == (16, 20)
+    assert found.snapshot_positions == (24, 32)
+    start(cache, "second", tokens)
+    # One pass, and states at the first and second multiple of 8 behind token 16.
+    kept = [state(2, 4), save(4, 0, 5), save(4, 1, 6)]
+    assert prefill(cache, "second", tokens) == [(36, kept)]
+    assert cache.look_up((*tokens[:33], 99, 99)).match.length == 32
+    audit(cache)
+
+
+def test_a_boundary_is_counted_from_the_start_of_its_pass() -> None:
+    cache = make_cache(branch=99, prompt_end=99, grid=8)
+    tokens = span(0, 44)
+    start(cache, "a", tokens)
+    assert cache.look_up(tokens).snapshot_positions == (32, 40)
+    assert prefill(cache, "a", tokens, budget=20) == [
+        (16, [zero(1)]),
+        (32, []),  # at the end of a pass the state is copied, before the next one
+        (44, [state(1, 2), save(1, 0, 3)]),
+    ]
+
+
+def test_a_snapshot_evicted_before_its_pass_is_not_written() -> None:
+    """Two sequences in one pass, and a single slot beside theirs."""
+    cache = make_cache(slots=4, branch=99, prompt_end=99, grid=8)
+    for name, first in (("short", 100), ("long", 200)):
+        start(cache, name, span(first, first + (10 if name == "short" else 40)))
+    cache.drain_commands()
+    cache.cross("short", 10)
+    assert cache.slots.free == 0
+    cache.cross("long", 40)
+    kept = cache.drain_commands()
+    assert [command.slot for command in kept if isinstance(command, SaveInPass)] == [2]
+    audit(cache)
 
 
 def test_a_chunk_that_misses_the_stop_takes_no_snapshot() -> None:

@@ -56,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_end_min=st.integers(1, 12),
         chunk_end_min=st.integers(1, 12),
         economical=st.booleans(),
+        grid=st.sampled_from((0, 1, 3, 8)),
     )
     def start(
         self,
@@ -69,6 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_end_min: int,
         chunk_end_min: int,
         economical: bool,
+        grid: int,
     ) -> None:
         setup = Setup(
             page_size=self.page_size,
@@ -82,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_end_min=prompt_end_min,
             chunk_end_min=chunk_end_min,
             economical=economical,
+            grid=grid,
         )
         self.engine = FakeEngine(replace(setup, windows=self.windows))
 

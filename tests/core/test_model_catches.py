@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LiveSequence, LookUp
-from hybrid_plugin.core.commands import Command, Copy, Pool, PoolId, Zero
+from hybrid_plugin.core.commands import (
+    Command,
+    Copy,
+    Pool,
+    PoolId,
+    SaveInPass,
+    Zero,
+)
 from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
@@ -57,6 +65,34 @@ class SnapshotsOneStepLate(HybridCache):
         commands = HybridCache.drain_commands(self)
         self._commands = self.__dict__.pop("late", [])
         return commands
+
+
+class ForgetsInteriorSnapshots(HybridCache):
+    """The tree has what no forward pass was asked to write."""
+
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not isinstance(c, SaveInPass)]
+
+
+class KeepsTheNextBoundary(HybridCache):
+    """Has a pass keep the state of one chunk later."""
+
+    def drain_commands(self) -> list[Command]:
+        return [
+            replace(c, boundary=c.boundary + 1) if isinstance(c, SaveInPass) else c
+            for c in HybridCache.drain_commands(self)
+        ]
+
+
+class OrdersInteriorSnapshotsAtOnce(HybridCache):
+    """Has a pass write where a snapshot was before it was evicted for another one."""
+
+    def cross(self, seq_id: str, end: int) -> None:
+        HybridCache.cross(self, seq_id, end)
+        for _, snapshot, slot, boundary in self._interior:
+            self.enqueue(SaveInPass(Pool.STATE, slot, boundary, snapshot.slot))
+        self._interior = []
 
 
 class DonatesUnknownTokens(HybridCache):
@@ -288,6 +324,9 @@ CONTENT = [
     SkipsZeroing,
     ReversesCommands,
     SnapshotsOneStepLate,
+    ForgetsInteriorSnapshots,
+    KeepsTheNextBoundary,
+    OrdersInteriorSnapshotsAtOnce,
     DonatesUnknownTokens,
     DonatesShort,
     IgnoresNamespaces,

@@ -20,10 +20,11 @@ def stops(
     branch: int = 1,
     prompt_end: int = 1,
     body: int = NO_SNAPSHOTS,
+    grid: int = 0,
 ) -> tuple[int, ...]:
     """Positions where snapshots are planned that save at least so many tokens."""
     least = {BRANCH: branch, PROMPT_END: prompt_end, BODY: body}
-    planned = SnapshotPolicy(page_size).prefill_positions(
+    planned = SnapshotPolicy(page_size, grid=grid).prefill_positions(
         length=length,
         hit=hit,
         kv_length=kv_length,
@@ -50,6 +51,60 @@ def test_a_branch_point_is_floored_to_a_page(
     kv_length: int, expected: tuple[int, ...]
 ) -> None:
     assert stops(100, kv_length=kv_length) == expected
+
+
+@pytest.mark.parametrize(
+    ("page_size", "grid", "step"),
+    [(16, 0, 16), (16, 64, 64), (96, 64, 192), (16, 1, 16)],
+)
+def test_positions_inside_a_pass_suit_pages_and_kernels(
+    page_size: int, grid: int, step: int
+) -> None:
+    policy = SnapshotPolicy(page_size, grid=grid)
+    assert policy.step == step
+    assert policy.is_interior(3 * step) == (grid > 0)
+    assert not policy.is_interior(3 * step + page_size // 2)
+    assert policy.align_chunk_end(0, 3 * step + step // 2) == 3 * step
+
+
+@pytest.mark.parametrize(
+    ("branch", "prompt_end", "expected"),
+    [(33, 49, (128, 192)), (32, 49, (160, 192)), (33, 48, (128, 240))],
+)
+def test_inside_a_pass_positions_are_rounded_down_unless_a_pause_pays(
+    branch: int, prompt_end: int, expected: tuple[int, ...]
+) -> None:
+    """The branch lies 32 tokens behind a boundary, the prompt's end 48."""
+    found = stops(250, kv_length=170, grid=64, branch=branch, prompt_end=prompt_end)
+    assert found == expected
+
+
+def test_inside_a_pass_one_boundary_serves_both_kinds() -> None:
+    assert stops(250, kv_length=200, grid=64, branch=99, prompt_end=99) == (192,)
+    assert stops(250, hit=192, kv_length=200, grid=64, branch=9, prompt_end=99) == ()
+
+
+def test_what_is_asked_for_costs_no_pause_where_a_boundary_is_near() -> None:
+    def planned(grid: int, least: int) -> dict[int, SnapshotKind]:
+        return SnapshotPolicy(16, grid=grid).prefill_positions(
+            length=250,
+            hit=0,
+            kv_length=0,
+            wanted={170: SnapshotKind.SYSTEM},
+            repays=lambda kind, saved: kind is SnapshotKind.SYSTEM and saved >= least,
+        )
+
+    assert planned(0, least=1000) == {160: SnapshotKind.SYSTEM}
+    assert planned(64, least=1000)[128] is SnapshotKind.SYSTEM
+    assert planned(64, least=32)[160] is SnapshotKind.SYSTEM
+
+
+def test_kinds_without_a_use_are_not_planned() -> None:
+    policy = SnapshotPolicy(16, grid=64)
+    planned = policy.prefill_positions(
+        length=250, hit=0, kv_length=130, useless=(PROMPT_END, BODY)
+    )
+    assert planned == {128: BRANCH}
 
 
 def test_no_stop_at_or_before_the_hit() -> None:

@@ -59,6 +59,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
         setup,
         economical=side.random() < 0.3,
         follow=side.choice((0, 1, 2 * page_size)),
+        grid=side.choice((0, 0, 1, 3, 2 * page_size)),
     )
 
 

@@ -232,7 +232,7 @@ class Bench:
     def _launch(self, reqs: list[Req]) -> Batch:
         batch: Any = Batch(reqs, self.rows)
         added, _, _ = token_placement.extend(self.cache, batch)
-        self.cache.run_commands()
+        self.cache.step_begins(batch)
         self.forward(batch, added)
         self.cache.step_launched(batch)
         for req in reqs:

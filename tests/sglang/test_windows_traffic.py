@@ -182,7 +182,7 @@ class WindowBench(Bench):
         batch.forward_mode = SimpleNamespace(is_extend=lambda: False)
         positions = token_placement.decode(self.cache, batch)
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
-        self.cache.run_commands()
+        self.cache.step_begins(batch)
         self.forward(batch, positions)
         self.cache.step_launched(batch)
         for req in reqs:

@@ -22,8 +22,9 @@ HONOURED = {
     "gpu_memory_budget": "1500MB",
     "state_memory_ratio": 0.1,
     "in_batch_prefix_min_tokens": 0,
+    "kernels": "ours",
 }
-OF_POOLS = frozenset(HONOURED) - {"enabled", "in_batch_prefix_min_tokens"}
+OF_POOLS = frozenset(HONOURED) - {"enabled", "in_batch_prefix_min_tokens", "kernels"}
 
 
 def hybrid_config(**options: object) -> tuple[str, str]:

@@ -2,9 +2,10 @@
 """In-batch prefix sharing: sequences wait for another one to compute their prefix.
 
 Sequences that arrive together with the same prefix would each compute it, because no
-snapshot exists yet.  Therefore one of them, the *leader*, pauses where they diverge and
-takes a snapshot.  The *followers* wait for it and resume there.  They would have had to
-compute the prefix themselves, so waiting costs little even on an idle device.
+snapshot exists yet.  Therefore one of them, the *leader*, takes a snapshot where they
+diverge: inside a forward pass, or it pauses.  The *followers* wait and resume there.
+They would have had to compute the prefix themselves, so waiting costs little even on an
+idle device.
 
 A sequence follows a live sequence, or one before it in the queue.  It never waits for a
 leader that has passed the position already.  So every wait ends: the leader reaches the
@@ -59,22 +60,24 @@ class Prefill:
         """Key that is equal for all sequences that can share a prefix."""
         return self.namespace, self.tokens[:page_size].tobytes()
 
-    def position_for(self, follower: Prefill, page_size: int, fewest: int) -> int:
-        """Where it would pause for a follower; 0 if waiting does not pay.
+    def position_for(self, follower: Prefill, policy: SnapshotPolicy) -> int:
+        """Where it would take a snapshot for a follower; 0 if waiting does not pay.
 
         Args:
             follower: the sequence that would wait.
-            page_size: tokens in a page; snapshots lie at page ends.
-            fewest: minimum number of tokens that waiting must save.
+            policy: where snapshots can lie, and how much waiting must save.
         """
-        shared = common_units(self.tokens, follower.tokens, page_size)
-        last = (min(len(self.tokens), len(follower.tokens)) - 1) // page_size
-        position = min(shared, last) * page_size
+        step, fewest = policy.step, policy.in_batch_prefix_min_tokens
+        shared = common_units(self.tokens, follower.tokens, step)
+        last = (min(len(self.tokens), len(follower.tokens)) - 1) // step
+        position = min(shared, last) * step
         if position < max(fewest, _SHORTEST) or position <= self.reached:
             return 0
         saved = position - follower.reached
         if saved < fewest:
             return 0
+        if policy.grid:
+            return position
         least = position - (1 - ENOUGH) * saved
         return max([p for p in self.pauses if least <= p <= position], default=position)
 
@@ -160,7 +163,7 @@ class InBatchPrefixSharing:
         for sequence in waiting:
             group = groups[sequence.beginning(size)]
             positions = [
-                (one.position_for(sequence, size, self._fewest), one) for one in group
+                (one.position_for(sequence, self._cache.policy), one) for one in group
             ]
             position, leader = max(positions, default=(0, None), key=lambda at: at[0])
             if leader is None or not position:

@@ -23,11 +23,17 @@ chat with it already hits.
 All positions but the turn end are rounded down to a page end.  Two prompts may agree by
 chance on a few tokens after their common prefix; rounding ignores these, and whole
 pages are shared without a copy.
+
+A state that a forward pass leaves behind can be copied: the prefill pauses there, which
+costs a pass.  Where the kernels keep states inside a pass too (*interior* snapshots),
+they do so at multiples of their chunk, and a snapshot costs no pass.  Positions are
+rounded down to such a multiple then, unless the tokens in between are worth a pause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.policy.divergence import Divergences
@@ -46,7 +52,7 @@ def always(kind: SnapshotKind, saved: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPolicy:
-    """Plans the positions at which a prefill pauses for a snapshot.
+    """Plans the positions of a prefill at which snapshots are taken.
 
     Every pause costs an additional forward pass, which the snapshot has to repay.
     """
@@ -64,6 +70,17 @@ class SnapshotPolicy:
     in_batch_prefix_min_tokens: int = 0
     """Minimum number of tokens that a sequence saves by waiting for another one to
     compute their common prefix; 0 disables waiting.  See `in_batch_sharing`."""
+    grid: int = 0
+    """A forward pass can keep states at multiples of so many tokens; 0 if it cannot."""
+
+    @property
+    def step(self) -> int:
+        """Tokens between positions at which a snapshot costs least."""
+        return math.lcm(self.page_size, self.grid) if self.grid else self.page_size
+
+    def is_interior(self, position: int) -> bool:
+        """Whether a forward pass can keep the state at a position, without a pause."""
+        return self.grid > 0 and position % self.step == 0
 
     def prefill_positions(
         self,
@@ -74,8 +91,11 @@ class SnapshotPolicy:
         wanted: Mapping[int, SnapshotKind] | None = None,
         prompt_end: int | None = None,
         repays: Repays = always,
+        useless: Collection[SnapshotKind] = (),
     ) -> dict[int, SnapshotKind]:
-        """Return the positions where the prefill of a sequence pauses, ascending.
+        """Return the positions where a prefill's snapshots are taken, ascending.
+
+        At those that are not `is_interior` it pauses.
 
         Args:
             length: tokens of the sequence.
@@ -85,25 +105,27 @@ class SnapshotPolicy:
             prompt_end: end of the last message; by default the end of the sequence.
             repays: whether a snapshot of a kind that saves so many tokens is worth a
                 forward pass.
+            useless: kinds of snapshots that nobody would use.
         """
         # At least one token must be left to compute when a sequence resumes.
         last = self._floor(length - 1)
         planned: dict[int, SnapshotKind] = {}
         branch = min(self._floor(kv_length), last)
-        if _exists(branch, hit) and repays(SnapshotKind.BRANCH, branch - hit):
-            planned[branch] = SnapshotKind.BRANCH
+        self._plan(planned, branch, SnapshotKind.BRANCH, hit, repays)
         for asked, kind in (wanted or {}).items():
-            position = self._floor(asked)
-            if position <= last and _exists(position, hit):
-                planned.setdefault(position, kind)
+            if self._floor(asked) <= last:
+                # Without a pause it is cheap; the exact position has to repay one.
+                asks = repays if self.grid else always
+                self._plan(planned, self._floor(asked), kind, hit, asks)
         end = last if prompt_end is None else min(self._floor(prompt_end), last)
+        body = self._body(length, last, max(planned, default=hit))
         for position, kind in (
-            (self._body(length, last, max(planned, default=hit)), SnapshotKind.BODY),
+            (body, SnapshotKind.BODY),
             (end, SnapshotKind.PROMPT_END),
         ):
-            before = max(planned, default=hit)
-            if _exists(position, before) and repays(kind, position - before):
-                planned[position] = kind
+            if kind not in useless:
+                before = max(planned, default=hit)
+                self._plan(planned, position, kind, before, repays)
         return dict(sorted(planned.items()))
 
     def snapshot_positions_of(
@@ -114,6 +136,7 @@ class SnapshotPolicy:
         kv_length: int,
         snapshot_at: Sequence[int] = (),
         repays: Repays = always,
+        useless: Collection[SnapshotKind] = (),
     ) -> dict[int, SnapshotKind]:
         """Return the positions of a sequence, including those from its messages.
 
@@ -122,7 +145,7 @@ class SnapshotPolicy:
             hit: tokens that are restored, not computed.
             kv_length: tokens whose KV the tree has (`Match.kv_length`).
             snapshot_at: positions at which the application asks for a snapshot.
-            repays: as for `prefill_positions`.
+            repays, useless: as for `prefill_positions`.
         """
         wanted = dict.fromkeys(snapshot_at, SnapshotKind.REQUESTED)
         prompt_end = None
@@ -139,20 +162,48 @@ class SnapshotPolicy:
             wanted=wanted,
             prompt_end=prompt_end,
             repays=repays,
+            useless=useless,
         )
 
     def align_chunk_end(self, start: int, end: int) -> int:
         """Return where a chunk that the engine ends at `end` should end.
 
-        A snapshot must lie at a page end; the rest of the page goes to the next chunk.
+        A snapshot must lie at a page end, and costs least at a multiple of `step`; the
+        rest goes to the next chunk.
         """
-        floored = self._floor(end)
+        floored = end // self.step * self.step
         return floored if floored >= start + 2 else end
 
     def keeps_chunk_end(self, position: int, last: int) -> bool:
         """Whether a chunk end gets a snapshot; `last` is the previous snapshot."""
         on_page = position % self.page_size == 0
         return on_page and position - last >= self.chunk_end_min_tokens
+
+    def _plan(
+        self,
+        planned: dict[int, SnapshotKind],
+        position: int,
+        kind: SnapshotKind,
+        before: int,
+        repays: Repays,
+    ) -> None:
+        """Add a snapshot at `position`, or where it can be had without a pause.
+
+        Args:
+            planned: what is planned so far.
+            position: the page end that would serve best.
+            kind: of the snapshot.
+            before: the position that it would have to be resumed from without it.
+            repays: as for `prefill_positions`.
+        """
+        inside = position // self.step * self.step
+        free = self.grid > 0 and _exists(inside, before)
+        if free:
+            before = inside
+        if _exists(position, before) and repays(kind, position - before):
+            planned.setdefault(position, kind)
+        elif free:
+            planned.setdefault(inside, kind)
 
     def _body(self, length: int, last: int, before: int) -> int:
         """Where later prompts will most likely part; 0 if not behind `before`."""

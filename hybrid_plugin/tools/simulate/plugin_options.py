@@ -21,6 +21,7 @@ _HONOURED = frozenset(
         "gpu_memory_budget",
         "state_memory_ratio",
         "in_batch_prefix_min_tokens",
+        "kernels",
     }
 )
 _REASONS = {

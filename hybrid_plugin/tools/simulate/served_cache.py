@@ -111,6 +111,8 @@ class PluginCache:
 
     def step_scheduled(self, jobs: Sequence[Job]) -> bool:
         """Take the commands, then note progress."""
+        for job in jobs:
+            self._front_door.cross(job.seq_id, job.computed)
         commands = self.cache.drain_commands()
         for job in jobs:
             self._front_door.advance(job.seq_id, job.computed)
