@@ -93,6 +93,7 @@ def prefill(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
     if extra:
         tables["has_initial"] = torch.ones(2, dtype=torch.bool)
         tables["boundary_slots"] = torch.zeros(2, 3, dtype=torch.int64)
+        tables["offsets"] = torch.zeros(2, dtype=torch.int32)
     layer.prefill(
         layer.make(300, dtype=dtype),
         **tables,

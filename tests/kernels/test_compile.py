@@ -17,6 +17,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_for_gpu.py")
 SHAPES = {
     "bfloat16-128x128": "bfloat16 128 128 bare",
+    "bfloat16-128x128-tables": "bfloat16 128 128 extra",
     "float16-64x256": "float16 64 256 extra",
 }
 if "HYBRID_TEST_ALL" in os.environ:  # three minutes, for operands that few models have

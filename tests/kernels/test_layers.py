@@ -355,6 +355,8 @@ def test_wrong_arguments_are_refused(layer: Layer) -> None:
     wrong += [{"slots": tables["slots"].float()}, {"slots": torch.arange(3)}]
     wrong += [{"cu_seqlens": torch.tensor([0.0, 1, 3])}]
     wrong += [{"has_initial": torch.ones(2)}, {"has_initial": torch.ones(3) > 0}]
+    wrong += [{"offsets": torch.zeros(2)}, {"offsets": torch.arange(3)}]
+    wrong += [{"offsets": torch.arange(4)[::2]}]
     wrong += [{"boundary_slots": torch.arange(2)}]
     wrong += [{"boundary_slots": torch.arange(4).view(2, 2).T}]
     for change in wrong:

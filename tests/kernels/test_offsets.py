@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from .common import assert_near, cu_seqlens
+from .common import assert_near, cu_seqlens, on
 from .layers import SMALL, Layer, names
 
 Run = Callable[..., torch.Tensor]
+Switch = Callable[[], AbstractContextManager[None]]
 layers = pytest.mark.parametrize("layer", SMALL, ids=names(SMALL))
 COLUMNS = 3
 
@@ -82,6 +84,21 @@ def check(layer: Layer, batch: Sequence[Resumed], run: Run) -> None:
         assert_near(f"slot {slot}", pool[slot], expected[slot], 1e-5)
 
 
+def on_triton_with(layer: Layer, device: str, switch: Switch) -> Run:
+    """`layer.prefill` in Triton, for tensors on the CPU."""
+
+    def run(
+        inputs: dict[str, Any], *, pool: torch.Tensor, **tables: torch.Tensor
+    ) -> torch.Tensor:
+        states = pool.to(device)
+        with switch():
+            out = layer.prefill(on(device, inputs), pool=states, **on(device, tables))
+        pool.copy_(states)
+        return out.cpu()
+
+    return run
+
+
 def without_offsets(layer: Layer) -> Run:
     """The operation, broken on purpose."""
 
@@ -102,6 +119,22 @@ def test_reference_prefill_is_the_definition(
 
 
 @layers
+@settings(
+    max_examples=2,
+    deadline=None,
+    # The fixtures hold nothing that an example changes.
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(batch=st.lists(sequences, min_size=1, max_size=3))
+@example(batch=SHORT)
+@example(batch=[Resumed(70, 63), Resumed(0, 63), Resumed(1, 63), Resumed(65, 1)])
+def test_triton_prefill_is_the_definition(
+    layer: Layer, device: str, on_triton: Switch, batch: list[Resumed]
+) -> None:
+    check(layer, batch, on_triton_with(layer, device, on_triton))
+
+
+@layers
 def test_check_sees_offsets_that_are_ignored(layer: Layer) -> None:
     batch = [Resumed(100, 0), Resumed(100, 40)]
     check(layer, batch, layer.prefill)
@@ -118,31 +151,93 @@ def test_reference_refuses_offsets_outside_a_chunk(layer: Layer, offset: int) ->
 
 @layers
 def test_reference_splits_at_multiples_of_64_keep_the_bits(layer: Layer) -> None:
-    """A sequence that goes on at token 100, in one call or in calls split there."""
-    split_bits(layer, layer.prefill, "cpu")
+    split_bits(layer, layer.prefill)
 
 
-def split_bits(layer: Layer, prefill: Run, device: str) -> None:
-    """Tokens 100 to 300, at once, split at 128, at 128 and 256, and by 64 + 64."""
-    inputs = {name: x.to(device) for name, x in layer.make(200).items()}
-    pool = layer.states(4).to(device)
-    pool[1:] = pool[0]
+@layers
+def test_triton_splits_at_multiples_of_64_keep_the_bits(
+    layer: Layer, device: str, on_triton: Switch
+) -> None:
+    split_bits(layer, on_triton_with(layer, device, on_triton))
+
+
+def split_bits(layer: Layer, prefill: Run) -> None:
+    """Tokens 104 to 232 of a sequence, at once and split at 128 and 192.
+
+    In multiples of 8: elsewhere PyTorch's exp has other bits in a call's last tokens.
+    """
+    inputs, pool = layer.make(128), layer.states(2)
+    pool[1] = pool[0]
+    outs = [
+        in_calls(layer, prefill, inputs, bounds, pool=pool, slots=torch.tensor([slot]))
+        for slot, bounds in enumerate(([104, 232], [104, 128, 192, 232]))
+    ]
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(pool[1], pool[0])
+
+
+def in_calls(
+    layer: Layer,
+    prefill: Run,
+    inputs: dict[str, Any],
+    bounds: Sequence[int],
+    **tables: Any,
+) -> torch.Tensor:
+    """One sequence, prefilled from each of the absolute `bounds` to the next."""
+    outs = [
+        prefill(
+            layer.part(inputs, slice(start - bounds[0], end - bounds[0])),
+            cu_seqlens=cu_seqlens([end - start]),
+            offsets=torch.tensor([start % 64]),
+            **tables,
+        )
+        for start, end in pairwise(bounds)
+    ]
+    return torch.cat(outs)
+
+
+@layers
+@pytest.mark.parametrize("split", [5, 100, 130])
+def test_reference_splits_anywhere_keep_the_boundaries(
+    layer: Layer, split: int
+) -> None:
+    split_boundaries(layer, layer.prefill, split)
+
+
+@layers
+def test_triton_splits_anywhere_keep_the_boundaries(
+    layer: Layer, device: str, on_triton: Switch
+) -> None:
+    split_boundaries(layer, on_triton_with(layer, device, on_triton), 100)
+
+
+def split_boundaries(layer: Layer, prefill: Run, split: int) -> None:
+    """A prompt in two calls hands out its states after 64, 128 and 192 tokens.
+
+    Its last bits may differ from those of one call, whose second chunk is not cut.
+    """
+    inputs, pool = layer.make(195), layer.states(4)
+    origin = pool[0].clone()
+    done = split // 64
     outs = []
-    for slot, bounds in enumerate(
-        ([100, 300], [100, 128, 300], [100, 128, 256, 300], [100, 192, 300])
+    for start, end, kept in (
+        (0, split, [1, 2, 3]),
+        (split, 195, [1, 2, 3][done:] + [-1] * done),
     ):
-        parts = []
-        for start, end in pairwise(bounds):
-            parts.append(
-                prefill(
-                    layer.part(inputs, slice(start - 100, end - 100)),
-                    pool=pool,
-                    cu_seqlens=cu_seqlens([end - start], device),
-                    slots=torch.tensor([slot], device=device),
-                    offsets=torch.tensor([start % 64], device=device),
-                )
+        outs.append(
+            prefill(
+                layer.part(inputs, slice(start, end)),
+                pool=pool,
+                cu_seqlens=cu_seqlens([end - start]),
+                slots=torch.tensor([0]),
+                boundary_slots=torch.tensor([kept]),
+                offsets=torch.tensor([start % 64]),
             )
-        outs.append(torch.cat(parts))
-    for slot in range(1, 4):
-        assert torch.equal(outs[slot], outs[0])
-        assert torch.equal(pool[slot], pool[0])
+        )
+    expected, final = layer.define(inputs, origin)
+    assert_near("out", torch.cat(outs), expected, 1e-5)
+    assert_near("final", pool[0], final, 1e-5)
+    for column in range(3):
+        part = layer.part(inputs, slice(64 * (column + 1)))
+        state = layer.define(part, origin)[1]
+        assert_near(f"boundary {column}", pool[1 + column], state, 1e-5)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the chunked recurrence with one decay per head and token.
 
-Chunks of 64 tokens are aligned to each sequence's start. `gate_kernel` computes
+Chunks of 64 tokens are aligned to each sequence's start; with `offsets`, to absolute
+multiples of 64, and a sequence's first chunk may be short. `gate_kernel` computes
 running sums of log decays within chunks, `state_kernel` hands every chunk its start
 state, `output_kernel` does the rest; the delta rule corrects its values first.
 Notation and derivation: `hybrid_kernels._common.linear.chunk`. No block size
@@ -23,32 +24,96 @@ COUNTS = ["sequences", "search_steps", "boundaries", "total_head"]
 
 
 @triton.jit
-def find(number, cu_seqlens, sequences, search_steps, SIZE: tl.constexpr):
-    """The sequence of a chunk, by bisection.
+def number_of_first(sequence, start, SIZE: tl.constexpr, HAS_OFFSETS: tl.constexpr):
+    """The number of the first chunk of a sequence that starts at row `start`.
 
-    Chunk `c` of sequence `n` has the number ``cu_seqlens[n] // SIZE + n + c``: in
-    order and never twice, without counting the chunks of earlier sequences.
+    Numbers are in order and never twice, without counting the chunks of earlier
+    sequences: `t` tokens lie in at most ``t // SIZE + 1`` chunks if the first one is
+    whole, else in at most ``t // SIZE + 2``.
     """
+    number = start // SIZE + sequence
+    if HAS_OFFSETS:
+        number += sequence
+    return number
+
+
+@triton.jit
+def find(
+    number,
+    cu_seqlens,
+    sequences,
+    search_steps,
+    SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
+    """The sequence of a chunk, by bisection."""
     low = 0
     high = sequences
     for _ in range(search_steps):
         middle = (low + high) // 2
         before = tl.load(cu_seqlens + middle).to(tl.int32)
-        found = before // SIZE + middle <= number
+        found = number_of_first(middle, before, SIZE, HAS_OFFSETS) <= number
         low = tl.where(found, middle, low)
         high = tl.where(found, high, middle)
     return low
 
 
 @triton.jit
-def locate(number, cu_seqlens, sequences, search_steps, SIZE: tl.constexpr):
+def how_many(offset, tokens, SIZE: tl.constexpr, HAS_OFFSETS: tl.constexpr):
+    """The number of a sequence's chunks."""
+    chunks = (tokens + SIZE - 1) // SIZE
+    if HAS_OFFSETS:
+        # No tokens lie in no chunk, though the offset may be in the middle of one.
+        chunks = tl.where(tokens > 0, (offset + tokens + SIZE - 1) // SIZE, 0)
+    return chunks
+
+
+@triton.jit
+def cut(chunk, offset, tokens, SIZE: tl.constexpr, HAS_OFFSETS: tl.constexpr):
+    """A chunk's first token, counted from its sequence's, and its number of tokens.
+
+    The number is not positive if the sequence ends before the chunk.
+    """
+    first = chunk * SIZE
+    length = tl.minimum(tokens - first, SIZE)
+    if HAS_OFFSETS:
+        end = tl.minimum(first + SIZE - offset, tokens)
+        first = tl.maximum(first - offset, 0)
+        length = end - first
+    return first, length
+
+
+@triton.jit
+def ends_at_boundary(
+    first, length, offset, SIZE: tl.constexpr, HAS_OFFSETS: tl.constexpr
+):
+    """Whether a boundary lies behind a chunk's tokens."""
+    whole = length == SIZE
+    if HAS_OFFSETS:
+        whole = (offset + first + length) % SIZE == 0
+    return whole
+
+
+@triton.jit
+def locate(
+    number,
+    cu_seqlens,
+    offsets,
+    sequences,
+    search_steps,
+    SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
     """A chunk's first token and its number of tokens; 0 for a surplus program."""
-    sequence = find(number, cu_seqlens, sequences, search_steps, SIZE)
+    sequence = find(number, cu_seqlens, sequences, search_steps, SIZE, HAS_OFFSETS)
     start = tl.load(cu_seqlens + sequence).to(tl.int32)
     end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
-    first = start + (number - start // SIZE - sequence) * SIZE
-    length = tl.maximum(tl.minimum(end - first, SIZE), 0)
-    return first.to(tl.int64), length
+    chunk = number - number_of_first(sequence, start, SIZE, HAS_OFFSETS)
+    offset = 0
+    if HAS_OFFSETS:
+        offset = tl.load(offsets + sequence).to(tl.int32)
+    first, length = cut(chunk, offset, end - start, SIZE, HAS_OFFSETS)
+    return (start + first).to(tl.int64), tl.maximum(length, 0)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -57,6 +122,7 @@ def gate_kernel(
     A,
     dt_bias,
     cu_seqlens,
+    offsets,
     total,
     time,
     sequences,
@@ -69,9 +135,13 @@ def gate_kernel(
     BLOCK: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
 ):
     """Running sums of log decays within a chunk, and softplus of time steps."""
-    first, length = locate(tl.program_id(0), cu_seqlens, sequences, search_steps, SIZE)
+    number = tl.program_id(0)
+    first, length = locate(
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
+    )
     if length > 0:
         position = tl.arange(0, SIZE)
         head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -102,6 +172,7 @@ def state_kernel(
     ends,
     states,
     cu_seqlens,
+    offsets,
     pool,
     slots,
     has_initial,
@@ -128,6 +199,7 @@ def state_kernel(
     WIDE_G: tl.constexpr,
     HAS_TIME: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     ROUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -141,7 +213,7 @@ def state_kernel(
     sequence = tl.program_id(2).to(tl.int64)
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
     tokens = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - start
-    number = (start // SIZE + sequence) * heads + head
+    number = number_of_first(sequence, start, SIZE, HAS_OFFSETS) * heads + head
     channel = tl.arange(0, BLOCK_K)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k = channel < K
@@ -171,10 +243,11 @@ def state_kernel(
     if DELTA:
         w += (start * heads + head) * K
     position = tl.arange(0, SIZE)
-    chunks = (tokens + SIZE - 1) // SIZE
-    for chunk in range(chunks):
-        first = chunk * SIZE
-        length = tl.minimum(tokens - first, SIZE)
+    offset = 0
+    if HAS_OFFSETS:
+        offset = tl.load(offsets + sequence).to(tl.int64)
+    for chunk in range(how_many(offset, tokens, SIZE, HAS_OFFSETS)):
+        first, length = cut(chunk, offset, tokens, SIZE, HAS_OFFSETS)
         token = first + position
         inside = position < length
         tl.store(
@@ -210,9 +283,10 @@ def state_kernel(
             b_state = b_state * tl.exp(last)
         b_state += tl.dot(b_k, b_v.to(b_k.dtype), input_precision=PRECISION)
         if ROUND:  # noqa: SIM102 - one is a constant
-            if length == SIZE:
+            if ends_at_boundary(first, length, offset, SIZE, HAS_OFFSETS):
                 b_state = b_state.to(pool.dtype.element_ty).to(tl.float32)
-        if (chunk < boundaries) & (length == SIZE):
+        listed = chunk < boundaries
+        if listed & ends_at_boundary(first, length, offset, SIZE, HAS_OFFSETS):
             target = tl.load(boundary_slots + sequence * boundary_row + chunk)
             target = target.to(tl.int64)
             rows = tl.where(target >= 0, K, 0)
@@ -240,6 +314,7 @@ def output_kernel(
     gate,
     states,
     cu_seqlens,
+    offsets,
     out,
     scale,
     epsilon,
@@ -266,6 +341,7 @@ def output_kernel(
     HAS_TIME: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     USE_QK_L2NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -273,7 +349,9 @@ def output_kernel(
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // blocks).to(tl.int64)
     number = tl.program_id(1)
-    first, length = locate(number, cu_seqlens, sequences, search_steps, SIZE)
+    first, length = locate(
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
+    )
     if length > 0:
         position = tl.arange(0, SIZE)
         inside = position < length

@@ -128,9 +128,10 @@ class Prepared:
     """``[chunks, HV, K]``, log decays of whole chunks by channel, float32."""
 
 
-def most_chunks(tokens: int, sequences: Sequences, size: int = CHUNK) -> int:
+def most_chunks(tokens: int, sequences: Sequences) -> int:
     """An upper bound on chunk numbers, known without asking the device."""
-    return tokens // size + sequences.count
+    partial = 1 if sequences.offsets is None else 2
+    return tokens // CHUNK + sequences.count * partial
 
 
 def search(sequences: Sequences) -> tuple[int, int]:
@@ -171,6 +172,7 @@ def gates(operands: Operands, sequences: Sequences) -> Prepared:
         A,
         operands.dt_bias,
         sequences.cu_seqlens,
+        sequences.offsets,
         total,
         time,
         *search(sequences),
@@ -181,6 +183,7 @@ def gates(operands: Operands, sequences: Sequences) -> Prepared:
         BLOCK=block,
         HAS_A=A is not None,
         HAS_DT_BIAS=operands.dt_bias is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
     )
     scaled = time if operands.scale_v else None
     return Prepared(operands.k, operands.v, total=total, time=scaled)
@@ -208,6 +211,7 @@ def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
         prepared.ends,
         states,
         sequences.cu_seqlens,
+        sequences.offsets,
         pool,
         sequences.slots,
         flags(sequences),
@@ -229,6 +233,7 @@ def pass_states(prepared: Prepared, sequences: Sequences) -> torch.Tensor:
         WIDE_G=prepared.ends is not None,
         HAS_TIME=prepared.time is not None,
         HAS_INITIAL=sequences.has_initial is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         ROUND=rounds(sequences),
         PRECISION=blocks.precision,
         num_warps=tuning.warps,
@@ -267,6 +272,7 @@ def outputs(
         gate,
         states,
         sequences.cu_seqlens,
+        sequences.offsets,
         out,
         operands.scale,
         EPSILON,
@@ -287,6 +293,7 @@ def outputs(
         HAS_TIME=prepared.time is not None,
         HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         USE_QK_L2NORM=operands.use_qk_l2norm,
         PRECISION=blocks.precision,
         num_warps=tuning.warps,

@@ -83,8 +83,6 @@ def prefill(
     operands.check(sequences.pool)
     sequences.check()
     result = _output(operands, out)
-    if sequences.offsets is not None and on_gpu(result):
-        raise NotImplementedError("offsets on a GPU")
     backend(package, result).prefill(operands, sequences, result)
     return result
 

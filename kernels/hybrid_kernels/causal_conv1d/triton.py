@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hybrid_kernels._common.chunk_kernels import find
-from hybrid_kernels._common.linear_chunk import boundary_table, flags, most_chunks
+from hybrid_kernels._common.linear_chunk import boundary_table, flags
 from hybrid_kernels._common.tables import Drafts, Sequences
 from hybrid_kernels.causal_conv1d.reference import Operands
 
@@ -184,6 +184,7 @@ def _prefill_kernel(
     weight,
     bias,
     cu_seqlens,
+    offsets,
     pool,
     slots,
     has_initial,
@@ -209,6 +210,7 @@ def _prefill_kernel(
     INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -219,7 +221,7 @@ def _prefill_kernel(
     that no program writes what another reads. Padding counts as a sequence more.
     """
     number = tl.program_id(0)
-    sequence = find(number, cu_seqlens, sequences + 1, search_steps, TOKENS)
+    sequence = find(number, cu_seqlens, sequences + 1, search_steps, TOKENS, False)
     padding = sequence == sequences
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
     end = tl.load(cu_seqlens + tl.minimum(sequence + 1, sequences)).to(tl.int64)
@@ -366,7 +368,10 @@ def _prefill_kernel(
                 tl.store(p_out, total.to(out.dtype.element_ty), mask=mask)
 
     if sequence != sequences:
-        for part in range(first // every, stop // every):
+        offset = 0
+        if HAS_OFFSETS:
+            offset = tl.load(offsets + sequence).to(tl.int32)
+        for part in range((first + offset) // every, (stop + offset) // every):
             if part < boundaries:
                 target = tl.load(boundary_slots + sequence * boundary_row + part)
                 _write_state(
@@ -375,7 +380,7 @@ def _prefill_kernel(
                     channel,
                     live,
                     start,
-                    (part + 1) * every,
+                    (part + 1) * every - offset,
                     slot,
                     stateful,
                     target.to(tl.int64),
@@ -531,13 +536,14 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         out.zero_()
         return
     table, boundaries, boundary_row = boundary_table(sequences)
-    # One more than there are sequences: padding behind them.
-    programs = most_chunks(tokens, sequences, _TOKENS) + 1
+    # One sequence more than there are: padding behind them.
+    programs = tokens // _TOKENS + count + 1
     _prefill_kernel[(programs, triton.cdiv(channels, _CHANNELS))](
         x,
         weight,
         operands.bias,
         sequences.cu_seqlens,
+        sequences.offsets,
         pool,
         sequences.slots,
         flags(sequences),
@@ -559,6 +565,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         INPUTS=4,
         HAS_BIAS=operands.bias is not None,
         HAS_INITIAL=sequences.has_initial is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         SILU=operands.activation == "silu",
         TOKENS=_TOKENS,
         CHANNELS=_CHANNELS,

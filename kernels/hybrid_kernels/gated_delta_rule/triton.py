@@ -36,6 +36,7 @@ def _correct_kernel(
     A,
     dt_bias,
     cu_seqlens,
+    offsets,
     unit_k,
     w,
     u,
@@ -62,6 +63,7 @@ def _correct_kernel(
     USE_QK_L2NORM: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -71,8 +73,9 @@ def _correct_kernel(
     computed on the way.
     """
     head = tl.program_id(1)
+    number = tl.program_id(0)
     first, length = chunk_kernels.locate(
-        tl.program_id(0), cu_seqlens, sequences, search_steps, SIZE
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
     )
     if length > 0:
         position = tl.arange(0, SIZE)
@@ -168,6 +171,7 @@ def _correct(operands: Operands, sequences: Sequences) -> chunk.Prepared:
         operands.A,
         operands.dt_bias,
         sequences.cu_seqlens,
+        sequences.offsets,
         unit_k,
         w,
         u,
@@ -189,6 +193,7 @@ def _correct(operands: Operands, sequences: Sequences) -> chunk.Prepared:
         USE_QK_L2NORM=operands.use_qk_l2norm,
         HAS_A=operands.A is not None,
         HAS_DT_BIAS=operands.dt_bias is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         PRECISION=blocks.precision,
         INVERSE=blocks.inverse,
         num_warps=tuning.warps,

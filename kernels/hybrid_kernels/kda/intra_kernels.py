@@ -30,6 +30,7 @@ def decay_kernel(
     A,
     dt_bias,
     cu_seqlens,
+    offsets,
     total,
     grown_q,
     grown_k,
@@ -56,6 +57,7 @@ def decay_kernel(
     USE_QK_L2NORM: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
 ):
     """Running sums of log decays in one chunk, and queries and keys scaled by them.
 
@@ -64,7 +66,7 @@ def decay_kernel(
     head = tl.program_id(0)
     number = tl.program_id(1)
     first, length = chunk_kernels.locate(
-        number, cu_seqlens, sequences, search_steps, SIZE
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
     )
     if length > 0:
         element: tl.constexpr = end_k.dtype.element_ty
@@ -227,6 +229,7 @@ def pair_kernel(
     k,
     beta,
     cu_seqlens,
+    offsets,
     total,
     sizes,
     weights,
@@ -248,6 +251,7 @@ def pair_kernel(
     BLOCK: tl.constexpr,
     LEVELS: tl.constexpr,
     SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     USE_QK_L2NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -260,8 +264,9 @@ def pair_kernel(
     """
     parts: tl.constexpr = SIZE // BLOCK
     head = tl.program_id(0) // parts
+    number = tl.program_id(1)
     first, length = chunk_kernels.locate(
-        tl.program_id(1), cu_seqlens, sequences, search_steps, SIZE
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
     )
     begin = (tl.program_id(0) % parts) * BLOCK
     if begin < length:
@@ -361,6 +366,7 @@ def correct_kernel(
     v,
     beta,
     cu_seqlens,
+    offsets,
     lower,
     grown_k,
     w,
@@ -377,6 +383,7 @@ def correct_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     LEVELS: tl.constexpr,
     SIGMOID: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -387,8 +394,9 @@ def correct_kernel(
     Afterwards the corrected values are ``u - w S^T``.
     """
     head = tl.program_id(0)
+    number = tl.program_id(1)
     first, length = chunk_kernels.locate(
-        tl.program_id(1), cu_seqlens, sequences, search_steps, SIZE
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
     )
     if length > 0:
         position = tl.arange(0, SIZE)

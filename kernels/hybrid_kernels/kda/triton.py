@@ -45,6 +45,7 @@ def _output_kernel(
     u,
     states,
     cu_seqlens,
+    offsets,
     out,
     sequences,
     search_steps,
@@ -56,6 +57,7 @@ def _output_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SIZE: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Outputs of one chunk, from its start state and its own tokens."""
@@ -63,7 +65,7 @@ def _output_kernel(
     head = (tl.program_id(0) // blocks).to(tl.int64)
     number = tl.program_id(1)
     first, length = chunk_kernels.locate(
-        number, cu_seqlens, sequences, search_steps, SIZE
+        number, cu_seqlens, offsets, sequences, search_steps, SIZE, HAS_OFFSETS
     )
     if length > 0:
         position = tl.arange(0, SIZE)
@@ -155,6 +157,7 @@ def _decay(operands: Operands, sequences: Sequences) -> _Decayed:
         A,
         dt_bias,
         sequences.cu_seqlens,
+        sequences.offsets,
         total,
         grown_q,
         grown_k,
@@ -177,6 +180,7 @@ def _decay(operands: Operands, sequences: Sequences) -> _Decayed:
         USE_QK_L2NORM=operands.use_qk_l2norm,
         HAS_A=A is not None,
         HAS_DT_BIAS=dt_bias is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         num_warps=DECAY.warps,
         num_stages=DECAY.stages,
     )
@@ -199,6 +203,7 @@ def _pairs(
         k,
         beta,
         sequences.cu_seqlens,
+        sequences.offsets,
         decayed.total,
         decayed.sizes,
         weights,
@@ -216,6 +221,7 @@ def _pairs(
         BLOCK=1 << _LEVELS,
         LEVELS=_LEVELS,
         SIZE=CHUNK,
+        HAS_OFFSETS=sequences.offsets is not None,
         USE_QK_L2NORM=operands.use_qk_l2norm,
         SIGMOID=operands.sigmoid_beta,
         PRECISION=blocks.precision,
@@ -240,6 +246,7 @@ def _correct(
         v,
         beta,
         sequences.cu_seqlens,
+        sequences.offsets,
         lower,
         decayed.k,
         w,
@@ -253,6 +260,7 @@ def _correct(
         BLOCK_K=blocks.part,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
+        HAS_OFFSETS=sequences.offsets is not None,
         LEVELS=_LEVELS,
         SIGMOID=operands.sigmoid_beta,
         PRECISION=blocks.precision,
@@ -281,6 +289,7 @@ def _outputs(
         u,
         states,
         sequences.cu_seqlens,
+        sequences.offsets,
         out,
         *chunk.search(sequences),
         heads,
@@ -290,6 +299,7 @@ def _outputs(
         BLOCK_K=blocks.part,
         BLOCK_V=blocks.v,
         SIZE=CHUNK,
+        HAS_OFFSETS=sequences.offsets is not None,
         PRECISION=blocks.precision,
         num_warps=tuning.warps,
         num_stages=tuning.stages,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton real-gated linear recurrent unit.
 
-Prefill scans 64 tokens at a time, chunks aligned to the sequence's start, with the
-associative form of ``h -> a h + b``; one program walks a sequence for a block of
-channels.
+Prefill scans a chunk at a time, cut as `hybrid_kernels._common.chunk_kernels` has them,
+with the associative form of ``h -> a h + b``; one program walks a sequence for a block
+of channels.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid_kernels._common.chunk_kernels import cut, ends_at_boundary, how_many
 from hybrid_kernels._common.linear_chunk import boundary_table, flags, rounds
 from hybrid_kernels._common.linear_step import sigmoid
 from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
@@ -46,6 +47,7 @@ def _prefill_kernel(
     recurrence_gate,
     A,
     cu_seqlens,
+    offsets,
     pool,
     slots,
     has_initial,
@@ -63,6 +65,7 @@ def _prefill_kernel(
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
     sequence = tl.program_id(1).to(tl.int64)
@@ -82,9 +85,11 @@ def _prefill_kernel(
     position = tl.arange(0, SIZE)
     # The one token that enters with factor 1; none if there is a state.
     first_token = tl.where(stateful != 0, -1, 0)
-    for chunk in range((tokens + SIZE - 1) // SIZE):
-        first = chunk * SIZE
-        length = tl.minimum(tokens - first, SIZE)
+    offset = 0
+    if HAS_OFFSETS:
+        offset = tl.load(offsets + sequence).to(tl.int64)
+    for chunk in range(how_many(offset, tokens, SIZE, HAS_OFFSETS)):
+        first, length = cut(chunk, offset, tokens, SIZE, HAS_OFFSETS)
         token = first + position
         mask = (position < length)[:, None] & live[None, :]
         o_token = (start + token)[:, None]
@@ -106,9 +111,10 @@ def _prefill_kernel(
         final = (position == SIZE - 1)[:, None]
         b_state = tl.sum(tl.where(final, b_o, 0.0), axis=0)
         if ROUND:  # noqa: SIM102 - one is a constant
-            if length == SIZE:
+            if ends_at_boundary(first, length, offset, SIZE, HAS_OFFSETS):
                 b_state = b_state.to(pool.dtype.element_ty).to(tl.float32)
-        if (chunk < boundaries) & (length == SIZE):
+        listed = chunk < boundaries
+        if listed & ends_at_boundary(first, length, offset, SIZE, HAS_OFFSETS):
             entry = boundary_slots + sequence * boundary_row + chunk
             target = tl.load(entry).to(tl.int64)
             keep = channel < tl.where(target >= 0, channels, 0)
@@ -204,6 +210,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         operands.recurrence_gate,
         operands.A,
         sequences.cu_seqlens,
+        sequences.offsets,
         pool,
         sequences.slots,
         flags(sequences),
@@ -220,6 +227,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         SIZE=CHUNK,
         CHANNELS=_CHANNELS,
         HAS_INITIAL=sequences.has_initial is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         ROUND=rounds(sequences),
     )
 

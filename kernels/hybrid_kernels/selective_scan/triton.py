@@ -75,6 +75,7 @@ def _prefill_kernel(
     gate,
     dt_bias,
     cu_seqlens,
+    offsets,
     pool,
     slots,
     has_initial,
@@ -101,6 +102,7 @@ def _prefill_kernel(
     HAS_GATE: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
     sequence = tl.program_id(1).to(tl.int64)
@@ -125,6 +127,9 @@ def _prefill_kernel(
     known = (channel < tl.where(stateful != 0, channels, 0))[:, None] & mask[None, :]
     b_state = tl.load(pool + slot * pool_slot + within, mask=known, other=0.0)
     b_state = b_state.to(tl.float32)
+    offset = 0
+    if HAS_OFFSETS:
+        offset = tl.load(offsets + sequence).to(tl.int64)
     for index in range(tokens):
         token = start + index
         b_state = _token(
@@ -142,10 +147,10 @@ def _prefill_kernel(
             mask,
             HAS_GATE,
         )
-        if (index + 1) % SIZE == 0:
+        if (offset + index + 1) % SIZE == 0:
             if ROUND:
                 b_state = b_state.to(pool.dtype.element_ty).to(tl.float32)
-            chunk = index // SIZE
+            chunk = (offset + index) // SIZE
             if chunk < boundaries:
                 entry = boundary_slots + sequence * boundary_row + chunk
                 target = tl.load(entry).to(tl.int64)
@@ -276,6 +281,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
     _prefill_kernel[(triton.cdiv(channels, _CHANNELS), sequences.count)](
         *_tensors(operands),
         sequences.cu_seqlens,
+        sequences.offsets,
         pool,
         sequences.slots,
         flags(sequences),
@@ -300,6 +306,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
         HAS_GATE=gate is not None,
         HAS_DT_BIAS=operands.dt_bias is not None,
         HAS_INITIAL=sequences.has_initial is not None,
+        HAS_OFFSETS=sequences.offsets is not None,
         ROUND=rounds(sequences),
         num_warps=1,
     )
