@@ -176,14 +176,18 @@ def take_over(
     executor = memory.executor(
         stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
     )
-    cache = _build(stock, states, options, memory)
+    cache = _build(stock, states, options, memory, interior is not None)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
     allocator = HybridTokenAllocator(cache, stock, executor)
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
 
 
 def _build(
-    stock: Any, states: Any, options: HybridConfig, memory: PoolMemory
+    stock: Any,
+    states: Any,
+    options: HybridConfig,
+    memory: PoolMemory,
+    keeps_states_inside: bool,
 ) -> HybridCache:
     """The core, in charge of as many pages and slots as there are."""
     plan = memory.plan
@@ -192,7 +196,13 @@ def _build(
         pages, slots = stock.size // stock.page_size + 1, states.mamba_pool.size + 1
         plan = replace(plan, sizes=PoolSizes(pages, slots))
     device = torch.device(stock.device).type
-    cache = build_cache(plan, options, delimiters(options), device)
+    cache = build_cache(
+        plan,
+        options,
+        delimiters(options),
+        device,
+        keeps_states_inside=keeps_states_inside,
+    )
     if plan.shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache

@@ -93,6 +93,8 @@ def test_greedy_answers_equal_stock(
         assert metrics["preemptions"] > 0
     if variant.options.get("elastic"):
         assert metrics["moves"] > 0
+    if variant.options.get("kernels") == "ours":
+        assert metrics["interior_snapshots"] > 0
 
 
 @pytest.mark.parametrize("reference", CONTROLLED, indirect=True)
