@@ -368,12 +368,29 @@ SCHEDULER_HOOKS = (
 )
 
 _GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
+_KDA = f"{_SRT}.layers.attention.linear.kda_backend:KDAAttnBackend"
 _METADATA = f"{_SRT}.layers.attention.mamba.mamba2_metadata:ForwardMetadata"
 _FORWARD_BATCH = f"{_SRT}.model_executor.forward_batch_info"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
 _LINEAR_LAYER = f"{_SRT}.layers.radix_linear_attention:RadixLinearAttention"
 
 KERNEL_HOOKS = (
+    HookPoint(f"{_SRT}.configs.hybrid_arch:mamba2_config", ("model_config",)),
+    *(
+        HookPoint(f"{_SRT}.configs:{name}")
+        for name in (
+            "JetNemotronConfig",
+            "JetVLMConfig",
+            "Lfm2Config",
+            "Lfm2MoeConfig",
+            "Lfm2VlConfig",
+            "ZayaConfig",
+            "MambaConfig",
+            "FalconMambaConfig",
+            "InklingModelConfig",
+            "InklingMMConfig",
+        )
+    ),
     HookPoint(
         f"{_GDN}.forward_extend",
         ("layer", "forward_batch", "mixed_qkv", "a", "b"),
@@ -387,6 +404,48 @@ KERNEL_HOOKS = (
         own=True,
     ),
     HookPoint(
+        f"{_KDA}.forward_extend",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("prefill_graph_metadata", "mamba2_layer_cache", "transpose"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_KDA}.forward_decode",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("mamba_cache_indices", "silu", "transpose"),
+        own=True,
+    ),
+    HookPoint(f"{_KDA}.supports_prefill_graph_extend", ("self",), own=True),
+    HookPoint(f"{_KDA}.accept_lens_pool"),
+    *(
+        HookPoint(
+            f"{_SRT}.models.{target}.forward",
+            ("self", "hidden_states", "forward_batch"),
+            closed=True,
+            own=True,
+            mentions=(
+                "conv_state_metadata",
+                "in_proj",
+                "conv_weight",
+                "conv_bias",
+                "out_proj",
+            ),
+        )
+        for target in ("lfm2:Lfm2ShortConv", "lfm2_moe:Lfm2MoeShortConv")
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.short_conv_backend"
+        ":ShortConvAttnBackend.conv_state_metadata",
+        ("layer_id", "forward_batch"),
+        mentions=("cache_indices", "layer_cache"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":ShortConvHybridAttnBackend.__init__",
+        mentions=("short_conv_backend",),
+    ),
+    HookPoint(f"{_SRT}.model_executor.forward_context:get_attn_backend"),
+    HookPoint(
         f"{_LINEAR_LAYER}.__init__",
         mentions=(
             "conv_weights",
@@ -396,7 +455,9 @@ KERNEL_HOOKS = (
             "dt_bias",
             "num_k_heads",
             "num_v_heads",
+            "head_k_dim",
             "head_v_dim",
+            "lower_bound",
         ),
     ),
     HookPoint(
@@ -455,6 +516,7 @@ KERNEL_HOOKS = (
             "mamba_cache_indices",
             "has_mamba_track_mask",
             "replayssm_write_pos",
+            "logical_num_tokens",
         ),
         open=True,
     ),

@@ -479,13 +479,23 @@ def _run_state_layers(layers: StateLayers) -> None:
     Fix: run the state layers on ours, where the option `kernels` says so.
     Delete when: SGLang's kernels do both.
     """
-    from hybrid_plugin.sglang.kernels import gated_delta_net, mamba2
+    from hybrid_plugin.sglang.kernels import gated_delta_net, kda, mamba2, short_conv
 
-    gdn = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
-    mamba = f"{_SRT}.layers.attention.hybrid_linear_attn_backend.Mamba2AttnBackend"
-    _hook(f"{gdn}.forward_extend", "AROUND", _given(layers, gated_delta_net.extend))
-    _hook(f"{gdn}.forward_decode", "AROUND", _given(layers, gated_delta_net.decode))
-    _hook(f"{mamba}.forward", "AROUND", _given(layers, mamba2.forward))
+    attention = f"{_SRT}.layers.attention"
+    gdn = f"{attention}.linear.gdn_backend.GDNAttnBackend"
+    kimi = f"{attention}.linear.kda_backend.KDAAttnBackend"
+    mamba = f"{attention}.hybrid_linear_attn_backend.Mamba2AttnBackend"
+    for target, function in (
+        (f"{gdn}.forward_extend", gated_delta_net.extend),
+        (f"{gdn}.forward_decode", gated_delta_net.decode),
+        (f"{mamba}.forward", mamba2.forward),
+        (f"{kimi}.forward_extend", kda.extend),
+        (f"{kimi}.forward_decode", kda.decode),
+        (f"{kimi}.supports_prefill_graph_extend", kda.captures_prefill),
+        (f"{_SRT}.models.lfm2.Lfm2ShortConv.forward", short_conv.forward),
+        (f"{_SRT}.models.lfm2_moe.Lfm2MoeShortConv.forward", short_conv.forward),
+    ):
+        _hook(target, "AROUND", _given(layers, function))
 
 
 def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -502,10 +512,11 @@ def _follow_weights() -> None:
     Fix: compute them anew after each update.
     Delete when: our kernels take what the checkpoint has.
     """
-    from hybrid_plugin.sglang.kernels import gated_delta_net
+    from hybrid_plugin.sglang.kernels import gated_delta_net, kda
 
     def loaded(result: Any, *_: Any, **__: Any) -> None:
         gated_delta_net.DECAYS.refresh()
+        kda.DECAYS.refresh()
 
     updater = f"{_SRT}.managers.scheduler_components.weight_updater"
     manager = f"{updater}.SchedulerWeightUpdaterManager"

@@ -35,5 +35,25 @@ def mixer_of(model: Any) -> Mixer | None:
         return Mixer.GATED_DELTA_NET if known else None
     config = hybrid_arch.mamba2_config(model)
     if config is not None:
-        return None if isinstance(config, _NO_MAMBA2 + _SHORT_CONV) else Mixer.MAMBA2
+        return _among_mamba2(config)
+    config = hybrid_arch.hybrid_kda_config(model)
+    if config is not None:
+        return None if _clamps_decay(config) else Mixer.KDA
     return None
+
+
+def _among_mamba2(config: Any) -> Mixer | None:
+    if isinstance(config, _SHORT_CONV):
+        return Mixer.SHORT_CONV
+    return None if isinstance(config, _NO_MAMBA2) else Mixer.MAMBA2
+
+
+def _clamps_decay(config: Any) -> bool:
+    """Whether Kimi delta attention has a lower bound for its decay: ours has none."""
+    linear = getattr(config, "linear_attn_config", None) or {}
+    bounds = (
+        linear.get("gate_lower_bound"),
+        getattr(config, "gate_lower_bound", None),
+        getattr(config, "kda_lower_bound", None),
+    )
+    return any(bound is not None for bound in bounds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.layers.attention.linear import gdn_backend
 
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase
@@ -19,6 +18,7 @@ from hybrid_plugin.mixers.gated_delta_net import Weights
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.sglang.kernels import passes
 from hybrid_plugin.sglang.kernels.decays import Decays
+from hybrid_plugin.sglang.kernels.linear_layer import output_for, pools
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 
 _MIXER = Mixer.GATED_DELTA_NET
@@ -42,13 +42,11 @@ def extend(
     if not _extends(layers, backend, kwargs["forward_batch"]):
         return original(backend, *args, **kwargs)
     mixed_qkv, layer = kwargs["mixed_qkv"], kwargs["layer"]
-    a, b = _per_token(kwargs["a"]), _per_token(kwargs["b"])
+    gates = (len(mixed_qkv), layer.num_v_heads)
+    a, b = kwargs["a"].reshape(gates), kwargs["b"].reshape(gates)
     weights = _weights(layer)
-    conv_states, states = _pools(backend, layer)
-    out = kwargs.get("linear_attn_output")
-    if out is None:
-        heads = (layer.num_v_heads, layer.head_v_dim)
-        out = mixed_qkv.new_empty(1, mixed_qkv.shape[0], *heads)
+    conv_states, states = pools(backend, layer)
+    out = output_for(kwargs, backend.forward_metadata)
 
     def run(prefills: Prefills) -> None:
         gated_delta_net.prefill(
@@ -88,13 +86,14 @@ def decode(
             layer.head_q_dim,
             layer.head_v_dim,
         )
+    gates = (len(mixed_qkv), layer.num_v_heads)
     out = gated_delta_net.decode(
         _weights(layer),
         metadata.mamba_cache_indices,
         mixed_qkv,
-        _per_token(a),
-        _per_token(b),
-        *_pools(backend, layer),
+        a.reshape(gates),
+        b.reshape(gates),
+        *pools(backend, layer),
     )[None]
     return out if z is None else (out, z)
 
@@ -130,13 +129,3 @@ def _weights(layer: Any) -> Weights:
         dt_bias=layer.dt_bias,
         key_heads=layer.num_k_heads,
     )
-
-
-def _pools(backend: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-    return cache.conv[0], cache.temporal
-
-
-def _per_token(gate: torch.Tensor) -> torch.Tensor:
-    """``[T, HV]``, without the batch's dimension that some models have."""
-    return gate[0] if gate.ndim == 3 else gate
