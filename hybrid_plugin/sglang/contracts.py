@@ -369,6 +369,9 @@ SCHEDULER_HOOKS = (
 
 _GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
 _KDA = f"{_SRT}.layers.attention.linear.kda_backend:KDAAttnBackend"
+_LIGHTNING = (
+    f"{_SRT}.layers.attention.linear.lightning_backend:LightningAttentionBackend"
+)
 _METADATA = f"{_SRT}.layers.attention.mamba.mamba2_metadata:ForwardMetadata"
 _FORWARD_BATCH = f"{_SRT}.model_executor.forward_batch_info"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
@@ -417,6 +420,18 @@ KERNEL_HOOKS = (
     ),
     HookPoint(f"{_KDA}.supports_prefill_graph_extend", ("self",), own=True),
     HookPoint(f"{_KDA}.accept_lens_pool"),
+    *(
+        HookPoint(
+            f"{_LIGHTNING}.forward_{phase}",
+            ("q", "k", "v", "layer", "forward_batch"),
+            mentions=("seg_la", "temporal", "tp_q_head_num", "v_head_dim"),
+            own=True,
+        )
+        for phase in ("extend", "decode")
+    ),
+    HookPoint(f"{_LIGHTNING}._linear_attention_entry", mentions=("tp_slope",)),
+    HookPoint(f"{_SRT}.configs.hybrid_arch:hybrid_lightning_config", ("model_config",)),
+    HookPoint(f"{_SRT}.configs.hybrid_arch:linear_attn_model_spec", ("model_config",)),
     *(
         HookPoint(
             f"{_SRT}.models.{target}.forward",

@@ -479,11 +479,18 @@ def _run_state_layers(layers: StateLayers) -> None:
     Fix: run the state layers on ours, where the option `kernels` says so.
     Delete when: SGLang's kernels do both.
     """
-    from hybrid_plugin.sglang.kernels import gated_delta_net, kda, mamba2, short_conv
+    from hybrid_plugin.sglang.kernels import (
+        gated_delta_net,
+        kda,
+        lightning,
+        mamba2,
+        short_conv,
+    )
 
     attention = f"{_SRT}.layers.attention"
     gdn = f"{attention}.linear.gdn_backend.GDNAttnBackend"
     kimi = f"{attention}.linear.kda_backend.KDAAttnBackend"
+    flash = f"{attention}.linear.lightning_backend.LightningAttentionBackend"
     mamba = f"{attention}.hybrid_linear_attn_backend.Mamba2AttnBackend"
     for target, function in (
         (f"{gdn}.forward_extend", gated_delta_net.extend),
@@ -492,6 +499,8 @@ def _run_state_layers(layers: StateLayers) -> None:
         (f"{kimi}.forward_extend", kda.extend),
         (f"{kimi}.forward_decode", kda.decode),
         (f"{kimi}.supports_prefill_graph_extend", kda.captures_prefill),
+        (f"{flash}.forward_extend", lightning.extend),
+        (f"{flash}.forward_decode", lightning.decode),
         (f"{_SRT}.models.lfm2.Lfm2ShortConv.forward", short_conv.forward),
         (f"{_SRT}.models.lfm2_moe.Lfm2MoeShortConv.forward", short_conv.forward),
     ):

@@ -12,6 +12,9 @@ from hybrid_plugin.engine.kernel_choice import Mixer
 
 _GATED_OTHERWISE = (configs.JetNemotronConfig, configs.JetVLMConfig)
 """Their convolution's weights are made from the tokens, by the model itself."""
+_GATED = "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"
+_SEGMENTS = "seg_la"
+"""The kernel that SGLang has for lightning attention, unless a model names another."""
 _SHORT_CONV = (configs.Lfm2Config, configs.Lfm2MoeConfig, configs.Lfm2VlConfig)
 _NO_MAMBA2 = (
     configs.ZayaConfig,
@@ -39,7 +42,13 @@ def mixer_of(model: Any) -> Mixer | None:
     config = hybrid_arch.hybrid_kda_config(model)
     if config is not None:
         return None if _clamps_decay(config) else Mixer.KDA
-    return None
+    config = hybrid_arch.hybrid_lightning_config(model)
+    if config is not None:
+        stock = getattr(config, "linear_backend", _SEGMENTS) == _SEGMENTS
+        return Mixer.LIGHTNING if stock else None
+    spec = hybrid_arch.linear_attn_model_spec(model)
+    registered = spec is not None and spec.backend_class_name == _GATED
+    return Mixer.GATED_DELTA_NET if registered else None
 
 
 def _among_mamba2(config: Any) -> Mixer | None:
