@@ -35,6 +35,11 @@ slots (beyond 2**31 elements too). Slot indices are int32 or int64 on the pool's
 device; a negative index is a padding row, which reads a zero state and writes
 nothing. An index at or above the number of slots is undefined behaviour on a GPU.
 
+Engines pad batches with a slot that no sequence owns, mostly slot 0, once for each
+padding row. This is safe: such a slot is the one that may repeat in `slots` and in
+`draft_slots`. What it holds afterwards, and the outputs of its rows, are unspecified;
+all other rows and slots keep their bits. A negative index saves reading and writing it.
+
 Arithmetic is float32 whatever the input types; a state is rounded to the pool's
 type only when it is written to a slot.
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -156,6 +156,39 @@ def test_triton_prefill_equals_reference(
     assert_near("out", out, expected, 1e-5)
     for slot in range(8):
         assert_near(f"slot {slot}", pool[slot], other[slot], 1e-5)
+
+
+@layers
+@pytest.mark.parametrize("triton", [False, True], ids=["reference", "triton"])
+def test_a_slot_without_a_sequence_may_repeat_as_padding(
+    layer: Layer, device: str, on_triton: Switch, triton: bool
+) -> None:
+    """Whatever it holds: rows and slots of sequences have the bits of padding by -1."""
+    device = device if triton else "cpu"
+    rows, drafts = on(device, layer.make(5)), on(device, layer.make(5, 2))
+    inputs = on(device, layer.make(40))
+    pool = layer.states(9).to(device)
+    pool[0] = torch.nan
+    real = torch.tensor([1, 4], device=device)
+    cu = cu_seqlens([10, 20, 0, 0, 10], device)
+
+    def work(padding: int) -> list[torch.Tensor]:
+        states = pool.clone()
+        slots = torch.full((5,), padding, device=device)
+        slots[real] = torch.tensor([3, 2], device=device)
+        table = torch.full((5, 2), padding, device=device)
+        table[real] = torch.tensor([[5, 6], [7, 8]], device=device)
+        outs = [
+            layer.update(rows, pool=states, slots=slots)[real],
+            layer.verify(drafts, pool=states, slots=slots, draft_slots=table)[real],
+            layer.prefill(inputs, pool=states, slots=slots, cu_seqlens=cu)[10:],
+        ]
+        return [*outs, states[1:]]
+
+    with on_triton() if triton else nullcontext():
+        for mine, wanted in zip(work(0), work(-1), strict=True):
+            assert mine.isfinite().all()
+            assert torch.equal(mine, wanted)
 
 
 @layers

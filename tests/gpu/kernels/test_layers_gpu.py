@@ -43,7 +43,10 @@ def nan(layer: Layer, *lead: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 @layers
 @dtypes
-def test_prefill_is_close_to_float64(layer: Layer, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("offsets", [None, [63, 1, 40, 17, 36]], ids=["none", "some"])
+def test_prefill_is_close_to_float64(
+    layer: Layer, dtype: torch.dtype, offsets: list[int] | None
+) -> None:
     lengths = [1, 63, 257, 0, 400]
     inputs = make(layer, sum(lengths), dtype=dtype)
     conv = layer.module is causal_conv1d
@@ -52,11 +55,17 @@ def test_prefill_is_close_to_float64(layer: Layer, dtype: torch.dtype) -> None:
     slots = torch.tensor([4, 0, 2, 1, 3])
     table = torch.full((5, 6), -1)
     table[4, 5] = 6
+    kept = 384 if offsets is None else 384 - offsets[4]
+    tables = {
+        "cu_seqlens": cu_seqlens(lengths),
+        "slots": slots,
+        "boundary_slots": table,
+        "offsets": None if offsets is None else torch.tensor(offsets),
+    }
     out = layer.prefill(
         inputs,
-        **on("cuda", {"cu_seqlens": cu_seqlens(lengths), "slots": slots}),
+        **on("cuda", tables),
         pool=pool,
-        boundary_slots=table.cuda(),
         out=nan(layer, sum(lengths), dtype=dtype),
     )
     start = 0
@@ -68,7 +77,7 @@ def test_prefill_is_close_to_float64(layer: Layer, dtype: torch.dtype) -> None:
             assert relative_error(got, expected) < BOUNDS[dtype]
         assert relative_error(pool[slot], final) < BOUNDS[dtype]
         if length == 400:
-            final = layer.define(layer.part(mine, slice(384)), before[slot])[1]
+            final = layer.define(layer.part(mine, slice(kept)), before[slot])[1]
             assert relative_error(pool[6], final) < BOUNDS[dtype]
         start += length
     assert torch.equal(pool[5], before[5])
@@ -132,13 +141,15 @@ def test_captured_update_replays_with_new_slots(layer: Layer) -> None:
 
 
 @some
-def test_captured_prefill_replays_with_new_lengths(layer: Layer) -> None:
+def test_captured_prefill_replays_with_new_lengths_and_offsets(layer: Layer) -> None:
     inputs, out, pool = make(layer, 300), nan(layer, 300), states(layer, 3)
     slots = torch.arange(3, device="cuda")
     cu = cu_seqlens([100, 100, 100], "cuda")
-    tables = {"cu_seqlens": cu, "slots": slots}
+    offsets = torch.zeros(3, dtype=torch.int32, device="cuda")
+    tables = {"cu_seqlens": cu, "slots": slots, "offsets": offsets}
     graph = capture(lambda: layer.prefill(inputs, **tables, pool=pool, out=out))
     cu.copy_(torch.tensor([0, 7, 7, 300]))
+    offsets.copy_(torch.tensor([60, 63, 5]))
     expected = pool.clone()
     wanted = layer.prefill(inputs, **tables, pool=expected)
     graph.replay()
@@ -186,6 +197,60 @@ def test_bits_ignore_the_batch_and_the_cached_prefix(
     one = layer.update(layer.part(many, slice(1)), pool=single, slots=rows[:1])
     assert torch.equal(batch[:1], one)
     assert torch.equal(batch_states[:1], single)
+
+
+@some
+@pools
+def test_bits_of_a_sequence_that_goes_on_in_a_chunk_ignore_its_splits(
+    layer: Layer, pool_dtype: torch.dtype
+) -> None:
+    """Tokens 100 to 400: in a crowd, and alone in calls split at 128 and 256."""
+    lengths = [5, 300, 70, *range(1, 1 + CROWD)]
+    inputs = make(layer, sum(lengths))
+    if layer.module is causal_conv1d:
+        pool_dtype = torch.bfloat16
+    count = len(lengths)
+    pool = states(layer, count, pool_dtype)
+    alone = pool[1:2].clone()
+    offsets = torch.arange(count, dtype=torch.int32, device="cuda")
+    offsets[1] = 36
+    together = layer.prefill(
+        inputs,
+        cu_seqlens=cu_seqlens(lengths, "cuda"),
+        pool=pool,
+        slots=torch.arange(count, device="cuda"),
+        offsets=offsets,
+        **layer.rounding,
+    )
+    for start, end, offset in ((100, 128, 36), (128, 256, 0), (256, 400, 0)):
+        rows = slice(start - 95, end - 95)
+        mine = layer.prefill(
+            layer.part(inputs, rows),
+            cu_seqlens=cu_seqlens([end - start], "cuda"),
+            pool=alone,
+            slots=torch.tensor([0], device="cuda"),
+            offsets=torch.tensor([offset], device="cuda"),
+            **layer.rounding,
+        )
+        assert torch.equal(together[rows], mine)
+    assert torch.equal(pool[1:2], alone)
+
+
+@some
+def test_offsets_of_zero_give_the_bits_of_none(layer: Layer) -> None:
+    inputs, pool = make(layer, 300), states(layer, 6)
+    other = pool.clone()
+    tables = {
+        "cu_seqlens": cu_seqlens([100, 0, 200]),
+        "slots": torch.arange(3),
+        "boundary_slots": torch.tensor([[3, -1], [-1, -1], [4, 5]]),
+    }
+    tables = on("cuda", tables)
+    zeros = torch.zeros(3, dtype=torch.int32, device="cuda")
+    plain = layer.prefill(inputs, **tables, pool=pool)
+    out = layer.prefill(inputs, **tables, pool=other, offsets=zeros)
+    assert torch.equal(out, plain)
+    assert torch.equal(other, pool)
 
 
 @some
