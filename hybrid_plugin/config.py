@@ -18,7 +18,8 @@ ENABLE_VARIABLE = "HYBRID_PLUGIN"
 OPTIONS_VARIABLE = "HYBRID_CONFIG"
 DEFAULT_PAGE_SIZE = 16
 KERNELS = ("auto", "ours", "engine")
-"""What the option of that name may be."""
+DETERMINISTIC = ("off", "prefix")
+"""What the options of these names may be."""
 
 
 def _option(default: Any, help_text: str) -> Any:
@@ -78,6 +79,13 @@ class HybridConfig:
         "paused for snapshots.",
     )
 
+    deterministic: str = _option(
+        "off",
+        "`prefix`: answers and their log probabilities have the same bits alone and "
+        "in a crowd, cold and from the cache, however prompts are split. It needs our "
+        "kernels in all state layers and the engine's own batch-invariant mode.",
+    )
+
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
         if ratio is not None and not 0 < ratio < 1:
@@ -94,6 +102,16 @@ class HybridConfig:
             raise ConfigError(
                 f"kernels must be {', '.join(KERNELS)}, got {self.kernels!r}."
             )
+        if self.deterministic not in DETERMINISTIC:
+            raise ConfigError(
+                f"deterministic must be {' or '.join(DETERMINISTIC)}, got "
+                f"{self.deterministic!r}."
+            )
+        if self.is_deterministic and self.kernels == "engine":
+            raise ConfigError(
+                "deterministic needs our kernels, and kernels is engine: leave one of "
+                "them out."
+            )
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -105,6 +123,11 @@ class HybridConfig:
         if self.elastic is not None:
             return self.elastic
         return self.state_memory_ratio is None
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the cache may hold canonical content only."""
+        return self.deterministic != "off"
 
     def snapshot_policy(
         self, page_size: int, delimiters: Delimiters | None = None

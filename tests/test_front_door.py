@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ class Request:
     is_over: bool = True
     reads: int = 0
     """How often its tokens were read."""
+    max_tokens: int = 0
 
     def tokens(self) -> Sequence[int]:
         self.reads += 1
@@ -50,9 +51,12 @@ def door(
     *,
     sharing: int = 0,
     clock: Callable[[], float] | None = lambda: 0.0,
+    canonical: bool = False,
 ) -> FrontDoor:
     options = HybridConfig(in_batch_prefix_min_tokens=sharing)
     policy = options.snapshot_policy(PAGE)
+    if canonical:
+        policy = replace(policy, grid=2 * PAGE, canonical=True)
     cache = HybridCache(
         PagePool(pages), SlotPool(slots), PAGE, policy, eviction=ByMinimum()
     )
@@ -303,3 +307,15 @@ def test_a_flush_waits_for_live_requests() -> None:
     to.look_up(Request("two", 10))
     assert to.flush() and to.waiting == 0
     assert serve(to, Request("three", 12)) == 0
+
+
+def test_a_deterministic_request_has_room_for_its_whole_answer() -> None:
+    """Nobody may be preempted: an answer that is computed again has other bits."""
+    for canonical, admitted in ((False, True), (True, False)):
+        to = door(pages=6, canonical=canonical)
+        first = Request("first", 8, max_tokens=12)
+        second = Request("second", 8, first=50, max_tokens=12)
+        for request in (first, second):
+            to.look_up(request)
+        assert to.admit(first, 0, num_tokens=8) is not None
+        assert (to.admit(second, 0, num_tokens=8) is not None) == admitted

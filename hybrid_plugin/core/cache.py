@@ -133,7 +133,10 @@ class HybridCache:
                 is continued; 0 if nobody will continue it.
         """
         ids, length = as_tokens(tokens), len(tokens)
-        most = length - 1 if limit is None else min(limit, length - 1)
+        # One token is left to compute; two where one alone would be a decode step.
+        most = max(length - (2 if self.policy.canonical else 1), 0)
+        if limit is not None:
+            most = min(limit, most)
         match = self.tree.match(namespace, ids, limit=most)
         if not self.tree.needs_snapshots:
             return LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
@@ -184,6 +187,9 @@ class HybridCache:
             start: its first token in the chunk.
             end: where the chunk would end for want of the engine's budget.
             length: tokens of the sequence; at its end nothing is cut short.
+
+        Returns:
+            The end; `start` if the sequence must wait for a larger budget.
         """
         inside = self.policy.is_interior
         position = next(
@@ -191,7 +197,7 @@ class HybridCache:
         )
         if position is not None:
             return position
-        return end if end >= length else self.policy.align_chunk_end(start, end)
+        return end if end >= length else self.policy.align_chunk_end(start, end, length)
 
     def snapshot_positions_of(self, seq_id: str) -> tuple[int, ...]:
         """Snapshot positions of the live sequence's prefill."""
@@ -434,6 +440,8 @@ class HybridCache:
             and (preempted or not sequence.is_last_turn)
         ):
             known = min(len(tokens), computed)
+            if self.policy.canonical:
+                known = min(known, sequence.prompt_length)
             end, donated = self._donate(
                 sequence, tokens, known, exact=known == computed
             )
@@ -773,6 +781,8 @@ class HybridCache:
         resumable = self.tree.needs_snapshots and (
             exact or self._holds_windows(sequence, length)
         )
+        if self.policy.canonical:
+            resumable = resumable and self.policy.is_interior(length)
         if not resumable and length < self.page_size:
             return None, False
         node = self._insert_pages(sequence, tokens, length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.layout import CacheLayout
@@ -37,8 +37,13 @@ def build_cache(
         device_type: "cpu" or "cuda", as torch calls it.
         keeps_states_inside: whether the kernels of all state layers write states at
             chunk boundaries inside a forward pass.
+
+    Raises:
+        ConfigError: for options that this model or these kernels cannot serve.
     """
     layout, pools = plan.layout, build_pools(plan)
+    if options.is_deterministic:
+        _check_deterministic(layout, keeps_states_inside)
     policy = options.snapshot_policy(layout.page_size, delimiters)
     grid = snapshot_grid(has_states=bool(layout.states), inside=keeps_states_inside)
     return HybridCache(
@@ -47,9 +52,22 @@ def build_cache(
         windows=pools.windows,
         broker=pools.broker,
         page_size=layout.page_size,
-        policy=replace(policy, grid=grid),
+        policy=replace(policy, grid=grid, canonical=options.is_deterministic),
         eviction=eviction_for(layout, device_type),
     )
+
+
+def _check_deterministic(layout: CacheLayout, keeps_states_inside: bool) -> None:
+    if layout.attention_windows:
+        raise ConfigError(
+            "deterministic is not served for models with attention windows: leave it "
+            "out."
+        )
+    if not layout.states or not keeps_states_inside:
+        raise ConfigError(
+            "deterministic needs a model whose state layers all run on our kernels, "
+            "and this one has others: leave it out."
+        )
 
 
 def snapshot_grid(*, has_states: bool, inside: bool) -> int:

@@ -46,6 +46,10 @@ class IncomingRequest(Protocol):
         Asked for often; must take constant time.
         """
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that it will have at most."""
+
     def tokens(self) -> Sequence[int]:
         """Those tokens.  Equal ones must mean equal content.
 
@@ -187,6 +191,9 @@ class FrontDoor:
         if found.match.length != hit:
             return None
         self._pass_time()
+        if self.cache.policy.canonical:
+            # Who is preempted computes its answer again as a prompt, to other bits.
+            reserve_tokens = max(reserve_tokens, request.max_tokens)
         admission = self.cache.admit(
             request.seq_id,
             found,

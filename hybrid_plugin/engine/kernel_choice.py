@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
+from hybrid_plugin.config import HybridConfig
+
 
 class Mixer(StrEnum):
     """A kind of state layer that `hybrid_plugin.mixers` runs."""
@@ -29,16 +31,20 @@ AS_FAST: Mapping[Mixer, frozenset[Phase]] = {}
 and inside an engine (`benchmarks/results`).  None was measured so far."""
 
 
-def are_ours(option: str, mixer: Mixer, phase: Phase, device_type: str) -> bool:
+def are_ours(
+    options: HybridConfig, mixer: Mixer, phase: Phase, device_type: str
+) -> bool:
     """Whether our kernels run a kind of layer.
 
     Args:
-        option: `kernels` of `HybridConfig`.
+        options: of the plugin; `deterministic` needs ours everywhere.
         mixer: the kind of layer.
         phase: prefill or decode.
         device_type: "cpu" or "cuda", as torch calls it.  On a CPU ours are a plain
             reference, which only `ours` asks for.
     """
-    if option != "auto":
-        return option == "ours"
+    if options.kernels != "auto":
+        return options.kernels == "ours"
+    if options.is_deterministic:
+        return True
     return device_type != "cpu" and phase in AS_FAST.get(mixer, frozenset())

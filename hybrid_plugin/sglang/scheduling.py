@@ -69,6 +69,8 @@ class HybridPrefillAdder(PrefillAdder):
             return AddReqResult.NO_TOKEN
         end = self.tree_cache.chunk_end(req, start, end)
         length = end - start
+        if not length:  # it waits for a pass with more room
+            return AddReqResult.OTHER
         # SGLang charges the pass for pages that are taken already: see the budget.
         self.memory_budget.refund(length)
         return replace(admission, extend_len=length, is_chunked=False)

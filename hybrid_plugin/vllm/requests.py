@@ -45,6 +45,11 @@ class VllmRequest:
         """Tokens of the prompt, and of the output before a preemption."""
         return int(self.request.num_tokens)
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that it will have at most."""
+        return int(self.request.num_prompt_tokens + self.request.max_tokens)
+
     def tokens(self) -> Sequence[int]:
         """A copy of all tokens that are known, by content."""
         ids = self.request.all_token_ids[:]

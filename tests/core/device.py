@@ -21,6 +21,10 @@ ZEROED = 0
 """What cleared memory holds: the number of the empty prefix too."""
 
 
+class Variant(int):
+    """Content whose bits depend on how it was computed, though it means the same."""
+
+
 class ContentError(AssertionError):
     """The memory does not hold what a forward pass was promised."""
 
@@ -57,6 +61,8 @@ class Forward:
     end: int
     windows: tuple[tuple[int, ...], ...] = ()
     """Its pages in each window group."""
+    prompt: int = 0
+    """Tokens of it that were known when it was admitted."""
 
     def pages(self, page_size: int) -> set[int]:
         """Pages that it reads or writes."""
@@ -77,6 +83,7 @@ class FakeDevice:
         page_size: int,
         windows: Sequence[tuple[AttentionWindow, int]] = (),
         grid: int = 0,
+        canonical: int = 0,
     ) -> None:
         """Make memory that holds garbage.
 
@@ -86,8 +93,11 @@ class FakeDevice:
             page_size: tokens in a page.
             windows: span and pages of each window group.
             grid: tokens between the states that a pass can keep; 0 if it keeps none.
+            canonical: tokens of the chunks in which prompts must be computed if the
+                tree is to offer them; 0 if it may offer anything.
         """
         self.page_size = page_size
+        self.canonical = canonical
         self.grid = grid
         self.orders: list[SaveInPass] = []
         self.pages = _garbage(pages, page_size)
@@ -98,7 +108,9 @@ class FakeDevice:
 
     def clone(self) -> FakeDevice:
         """A copy to try commands on."""
-        twin = FakeDevice(0, 0, self.page_size, grid=self.grid)
+        twin = FakeDevice(
+            0, 0, self.page_size, grid=self.grid, canonical=self.canonical
+        )
         twin.orders = list(self.orders)
         twin.pages = [list(cells) for cells in self.pages]
         twin.slots = list(self.slots)
@@ -131,9 +143,9 @@ class FakeDevice:
         self._check_apart(batch)
         for part in batch:
             self._check(part)
+        self._keep(batch)
         for part in batch:
             self._write(part)
-        self._keep(batch)
 
     def _keep(self, batch: Sequence[Forward]) -> None:
         """Write the states that the pass was to keep, each where nothing else is."""
@@ -147,7 +159,7 @@ class FakeDevice:
             part = parts[order.slot]
             position = (part.start // self.grid + 1 + order.boundary) * self.grid
             self._require(part.start < position < part.end, f"{order}: outside")
-            self._store(order.destination, part.history[position])
+            self._store(order.destination, self._kind(part)(part.history[position]))
         self.orders = []
 
     def check_tree(self, cache: HybridCache, prefixes: Prefixes) -> None:
@@ -219,16 +231,31 @@ class FakeDevice:
                 f"holds {cell}, not {history[position + 1]}",
             )
 
+    def _kind(self, part: Forward) -> type[int]:
+        """Whether the bits that a pass writes are those of one pass over the prompt."""
+        chunk = self.canonical or 1
+        aligned = part.start % chunk == 0 and (
+            part.end == part.prompt or part.end % chunk == 0
+        )
+        alone = part.end - part.start == 1 < part.prompt  # a decode step for kernels
+        prefills = part.end <= part.prompt and aligned and not alone
+        resumes = self.slots and isinstance(self.slots[part.slot], Variant)
+        return int if prefills and not resumes else Variant
+
     def _write(self, part: Forward) -> None:
+        kind = self._kind(part)
         groups = [(self.pages, part.table)]
         groups += list(zip(self.windows, part.windows, strict=True))
         for memory, table in groups:
             for position in range(part.start, part.end):
                 page = table[position // self.page_size]
                 self._require(page != 0, "page 0 is nobody's")
-                memory[page][position % self.page_size] = part.history[position + 1]
+                content = kind(part.history[position + 1])
+                memory[page][position % self.page_size] = content
         if self.slots:
-            self._store(part.slot, part.history[part.end])
+            whole = self.canonical == 0 or part.end % self.canonical == 0
+            state = kind(part.history[part.end])
+            self._store(part.slot, state if whole else Variant(state))
 
     def _check_node(
         self,
@@ -248,6 +275,7 @@ class FakeDevice:
                 f"the tree offers page {page} for {node.end} tokens, but cell "
                 f"{position % self.page_size} holds {cell}, not {history[-1]}",
             )
+            self._require_canonical(cell, f"page {page}", node)
         if node.snapshot is not None:
             self._check_snapshot(node, node.snapshot, history)
         return history
@@ -262,11 +290,19 @@ class FakeDevice:
                 f"the tree offers slot {snapshot.slot} for {node.end} tokens, but it "
                 f"holds {state}, not {history[-1]}",
             )
+            self._require_canonical(state, f"slot {snapshot.slot}", node)
         for index, (span, pages) in enumerate(
             zip(self.spans, snapshot.windows, strict=True)
         ):
             first = live_pages(span, node.end, self.page_size).start
             self._check_window(index, [*([0] * first), *pages], history, node.end)
+
+    def _require_canonical(self, content: int, place: str, node: Node) -> None:
+        self._require(
+            not self.canonical or not isinstance(content, Variant),
+            f"the tree offers {place} for {node.end} tokens, whose bits depend on how "
+            "it was computed",
+        )
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:

@@ -119,6 +119,7 @@ class ElasticDevice(FakeDevice):
             setup.page_size,
             setup.window_pools,
             setup.grid,
+            setup.chunk,
         )
         self.setup = setup
         self.pages = _Memory(self.pages)

@@ -13,6 +13,7 @@ so that a sequence may end when more of its tokens are computed than known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,8 +61,10 @@ class Setup:
     has_states: bool = True
     windows: tuple[tuple[AttentionWindow, int], ...] = ()
     """The window of each group, and the pages that it has beyond those of `pages`."""
-    grid: int = 0
+    grid: int = field(default=0, repr=False)
     """Tokens between the states that a forward pass can keep; 0 if it keeps none."""
+    canonical: bool = field(default=False, repr=False)
+    """Whether the cache keeps canonical content only; with a grid."""
     follow: int = field(default=0, repr=False)
     """Tokens for which a sequence waits for another one's prefill; 0 for never."""
 
@@ -74,6 +77,11 @@ class Setup:
     def max_length(self) -> int:
         """Tokens of the longest sequence that fits alone."""
         return (self.pages - 1) * self.page_size - self.lookahead
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the chunks of canonical content; 0 without."""
+        return math.lcm(self.page_size, self.grid) if self.canonical else 0
 
     @property
     def eviction(self) -> LeastRecentlyUsed:
@@ -92,6 +100,7 @@ class Setup:
                 chunk_end_min_tokens=self.chunk_end_min,
                 in_batch_prefix_min_tokens=self.follow,
                 grid=self.grid,
+                canonical=self.canonical,
             ),
             eviction=self.eviction,
             windows=tuple(
@@ -150,6 +159,7 @@ class FakeEngine:
             setup.page_size,
             setup.window_pools,
             setup.grid,
+            setup.chunk,
         )
         self.following = InBatchPrefixSharing(self.cache)
         self.prefixes = Prefixes()
@@ -297,6 +307,7 @@ class FakeEngine:
             while (fresh := self._grow(request, end)) is None:
                 loser = self.running[victim % len(self.running)]
                 budget += self._work.get(loser, loser.computed) - loser.computed
+                assert not self.setup.canonical, "a sequence has no room reserved"
                 self.preempt(loser)
                 preempted = True
                 if loser is request:
@@ -329,6 +340,9 @@ class FakeEngine:
             end = self.cache.chunk_end(
                 found.snapshot_positions, hit, whole, request.known
             )
+            if end == hit:  # waits for a larger budget
+                assert self.setup.canonical and budget <= self.setup.chunk
+                return
             assert end > 1 or whole == 1, "a split leaves a first chunk of one token"
             admission = self._admit(request, found, end)
             if admission is None:
@@ -364,12 +378,17 @@ class FakeEngine:
                 request.seq_id,
                 found,
                 num_tokens=end + self.setup.lookahead,
-                reserve_tokens=request.known if self.setup.full_fit else 0,
+                reserve_tokens=self._reserve(request),
                 watermark_pages=self.setup.watermark if self.running else 0,
                 cacheable=request.access is not Access.PRIVATE,
                 resumed=request.preemptions > 0,
             )
         )
+
+    def _reserve(self, request: Request) -> int:
+        if self.setup.canonical:  # nobody may be preempted
+            return len(request.tokens) + self.setup.lookahead
+        return request.known if self.setup.full_fit else 0
 
     def _take_in(self, request: Request, admission: Admission, end: int) -> None:
         self.waiting.remove(request)
@@ -400,7 +419,9 @@ class FakeEngine:
         table, slot = tuple(request.table), request.slot
         groups = self.cache.sequence(request.seq_id).windows
         windows = tuple(tuple(group.pages) for group in groups)
-        return Forward(table, slot, request.history, request.computed, end, windows)
+        prompt = self.cache.sequence(request.seq_id).prompt_length
+        start, history = request.computed, request.history
+        return Forward(table, slot, history, start, end, windows, prompt)
 
     def _has_sampled(self, request: Request) -> bool:
         sampled = request.computed == request.known + request.unseen

@@ -57,6 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk_end_min=st.integers(1, 12),
         economical=st.booleans(),
         grid=st.sampled_from((0, 1, 3, 8)),
+        canonical=st.booleans(),
     )
     def start(
         self,
@@ -71,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk_end_min: int,
         economical: bool,
         grid: int,
+        canonical: bool,
     ) -> None:
         setup = Setup(
             page_size=self.page_size,
@@ -85,6 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_end_min=chunk_end_min,
             economical=economical,
             grid=grid,
+            canonical=canonical and grid > 1 and not self.windows,
         )
         self.engine = FakeEngine(replace(setup, windows=self.windows))
 

@@ -95,6 +95,43 @@ class OrdersInteriorSnapshotsAtOnce(HybridCache):
         self._interior = []
 
 
+class KeepsWhatDecodeWrote(HybridCache):
+    """Offers answers, though it is to keep canonical content only."""
+
+    def finish(
+        self,
+        seq_id: str,
+        tokens: Sequence[int],
+        computed: int,
+        *,
+        preempted: bool = False,
+    ) -> None:
+        policy, self.policy = self.policy, replace(self.policy, canonical=False)
+        HybridCache.finish(self, seq_id, tokens, computed, preempted=preempted)
+        self.policy = policy
+
+
+class EndsChunksAnywhere(HybridCache):
+    """Goes on in the middle of a chunk."""
+
+    def chunk_end(
+        self, positions: tuple[int, ...], start: int, end: int, length: int
+    ) -> int:
+        return end
+
+
+class LeavesOneToken(HybridCache):
+    """Goes on with a pass of one token, which kernels take for a decode step."""
+
+    def chunk_end(
+        self, positions: tuple[int, ...], start: int, end: int, length: int
+    ) -> int:
+        if not self.policy.canonical:
+            return HybridCache.chunk_end(self, positions, start, end, length)
+        step = self.policy.step
+        return end if end >= length else max(end // step * step, start)
+
+
 class DonatesUnknownTokens(HybridCache):
     """Takes the state of a step in flight for that of the known tokens."""
 
@@ -333,6 +370,7 @@ CONTENT = [
     KeepsPrivateSequences,
     RestoresTooMuch,
 ]
+CANONICAL = [KeepsWhatDecodeWrote, EndsChunksAnywhere, LeavesOneToken]
 BOOKKEEPING = [
     KeepsNoLock,
     LocksPagesOfOthers,
@@ -395,6 +433,12 @@ def test_forward_passes_find_pages_that_were_freed_in_use() -> None:
 @pytest.mark.parametrize("cache", BOOKKEEPING, ids=lambda cache: cache.__name__)
 def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
     assert not isinstance(first_failure(cache, check_every=1), ContentError)
+
+
+@pytest.mark.parametrize("cache", CANONICAL, ids=lambda cache: cache.__name__)
+def test_content_that_is_not_canonical_is_found(cache: type[HybridCache]) -> None:
+    with pytest.raises(ContentError, match="bits depend on how it was computed"):
+        raise first_failure(cache, check_every=1)
 
 
 @pytest.mark.parametrize("cache", WINDOWS, ids=lambda cache: cache.__name__)

@@ -64,7 +64,7 @@ def test_positions_inside_a_pass_suit_pages_and_kernels(
     assert policy.step == step
     assert policy.is_interior(3 * step) == (grid > 0)
     assert not policy.is_interior(3 * step + page_size // 2)
-    assert policy.align_chunk_end(0, 3 * step + step // 2) == 3 * step
+    assert policy.align_chunk_end(0, 3 * step + step // 2, 9999) == 3 * step
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_stops_ascend_between_the_hit_and_the_end(page_size: int) -> None:
 def test_a_chunk_cut_short_ends_on_a_page_where_it_can(
     start: int, end: int, expected: int
 ) -> None:
-    assert SnapshotPolicy(16).align_chunk_end(start, end) == expected
+    assert SnapshotPolicy(16).align_chunk_end(start, end, 9999) == expected
 
 
 def test_a_chunk_end_counts_from_the_snapshot_before_it() -> None:

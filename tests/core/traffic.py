@@ -55,12 +55,13 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
     )
     # Of its own, so that the traffic is that of the seed whatever is added here.
     side = random.Random(repr(setup))
-    return replace(
+    setup = replace(
         setup,
         economical=side.random() < 0.3,
         follow=side.choice((0, 1, 2 * page_size)),
         grid=side.choice((0, 0, 1, 3, 2 * page_size)),
     )
+    return replace(setup, canonical=setup.grid > 1 and side.random() < 0.5)
 
 
 def with_windows(rng: random.Random, setup: Setup) -> Setup:
@@ -75,6 +76,7 @@ def with_windows(rng: random.Random, setup: Setup) -> Setup:
         setup,
         windows=tuple(windows[: rng.choice((1, 2))]),
         has_states=rng.random() < 0.5,
+        canonical=False,  # nobody has room reserved in windows
     )
 
 
@@ -164,7 +166,7 @@ class Traffic:
         for _ in range(10_000):
             if not engine.running and not engine.waiting:
                 break
-            engine.step(64)
+            engine.step(max(64, 2 * engine.setup.chunk))
         engine.check()
         assert not engine.running and not engine.waiting, "requests starve"
         engine.flush()

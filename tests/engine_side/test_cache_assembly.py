@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from hybrid_plugin.config import HybridConfig
+import pytest
+
+from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.memory.broker import FixedBroker
 from hybrid_plugin.core.memory.elastic import ElasticBroker
@@ -63,3 +65,26 @@ def test_eviction_knows_what_content_holds() -> None:
     assert eviction.token_bytes == 2 * 4096 / 16
     # Two states, and the window's 40 tokens: 4 pages where they begin within one.
     assert eviction.slot_bytes == 2 * 3000 + 4 * 1024
+
+
+@pytest.mark.parametrize(
+    ("layout", "inside", "grid"),
+    [(LAYOUT, False, 0), (LAYOUT, True, 64), (replace(LAYOUT, states=()), False, 1)],
+)
+def test_where_a_pass_can_keep_what_a_snapshot_needs(
+    layout: CacheLayout, inside: bool, grid: int
+) -> None:
+    plan = replace(FIXED, layout=layout)
+    cache = build_cache(plan, HybridConfig(), keeps_states_inside=inside)
+    assert cache.policy.grid == grid
+
+
+def test_deterministic_caches_hold_canonical_content_or_are_refused() -> None:
+    options = HybridConfig(deterministic="prefix")
+    layout = replace(LAYOUT, attention=LAYOUT.attention[:1])
+    plan = CachePlan(layout, PoolSizes(64, 6, ()))
+    assert build_cache(plan, options, keeps_states_inside=True).policy.canonical
+    with pytest.raises(ConfigError, match="state layers all run on our kernels"):
+        build_cache(plan, options)
+    with pytest.raises(ConfigError, match="attention windows"):
+        build_cache(FIXED, options, keeps_states_inside=True)

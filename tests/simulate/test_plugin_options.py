@@ -23,8 +23,11 @@ HONOURED = {
     "state_memory_ratio": 0.1,
     "in_batch_prefix_min_tokens": 0,
     "kernels": "ours",
+    "deterministic": "prefix",
 }
-OF_POOLS = frozenset(HONOURED) - {"enabled", "in_batch_prefix_min_tokens", "kernels"}
+OF_POOLS = frozenset(
+    {"page_size", "elastic", "gpu_memory_budget", "state_memory_ratio"}
+)
 
 
 def hybrid_config(**options: object) -> tuple[str, str]:

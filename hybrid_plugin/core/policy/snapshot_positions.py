@@ -28,6 +28,10 @@ A state that a forward pass leaves behind can be copied: the prefill pauses ther
 costs a pass.  Where the kernels keep states inside a pass too (*interior* snapshots),
 they do so at multiples of their chunk, and a snapshot costs no pass.  Positions are
 rounded down to such a multiple then, unless the tokens in between are worth a pause.
+
+*Canonical* content has the same bits whatever else ran and however prompts were split:
+what prefill computed in whole chunks.  A cache of canonical content takes snapshots at
+multiples of the chunk only, ends passes there, and keeps nothing that decode wrote.
 """
 
 from __future__ import annotations
@@ -72,6 +76,12 @@ class SnapshotPolicy:
     compute their common prefix; 0 disables waiting.  See `in_batch_sharing`."""
     grid: int = 0
     """A forward pass can keep states at multiples of so many tokens; 0 if it cannot."""
+    canonical: bool = False
+    """Whether the cache keeps canonical content only; needs a grid."""
+
+    def __post_init__(self) -> None:
+        if self.canonical and self.grid < 2:
+            raise ValueError("canonical content needs chunks of several tokens")
 
     @property
     def step(self) -> int:
@@ -165,14 +175,23 @@ class SnapshotPolicy:
             useless=useless,
         )
 
-    def align_chunk_end(self, start: int, end: int) -> int:
+    def align_chunk_end(self, start: int, end: int, length: int) -> int:
         """Return where a chunk that the engine ends at `end` should end.
 
         A snapshot must lie at a page end, and costs least at a multiple of `step`; the
         rest goes to the next chunk.
+
+        Args:
+            start: the chunk's first token.
+            end: before the sequence's end.
+            length: tokens of the sequence.
         """
         floored = end // self.step * self.step
-        return floored if floored >= start + 2 else end
+        if not self.canonical:
+            return floored if floored >= start + 2 else end
+        if length - floored == 1:  # a pass of one token would be a decode step
+            floored -= self.step
+        return max(floored, start)
 
     def keeps_chunk_end(self, position: int, last: int) -> bool:
         """Whether a chunk end gets a snapshot; `last` is the previous snapshot."""
@@ -200,7 +219,8 @@ class SnapshotPolicy:
         free = self.grid > 0 and _exists(inside, before)
         if free:
             before = inside
-        if _exists(position, before) and repays(kind, position - before):
+        may_pause = not self.canonical or position == inside
+        if _exists(position, before) and may_pause and repays(kind, position - before):
             planned.setdefault(position, kind)
         elif free:
             planned.setdefault(inside, kind)

@@ -61,6 +61,11 @@ class Job:
         return self.request.length + min(self.generated, len(self.request.answer))
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens that it has when it ends."""
+        return self.length + self.answer
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether the next pass computes a part of its prompt."""
         return self.computed < self.prefill_end

@@ -208,8 +208,9 @@ def read_simulation(
             options.snapshot_policy(page_size),
             grid=snapshot_grid(
                 has_states=shape is None or bool(shape.layout(page_size).states),
-                inside=options.kernels == "ours",
+                inside=options.kernels == "ours" or options.is_deterministic,
             ),
+            canonical=options.is_deterministic,
         ),
         policy=args.policy,
         serving=serving,

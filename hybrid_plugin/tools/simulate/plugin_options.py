@@ -22,6 +22,7 @@ _HONOURED = frozenset(
         "state_memory_ratio",
         "in_batch_prefix_min_tokens",
         "kernels",
+        "deterministic",
     }
 )
 _REASONS = {

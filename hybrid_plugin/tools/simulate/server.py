@@ -106,6 +106,8 @@ class Server:
             if job not in self.running or not budget:
                 continue
             end = self._next_end(job, job.computed, budget)
+            if end == job.computed:
+                continue  # it waits for a pass with more room
             while not self.cache.grow(job, end):
                 if self.running == [job]:
                     ended.append(self._end_early(job))
@@ -159,6 +161,8 @@ class Server:
             hit = self.cache.look_up(job)
             job.prefill_end = job.num_tokens
             end = self._next_end(job, hit, budget)
+            if end == hit:
+                break
             if not self.cache.admit(job, hit, end):
                 self._refused = job.waited = True
                 break
