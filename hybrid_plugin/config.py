@@ -129,6 +129,11 @@ class HybridConfig:
         """Whether the cache may hold canonical content only."""
         return self.deterministic != "off"
 
+    @property
+    def wanted_kernels(self) -> str:
+        """One of `KERNELS`: what `kernels` and `deterministic` together ask for."""
+        return "ours" if self.is_deterministic else self.kernels
+
     def snapshot_policy(
         self, page_size: int, delimiters: Delimiters | None = None
     ) -> SnapshotPolicy:

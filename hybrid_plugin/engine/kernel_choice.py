@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from hybrid_plugin.config import HybridConfig
-
 
 class Mixer(StrEnum):
     """A kind of state layer that `hybrid_plugin.mixers` runs."""
@@ -31,20 +29,16 @@ AS_FAST: Mapping[Mixer, frozenset[Phase]] = {}
 and inside an engine (`benchmarks/results`).  None was measured so far."""
 
 
-def are_ours(
-    options: HybridConfig, mixer: Mixer, phase: Phase, device_type: str
-) -> bool:
+def are_ours(option: str, mixer: Mixer, phase: Phase, device_type: str) -> bool:
     """Whether our kernels run a kind of layer.
 
     Args:
-        options: of the plugin; `deterministic` needs ours everywhere.
+        option: `wanted_kernels` of `HybridConfig`.
         mixer: the kind of layer.
         phase: prefill or decode.
         device_type: "cpu" or "cuda", as torch calls it.  On a CPU ours are a plain
             reference, which only `ours` asks for.
     """
-    if options.kernels != "auto":
-        return options.kernels == "ours"
-    if options.is_deterministic:
-        return True
+    if option != "auto":
+        return option == "ours"
     return device_type != "cpu" and phase in AS_FAST.get(mixer, frozenset())

@@ -6,9 +6,10 @@ Importing this module does not import vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream import hookpoints
 from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, Interface, LiveView
 
@@ -433,12 +434,287 @@ CPU_HOOKS: tuple[Contract, ...] = (
 )
 """What the CPU worker builds on: importing it takes a CPU build."""
 
+_GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
+GDN_FORWARD_ON_CPU = (
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec"
+)
+_KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+KDA_FORWARD = f"{_KDA}:KimiGatedDeltaNetAttention._forward"
+EAGER = "vllm.compilation.breakable_cudagraph:eager_break_during_capture"
+"""The mark of what runs between pieces of a CUDA graph."""
+_MAMBA2 = "vllm.model_executor.layers.mamba.mamba_mixer2"
+MAMBA2_FORWARD = f"{_MAMBA2}:MambaMixer2.conv_ssm_forward"
+_LINEAR = "vllm.model_executor.layers.mamba.linear"
+LIGHTNING_FORWARD = tuple(
+    f"{_LINEAR}.{cls}.{method}"
+    for cls in (
+        "minimax_linear_attn:MiniMaxText01LinearAttention",
+        "bailing_linear_attn:BailingMoELinearAttention",
+    )
+    for method in ("_prefill_and_mix_infer", "_decode_infer")
+)
+_SHORT_CONV = "vllm.model_executor.layers.mamba.short_conv"
+SHORT_CONV_FORWARD = tuple(
+    f"{_SHORT_CONV}:ShortConv.{method}" for method in ("forward_cuda", "forward_native")
+)
+_BACKENDS = "vllm.v1.attention.backends"
+BUILDERS: Mapping[Mixer, tuple[str, ...]] = {
+    Mixer.GATED_DELTA_NET: (f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",),
+    Mixer.KDA: (f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder",),
+    Mixer.MAMBA2: (f"{_BACKENDS}.mamba2_attn:Mamba2AttentionMetadataBuilder",),
+    Mixer.SHORT_CONV: (
+        f"{_BACKENDS}.short_conv_attn:ShortConvAttentionMetadataBuilder",
+    ),
+    Mixer.LIGHTNING: (
+        f"{_BACKENDS}.linear_attn:LinearAttentionMetadataBuilder",
+        f"{_BACKENDS}.linear_attn:BailingLinearAttentionMetadataBuilder",
+    ),
+}
+"""Who makes the metadata of the layers that a mixer runs."""
+
+_PASSES = "vllm.v1.attention.backend"
+_COUNTS = (
+    "num_decodes",
+    "num_decode_tokens",
+    "num_prefills",
+    "num_prefill_tokens",
+)
+
+
+def _builder_hooks(mixer: Mixer, *metadata: str) -> tuple[Contract, ...]:
+    """What our kernels rely on of the builders of a mixer's layers.
+
+    Args:
+        mixer: what runs them.
+        metadata: the classes that its builders make, one each.
+    """
+    hooks: list[Contract] = []
+    for builder, made in zip(BUILDERS[mixer], metadata, strict=True):
+        module, _, _ = builder.partition(":")
+        hooks += (
+            HookPoint(
+                f"{builder}.build",
+                ("self", "common_prefix_len", "common_attn_metadata"),
+            ),
+            HookPoint(f"{builder}.update_block_table", ("self", "metadata")),
+            HookPoint(f"{module}:{made}", open=True),
+            *_fields(f"{module}:{made}", *_COUNTS),
+        )
+    return tuple(hooks)
+
+
+_PASS_HOOKS: tuple[Contract, ...] = (
+    *_fields(
+        f"{_PASSES}:CommonAttentionMetadata",
+        "num_reqs",
+        "block_table_tensor",
+        "query_start_loc",
+    ),
+    HookPoint(
+        f"{_PASSES}:CommonAttentionMetadata.compute_num_computed_tokens", ("self",)
+    ),
+    HookPoint(
+        f"{_PASSES}:AttentionMetadataBuilder.__init__",
+        mentions=("layer_names", "vllm_config", "device"),
+    ),
+    HookPoint(f"{_PASSES}:AttentionMetadataBuilder.build_for_cudagraph_capture"),
+    *_fields(
+        "vllm.config.compilation:CompilationConfig",
+        "static_forward_context",
+        "max_cudagraph_capture_size",
+    ),
+    HookPoint("vllm.forward_context:get_forward_context", ()),
+    HookPoint("vllm.forward_context:ForwardContext.attn_metadata"),
+    HookPoint("vllm.model_executor.layers.mamba.abstract:MambaBase.kv_cache"),
+    HookPoint(f"{_WORKER}.reload_weights", ("self",), own=True),
+    HookPoint(f"{_WORKER}.finish_weight_update", ("self",), own=True),
+)
+"""What all kernels of ours rely on."""
+
+_CONVOLUTION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first", ()
+    ),
+)
+
+KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
+    Mixer.GATED_DELTA_NET: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(Mixer.GATED_DELTA_NET, "GDNAttentionMetadata"),
+        HookPoint(
+            GDN_FORWARD,
+            ("self", "mixed_qkv", "b", "a", "core_attn_out"),
+            mentions=(
+                "attn_metadata",
+                "prefix",
+                "kv_cache",
+                "is_conv_state_dim_first",
+                "A_log",
+                "dt_bias",
+                "activation",
+            ),
+            closed=True,
+            own=True,
+        ),
+        HookPoint(
+            f"{_GDN}:qwen_gdn_attention_core",
+            mentions=("_forward_core", "no_compile_layers"),
+        ),
+        HookPoint(
+            f"{_GDN}:QwenGatedDeltaNetAttention.get_state_shape",
+            ("self",),
+            mentions=("gated_delta_net_state_shape",),
+        ),
+    ),
+    Mixer.KDA: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(Mixer.KDA, "GDNAttentionMetadata"),
+        HookPoint(
+            KDA_FORWARD,
+            ("self", "mixed_qkv", "g1", "g2", "beta", "core_attn_out"),
+            mentions=(
+                "attn_metadata",
+                "prefix",
+                "kv_cache",
+                "is_conv_state_dim_first",
+                "conv1d",
+                "A_log",
+                "dt_bias",
+                "gate_lower_bound",
+                "o_norm",
+            ),
+            closed=True,
+            own=True,
+        ),
+        HookPoint(f"{_KDA}:KimiGatedDeltaNetAttention.forward", mentions=("_forward",)),
+        HookPoint(
+            f"{_KDA}:KimiGatedDeltaNetAttention.get_state_shape",
+            ("self",),
+            mentions=("kda_state_shape",),
+        ),
+        HookPoint(EAGER, ("fn",)),
+    ),
+    Mixer.MAMBA2: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(Mixer.MAMBA2, "Mamba2AttentionMetadata"),
+        HookPoint(
+            MAMBA2_FORWARD,
+            ("self", "projected_states", "output"),
+            mentions=(
+                "attn_metadata",
+                "prefix",
+                "kv_cache",
+                "is_conv_state_dim_first",
+                "tped_intermediate_size",
+                "tped_conv_size",
+                "tped_dt_size",
+                "conv1d",
+                "A",
+                "D",
+                "dt_bias",
+                "activation",
+            ),
+            closed=True,
+            own=True,
+        ),
+        HookPoint(
+            f"{_MAMBA2}:mamba_mixer2",
+            mentions=("conv_ssm_forward", "no_compile_layers"),
+        ),
+        HookPoint(f"{_MAMBA2}:MambaMixer2", mentions=("composed_weight_loader",)),
+    ),
+    Mixer.SHORT_CONV: (
+        *_PASS_HOOKS,
+        *_CONVOLUTION_HOOKS,
+        *_builder_hooks(Mixer.SHORT_CONV, "ShortConvAttentionMetadata"),
+        *(
+            HookPoint(
+                method,
+                ("self", "hidden_states", "output"),
+                mentions=("in_proj", "out_proj", "conv", "kv_cache", "chunk", "prefix"),
+                closed=True,
+                own=True,
+            )
+            for method in SHORT_CONV_FORWARD
+        ),
+        HookPoint(
+            f"{_SHORT_CONV}:short_conv",
+            mentions=("forward_cuda", "forward_native", "no_compile_layers"),
+        ),
+    ),
+    Mixer.LIGHTNING: (
+        *_PASS_HOOKS,
+        *_builder_hooks(
+            Mixer.LIGHTNING, "LinearAttentionMetadata", "BailingLinearAttentionMetadata"
+        ),
+        *(
+            HookPoint(
+                method,
+                (
+                    "self",
+                    "q",
+                    "k",
+                    "v",
+                    "kv_cache",
+                    "state_indices_tensor",
+                    "attn_metadata",
+                ),
+                mentions=("tp_slope",),
+                closed=True,
+                own=True,
+            )
+            for method in LIGHTNING_FORWARD
+        ),
+        HookPoint(
+            f"{_LINEAR}.minimax_linear_attn:MiniMaxText01LinearAttention._forward",
+            mentions=("_prefill_and_mix_infer", "_decode_infer", "kv_cache"),
+        ),
+        HookPoint(
+            f"{_LINEAR}.bailing_linear_attn:BailingMoELinearAttention._forward",
+            mentions=("_prefill_and_mix_infer", "_decode_infer", "kv_cache", "scaling"),
+        ),
+    ),
+}
+"""Where our kernels come in, by what they run."""
+
+_REPACKED = HookPoint(
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    mentions=("_cpu_unpacked_conv_weight",),
+)
+CPU_KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
+    Mixer.GATED_DELTA_NET: (
+        HookPoint(
+            GDN_FORWARD_ON_CPU,
+            ("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out"),
+            closed=True,
+        ),
+        HookPoint(
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:"
+            "cpu_gdn_attention_core",
+            mentions=("_cpu_gdn_attention_nonspec", "no_compile_layers"),
+        ),
+        _REPACKED,
+    ),
+    Mixer.MAMBA2: (_REPACKED,),
+    Mixer.SHORT_CONV: (_REPACKED,),
+}
+"""The same on a CPU, where they are not those of a GPU."""
+
 ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
     *ENGINE_HOOKS,
     *WORKER_HOOKS,
     *CPU_HOOKS,
+    *dict.fromkeys(
+        contract
+        for hooks in (*KERNEL_HOOKS.values(), *CPU_KERNEL_HOOKS.values())
+        for contract in hooks
+    ),
 )
 """All of them."""
 

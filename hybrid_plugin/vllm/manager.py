@@ -89,7 +89,13 @@ class HybridKVCacheManager:
                 must do the same and have none in common.
         """
         device = current_platform.device_type
-        self.cache = build_cache(kv_cache_config.plan, options, delimiters, device)
+        self.cache = build_cache(
+            kv_cache_config.plan,
+            options,
+            delimiters,
+            device,
+            keeps_states_inside=kv_cache_config.interior,
+        )
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()

@@ -3,8 +3,17 @@
 
 from __future__ import annotations
 
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
+from hybrid_plugin.vllm.contracts import (
+    BUILDERS,
+    GDN_FORWARD,
+    KDA_FORWARD,
+    LIGHTNING_FORWARD,
+    MAMBA2_FORWARD,
+    SHORT_CONV_FORWARD,
+)
 
 _PLATFORM = "vllm.platforms.interface:Platform"
 _CORE = "vllm.v1.engine.core:EngineCore._initialize_kv_caches"
@@ -49,4 +58,12 @@ NEEDED = {
             mentions=("KVCacheManager",),
         )
     ),
+    "patches._patch_builder_of_passes": Need(
+        HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
+    ),
+    "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
+    "patches._patch_kda": Need(HookPoint(KDA_FORWARD)),
+    "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
+    "patches._patch_short_conv": Need(HookPoint(SHORT_CONV_FORWARD[0])),
+    "patches._patch_lightning": Need(HookPoint(LIGHTNING_FORWARD[0])),
 }

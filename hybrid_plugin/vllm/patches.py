@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError, switched_off_by_environment
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.upstream.hookpoints import Contract, resolve
 from hybrid_plugin.upstream.standing import untested
@@ -335,6 +336,234 @@ def manager_factory(create: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         module.KVCacheManager = original  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------- patches for kernels of our own
+
+
+def patch_kernels(mixers: Iterable[Mixer]) -> None:
+    """Hook the layers that our kernels run, once their weights are loaded.
+
+    Args:
+        mixers: what runs them.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    on_cpu = bool(_platform_hooks())
+    for mixer in mixers:
+        require(contracts.KERNEL_HOOKS[mixer])
+        if on_cpu:
+            require(contracts.CPU_KERNEL_HOOKS.get(mixer, ()))
+        for builder in contracts.BUILDERS[mixer]:
+            _patch_builder_of_passes(builder)
+        _PATCHES_OF_LAYERS[mixer]()
+
+
+def _patch_builder_of_passes(builder: str) -> None:
+    """Symptom: kernels are told nothing of chunks at multiples of 64 tokens.
+
+    Cause: what vLLM's builder of metadata makes of a pass is for its own kernels.
+    Fix: describe the pass once beside it, for each group of layers that ours run.
+    Delete when: a builder of a plugin's can be named for a kind of state layer, with
+    the layers' own.
+    """
+
+    def build(
+        original: Callable[..., Any],
+        builder: Any,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = original(
+            builder, common_prefix_len, common_attn_metadata, *args, **kwargs
+        )
+        layers.built(builder, common_attn_metadata, metadata)
+        return metadata
+
+    def update(
+        original: Callable[..., Any],
+        builder: Any,
+        metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        made = original(builder, metadata, *args, **kwargs)
+        layers.rebuilt(builder, metadata, made)
+        return made
+
+    _wrap(f"{builder}.build", build)
+    _wrap(f"{builder}.update_block_table", update)
+
+
+def _patch_gated_delta_net() -> None:
+    """Symptom: prompts pause at snapshots, and answers depend on where they paused.
+
+    Cause: vLLM's kernels give the state at the end of a pass only, and lay their chunks
+    from the pass's start.  What runs a layer is a method of its class.
+    Fix: where the option `kernels` says so, run ours in place of the method, and on a
+    CPU in place of the function that stands for it.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., None],
+        layer: Any,
+        mixed_qkv: Any,
+        b: Any,
+        a: Any,
+        core_attn_out: Any,
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = _metadata_of(layer)
+        if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
+            original(layer, mixed_qkv, b, a, core_attn_out)
+
+    def forward_on_cpu(
+        original: Callable[..., None],
+        layer: Any,
+        metadata: Any,
+        mixed_qkv: Any,
+        b: Any,
+        a: Any,
+        core_attn_out: Any,
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
+            original(layer, metadata, mixed_qkv, b, a, core_attn_out)
+
+    _wrap(contracts.GDN_FORWARD, forward)
+    if _platform_hooks():
+        _wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
+
+
+def _patch_kda() -> None:
+    """Symptom: prompts of models with Kimi delta attention pause at snapshots.
+
+    Cause: as of the gated delta net.  This layer is no operation of its own: between
+    pieces of a CUDA graph it runs by a mark on its method.
+    Fix: where the option `kernels` says so, run ours in place of the method, marked
+    likewise.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., None],
+        layer: Any,
+        mixed_qkv: Any,
+        g1: Any,
+        g2: Any,
+        beta: Any,
+        core_attn_out: Any,
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = _metadata_of(layer)
+        if not layers.run(layer, metadata, mixed_qkv, g1, beta, g2, core_attn_out):
+            original(layer, mixed_qkv, g1, g2, beta, core_attn_out)
+
+    owner, mark = resolve(contracts.EAGER)
+    _wrap(contracts.KDA_FORWARD, getattr(owner, mark)(forward))
+
+
+def _patch_mamba2() -> None:
+    """Symptom: prompts of models with Mamba-2 pause at snapshots.
+
+    Cause: as of the gated delta net, though vLLM's chunks lie where they should.
+    Fix: where the option `kernels` says so, run ours in place of the method between
+    the projections, on every platform.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., Any], layer: Any, projected_states: Any, output: Any
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        if layers.run(layer, _metadata_of(layer), projected_states, output):
+            return None
+        return original(layer, projected_states, output)
+
+    _wrap(contracts.MAMBA2_FORWARD, forward)
+
+
+def _patch_lightning() -> None:
+    """Symptom: prompts of models with linear attention pause at snapshots.
+
+    Cause: as of the gated delta net, in two classes.
+    Fix: where the option `kernels` says so, run ours in place of their methods for
+    prefills and for decodes.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def infer(
+        original: Callable[..., Any],
+        layer: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        kv_cache: Any,
+        state_indices_tensor: Any,
+        attn_metadata: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        out = v.new_empty(v.shape)
+        if layers.run(layer, attn_metadata, q, k, v, out):
+            return out.flatten(1)
+        return original(layer, q, k, v, kv_cache, state_indices_tensor, attn_metadata)
+
+    for method in contracts.LIGHTNING_FORWARD:
+        _wrap(method, infer)
+
+
+def _patch_short_conv() -> None:
+    """Symptom: prompts of models with short convolutions pause at snapshots.
+
+    Cause: as of the gated delta net; the layer's methods, one for each platform, run
+    its projections too.
+    Fix: where the option `kernels` says so, run ours between the layer's projections.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+
+    def forward(
+        original: Callable[..., Any], layer: Any, hidden_states: Any, output: Any
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = _metadata_of(layer)
+        # Without states vLLM tries the projections, which are its own.
+        if metadata is not None and layers.run(layer, metadata, hidden_states, output):
+            return None
+        return original(layer, hidden_states, output)
+
+    for method in contracts.SHORT_CONV_FORWARD:
+        _wrap(method, forward)
+
+
+_PATCHES_OF_LAYERS: Mapping[Mixer, Callable[[], None]] = {
+    Mixer.GATED_DELTA_NET: _patch_gated_delta_net,
+    Mixer.KDA: _patch_kda,
+    Mixer.MAMBA2: _patch_mamba2,
+    Mixer.LIGHTNING: _patch_lightning,
+    Mixer.SHORT_CONV: _patch_short_conv,
+}
+
+
+def _metadata_of(layer: Any) -> Any:
+    """vLLM's metadata of the pass that is running; None where it tries the model."""
+    from vllm.forward_context import get_forward_context
+
+    every = get_forward_context().attn_metadata
+    return every.get(layer.prefix) if isinstance(every, dict) else None
 
 
 # ---------------------------------------------------------------- how to patch

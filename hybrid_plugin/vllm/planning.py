@@ -28,6 +28,7 @@ from hybrid_plugin.engine import elastic_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
 from hybrid_plugin.vllm import addressing, elastic, page_layout
 from hybrid_plugin.vllm.activation import logger, read_options
+from hybrid_plugin.vllm.kernels import agreement
 from hybrid_plugin.vllm.servable import UnservableError
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec, window_of
 
@@ -66,6 +67,8 @@ class HybridKVCacheConfig(KVCacheConfig):
     """Pages of each window group, in the order of `CacheLayout.attention_windows`."""
     shared: ElasticPlan | None = None
     """How the pools share their memory; None where each has its own."""
+    interior: bool = False
+    """Whether forward passes keep states in the middle of a prompt."""
 
     @property
     def plan(self) -> CachePlan:
@@ -185,6 +188,8 @@ def make_config(
     groups: list[KVCacheGroupSpec],
     sizes: PoolSizes,
     shared: ElasticPlan | None = None,
+    *,
+    interior: bool = False,
 ) -> HybridKVCacheConfig:
     """Place the groups' layers: KV as the layout says, states slot after slot.
 
@@ -193,6 +198,7 @@ def make_config(
         groups: of `make_groups`.
         sizes: ids of each pool.
         shared: how the pools share their memory, if they do.
+        interior: whether forward passes keep states in the middle of a prompt.
     """
     layout = make_layout(groups) if shared is None else shared.layout
     return HybridKVCacheConfig(
@@ -210,6 +216,7 @@ def make_config(
         slots=sizes.slots,
         windows=sizes.windows,
         shared=shared,
+        interior=interior,
     )
 
 
@@ -273,8 +280,11 @@ def plan(
     )
     for line in found.describe():
         logger.info("%s", line)
+    interior = agreement.keep_interior(worker_specs)
     return [
-        make_config(vllm_config, make_groups(s), found.sizes, found.shared)
+        make_config(
+            vllm_config, make_groups(s), found.sizes, found.shared, interior=interior
+        )
         for s in worker_specs
     ]
 

@@ -12,6 +12,7 @@ from vllm.v1.worker.utils import create_kv_cache_views
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
 
@@ -82,7 +83,8 @@ class PoolMemory:
             arenas = {pool: Arena(parts) for pool, parts in rows.items()}
         else:
             arenas = _map_start(config, rows, places, self._shared)
-        self._executor = Executor(arenas)
+        interior = InteriorSnapshots(device) if config.interior else None
+        self._executor = Executor(arenas, interior)
         return _views(config, memory, layout, kernel_block_sizes)
 
 

@@ -15,6 +15,9 @@ from hybrid_plugin.vllm import (
     reports,
     servable,
 )
+from hybrid_plugin.vllm.kernels import agreement, state_layers
+from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
+from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.scheduler import COMMANDS
@@ -38,6 +41,7 @@ class RunsCommands:
             raise RuntimeError(patches.HALF_LOADED.format(where="a worker"))
         super().__init__(*args, **kwargs)
         self._pools = PoolMemory()
+        self._layers = StateLayers({}, "engine", "cpu")
         self._reported = 0.0
         self._stepped_aside: str | None = None
         """Why vLLM's own code runs in this worker, None if it does not."""
@@ -48,6 +52,7 @@ class RunsCommands:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         reason = servable.find_out(self.vllm_config, self._specs)
         if reason is None:
+            self._layers = state_layers.take_over(self.vllm_config, self._specs())
             return
         activation.refuse_if_demanded(activation.read_options(self.vllm_config), reason)
         activation.step_aside(self.vllm_config)
@@ -59,10 +64,11 @@ class RunsCommands:
         vLLM has its platform choose the block size after the model is loaded, and
         leaves us a say in it only for hybrid models.
         """
-        if self._stepped_aside is None:
-            page_size.choose(self.vllm_config)
-            return self._specs()
-        return servable.StockSpecs(self._specs(), self._stepped_aside)
+        if self._stepped_aside is not None:
+            return servable.StockSpecs(self._specs(), self._stepped_aside)
+        page_size.choose(self.vllm_config)
+        specs = self._specs()
+        return InteriorSpecs(specs) if self._layers.keep_interior else specs
 
     def _specs(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
@@ -94,6 +100,7 @@ class RunsCommands:
         self._pools.share(memory)
         return memory.held + memory.block_bytes
 
+    @named()
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pools; refuses a configuration that is not ours."""
         if self._stepped_aside is not None:
@@ -101,9 +108,23 @@ class RunsCommands:
             return
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
             raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
+        agreement.check(kv_cache_config.interior, self._layers.keep_interior)
         with patches.pool_allocator(self._pools.allocate):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        _ = self._pools.executor  # refuses a cache that is not ours
+        # Without an executor, the cache is not ours, which is refused.
+        self._layers.interior = self._pools.executor.interior
+        if self.device.type != "cpu":  # where nothing is compiled
+            self._layers.warm_up(self.vllm_config.scheduler_config.max_num_seqs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load them again, for our kernels too."""
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        self._layers.refresh()
+
+    def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
+        """End an update from a trainer, for our kernels too."""
+        super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+        self._layers.refresh()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step's commands, then the step, on the same stream."""

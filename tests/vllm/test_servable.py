@@ -29,8 +29,11 @@ from hybrid_plugin.core.memory.attention_windows import (
     ChunkedLocal,
     SlidingWindow,
 )
+from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.engine.outlook import Prospect
 from hybrid_plugin.vllm import activation, outlook, page_size, servable, specs
+from hybrid_plugin.vllm.kernels import agreement, state_layers
+from hybrid_plugin.vllm.planning import make_config, make_groups
 from tests.engines.drivers.process import environment, overheard
 from tests.vllm.hybrid_models import SERVED, WINDOWS, write
 
@@ -131,6 +134,9 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         scheduler_config=SimpleNamespace(
             scheduler_cls=activation.SCHEDULER, enable_chunked_prefill=True
         ),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"s": SimpleNamespace()}
+        ),
     )
 
 
@@ -225,6 +231,31 @@ def test_worker_that_serves_says_nothing(built: Any, worker_of: Any) -> None:
     worker.load_model()
     assert activation.is_active(built)
     assert servable.reason_among([worker.get_kv_cache_spec()]) is None
+
+
+def test_worker_says_that_passes_keep_states(
+    built: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = SimpleNamespace(keep_interior=True)
+    monkeypatch.setattr(state_layers, "take_over", lambda *_: ours)
+    worker = worker_of(built, {"a": ATTENTION, "s": STATE})
+    worker.load_model()
+    told = pickle.loads(pickle.dumps(worker.get_kv_cache_spec()))
+    assert agreement.keep_interior([told, told])
+
+
+def test_worker_refuses_a_plan_that_its_layers_do_not_keep(
+    built: Any, worker_of: Any
+) -> None:
+    worker = worker_of(built, {"a": ATTENTION, "s": STATE})
+    worker.load_model()
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=None)
+    )
+    groups = make_groups({"a": ATTENTION, "s": STATE})
+    planned = make_config(config, groups, PoolSizes(9, 5), interior=True)
+    with pytest.raises(ConfigError, match="on some ranks only"):
+        worker.initialize_from_config(planned)
 
 
 def test_worker_refuses_where_the_plugin_was_asked_for(

@@ -208,7 +208,7 @@ def read_simulation(
             options.snapshot_policy(page_size),
             grid=snapshot_grid(
                 has_states=shape is None or bool(shape.layout(page_size).states),
-                inside=options.kernels == "ours" or options.is_deterministic,
+                inside=options.wanted_kernels == "ours",
             ),
             canonical=options.is_deterministic,
         ),

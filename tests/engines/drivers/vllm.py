@@ -79,10 +79,14 @@ VARIANTS = {
         preempts=True,
     ),
     "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
+    "our kernels": Variant({"kernels": "ours"}, 0.4),
 }
 if ON_GPU:  # the CPU platform forces synchronous scheduling
     VARIANTS["synchronous"] = Variant({}, 0.4, ("--no-async-scheduling",))
     VARIANTS["elastic"] = Variant({"elastic": True, "gpu_memory_budget": 18 << 20}, 0.3)
+    VARIANTS["our kernels, elastic"] = Variant(
+        {"kernels": "ours", "elastic": True, "gpu_memory_budget": 18 << 20}, 0.3
+    )
     VARIANTS["page of 64"] = Variant({"page_size": 64}, 0.4)
 
 REFUSALS = {

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta net of Qwen3-Next and Qwen3.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_plugin.mixers import gated_delta_net
+from hybrid_plugin.mixers.gated_delta_net import Weights
+from hybrid_plugin.vllm.kernels.convolution import (
+    activation_of,
+    bias_of,
+    states_of,
+    weight_of,
+)
+from hybrid_plugin.vllm.kernels.passes import StatePass
+
+
+def weights_of(layer: Any) -> Weights:
+    """What the mixer needs of a layer, of this rank's heads."""
+    convolution = weight_of(layer.conv1d)
+    _, (value_heads, width, depth) = layer.get_state_shape()
+    channels = convolution.shape[0] - value_heads * width
+    return Weights(
+        convolution=convolution,
+        bias=bias_of(layer.conv1d),
+        activation=activation_of(layer),
+        A=-torch.exp(layer.A_log.detach().float()),
+        dt_bias=layer.dt_bias.detach(),
+        key_heads=channels // (2 * depth),
+    )
+
+
+def run(
+    layer: Any,
+    weights: Weights,
+    state_pass: StatePass,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Run a pass.
+
+    Args:
+        layer: vLLM's.
+        weights: its.
+        state_pass: the sequences.
+        mixed_qkv: ``[T, D]``: queries, keys, values, before the convolution.
+        a: ``[T, HV]``, what the decay is made of.
+        b: ``[T, HV]``, the write strength before the logistic function.
+        out: ``[T, HV, V]``, written but for padding at the end.
+    """
+    conv_states, states = states_of(layer), layer.kv_cache[1]
+    first, end = state_pass.decodes, state_pass.tokens
+    if first:
+        gated_delta_net.decode(
+            weights,
+            state_pass.decode_slots,
+            mixed_qkv[:first],
+            a[:first],
+            b[:first],
+            conv_states,
+            states,
+            out[:first],
+        )
+    if state_pass.prefills is not None:
+        gated_delta_net.prefill(
+            weights,
+            state_pass.prefills,
+            mixed_qkv[first:end],
+            a[first:end],
+            b[first:end],
+            conv_states,
+            states,
+            out[first:end],
+        )
+
+
+def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
+    """Run a pass of nothing but padding, so that its kernels are compiled.
+
+    Args:
+        layer: vLLM's, with its states in place: kernels are compiled for their strides.
+        weights: its.
+        state_pass: the sequences.
+    """
+    states = layer.kv_cache[1]
+    heads, width = states.shape[1:3]
+    tokens, dtype = state_pass.tokens, weights.convolution.dtype
+    device = states.device
+    channels = weights.convolution.shape[0]
+    gates = torch.zeros((tokens, heads), dtype=dtype, device=device)
+    run(
+        layer,
+        weights,
+        state_pass,
+        torch.zeros((tokens, channels), dtype=dtype, device=device),
+        gates,
+        gates,
+        torch.empty((tokens, heads, width), dtype=dtype, device=device),
+    )

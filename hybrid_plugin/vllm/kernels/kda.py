@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi delta attention, as in Kimi-Linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.mixers import kda
+from hybrid_plugin.mixers.kda import Weights
+from hybrid_plugin.vllm.kernels.convolution import bias_of, states_of, weight_of
+from hybrid_plugin.vllm.kernels.passes import StatePass
+
+
+def weights_of(layer: Any) -> Weights:
+    """What the mixer needs of a layer, of this rank's heads.
+
+    Raises:
+        ConfigError: for a decay with a lower bound, which is another function.
+    """
+    if layer.gate_lower_bound is not None:
+        raise ConfigError(
+            "hybrid-plugin's kernels know no delta attention whose decay has a lower "
+            'bound. Set the option "kernels" to "engine".'
+        )
+    _, (heads, _, depth) = layer.get_state_shape()
+    return Weights(
+        convolution=weight_of(layer.conv1d),
+        bias=bias_of(layer.conv1d),
+        activation="silu",
+        A=-torch.exp(layer.A_log.detach().float()),
+        dt_bias=layer.dt_bias.detach().view(heads, depth),
+        key_heads=heads,
+    )
+
+
+def run(
+    layer: Any,
+    weights: Weights,
+    state_pass: StatePass,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    gate: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Run a pass, and the layer's norm behind it.
+
+    Args:
+        layer: vLLM's.
+        weights: its.
+        state_pass: the sequences.
+        mixed_qkv: ``[T, 3 * H * K]``: queries, keys, values, before the convolution.
+        a: ``[1, T, H, K]``, what the decay is made of.
+        b: ``[1, T, H]``, the write strength before the logistic function.
+        gate: ``[T, H, K]``, of the norm.
+        out: ``[1, T, H, K]``, written.
+    """
+    _convolve_and_attend(layer, weights, state_pass, mixed_qkv, a[0], b[0], out[0])
+    out.copy_(layer.o_norm(out, gate))
+
+
+def _convolve_and_attend(
+    layer: Any,
+    weights: Weights,
+    state_pass: StatePass,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    conv_states, states = states_of(layer), layer.kv_cache[1]
+    first, end = state_pass.decodes, state_pass.tokens
+    if first:
+        kda.decode(
+            weights,
+            state_pass.decode_slots,
+            mixed_qkv[:first],
+            a[:first],
+            b[:first],
+            conv_states,
+            states,
+            out[:first],
+        )
+    if state_pass.prefills is not None:
+        kda.prefill(
+            weights,
+            state_pass.prefills,
+            mixed_qkv[first:end],
+            a[first:end],
+            b[first:end],
+            conv_states,
+            states,
+            out[first:end],
+        )
+
+
+def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
+    """Run a pass of nothing but padding, so that its kernels are compiled.
+
+    Args:
+        layer: vLLM's, with its states in place: kernels are compiled for their strides.
+        weights: its.
+        state_pass: the sequences.
+    """
+    conv_states, states = layer.kv_cache
+    tokens, (heads, width, depth) = state_pass.tokens, states.shape[1:]
+    like = {"dtype": conv_states.dtype, "device": states.device}
+    _convolve_and_attend(
+        layer,
+        weights,
+        state_pass,
+        torch.zeros((tokens, weights.convolution.shape[0]), **like),
+        torch.zeros((tokens, heads, depth), **like),
+        torch.zeros((tokens, heads), **like),
+        torch.empty((tokens, heads, width), **like),
+    )

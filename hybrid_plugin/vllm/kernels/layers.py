@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's state layers, and whose kernels run each of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
+from hybrid_plugin.vllm.kernels import passes
+from hybrid_plugin.vllm.kernels.passes import DecodeSlots, StatePass
+
+if TYPE_CHECKING:
+    from hybrid_plugin.device.interior import InteriorSnapshots
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A class of vLLM's layers that our kernels can run."""
+
+    mixer: Mixer
+    module: str
+    """Beside this one: with `weights_of`, `run` and `warm_up`."""
+
+    @property
+    def adapter(self) -> Any:
+        """That module."""
+        return importlib.import_module(f"hybrid_plugin.vllm.kernels.{self.module}")
+
+
+_LAYERS = "vllm.model_executor.layers.mamba"
+KINDS: Mapping[str, Kind] = {
+    f"{_LAYERS}.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention": Kind(
+        Mixer.GATED_DELTA_NET, "gated_delta_net"
+    ),
+    f"{_LAYERS}.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention": Kind(
+        Mixer.KDA, "kda"
+    ),
+    f"{_LAYERS}.mamba_mixer2.MambaMixer2": Kind(Mixer.MAMBA2, "mamba2"),
+    f"{_LAYERS}.short_conv.ShortConv": Kind(Mixer.SHORT_CONV, "short_conv"),
+    f"{_LAYERS}.linear.minimax_linear_attn.MiniMaxText01LinearAttention": Kind(
+        Mixer.LIGHTNING, "lightning"
+    ),
+    f"{_LAYERS}.linear.bailing_linear_attn.BailingMoELinearAttention": Kind(
+        Mixer.LIGHTNING, "lightning"
+    ),
+}
+"""By the classes' names.  A subclass may compute another thing, so it is not there."""
+
+_OURS = "hybrid_plugin_kernels"
+"""Attribute of a layer that has them, and of a builder."""
+
+
+class StateLayers:
+    """The state layers of one engine, in one worker."""
+
+    def __init__(
+        self, layers: Mapping[str, Any], option: str, device_type: str
+    ) -> None:
+        """Decide whose kernels run each layer.
+
+        Args:
+            layers: the state layers, by name.
+            option: `kernels` of `HybridConfig`.
+            device_type: "cpu" or "cuda", as torch calls it.
+
+        Raises:
+            ConfigError: if ours are demanded for a layer that they cannot run.
+        """
+        self.interior: InteriorSnapshots | None = None
+        """What the next pass keeps; None where passes keep nothing."""
+        self._ours: dict[str, OurKernels] = {}
+        self._count = len(layers)
+        for name, layer in layers.items():
+            kind = kind_of(layer)
+            if kind is None and option == "ours":
+                raise ConfigError(
+                    f'the option "kernels" is "ours", and layer {name}, a '
+                    f"{type(layer).__name__}, runs on vLLM's only. Set it to "
+                    '"auto" or "engine".'
+                )
+            if kind is None:
+                continue
+            phases = frozenset(
+                phase
+                for phase in Phase
+                if are_ours(option, kind.mixer, phase, device_type)
+            )
+            if phases:
+                self._ours[name] = OurKernels(layer, kind, phases, self)
+
+    @property
+    def mixers(self) -> frozenset[Mixer]:
+        """What runs on our kernels, wholly or in part."""
+        return frozenset(ours.kind.mixer for ours in self._ours.values())
+
+    @property
+    def keep_interior(self) -> bool:
+        """Whether all states can be kept in the middle of a prompt."""
+        prefills = [o for o in self._ours.values() if Phase.PREFILL in o.phases]
+        return bool(prefills) and len(prefills) == self._count
+
+    def describe(self) -> str:
+        """A sentence about what runs on our kernels, for a log."""
+        if not self._ours:
+            return "vLLM's kernels run the state layers."
+        parts = sorted(
+            {
+                f"{ours.kind.mixer} ({' and '.join(sorted(ours.phases))})"
+                for ours in self._ours.values()
+            }
+        )
+        return f"kernels of hybrid-plugin run {', '.join(parts)}."
+
+    def hang(self) -> None:
+        """Have the layers' hooks find them."""
+        for ours in self._ours.values():
+            setattr(ours.layer, _OURS, ours)
+
+    def refresh(self) -> None:
+        """Take what was computed of the layers' weights from them again."""
+        for ours in self._ours.values():
+            ours.refresh()
+
+    def warm_up(self, most: int) -> None:
+        """Compile the kernels that will serve, on padding.
+
+        Args:
+            most: sequences of a pass at most; kernels for many differ from those for
+                few.
+        """
+        tried = set()
+        for ours in self._ours.values():
+            form = ours.form()
+            if form not in tried:
+                tried.add(form)
+                for state_pass in passes.paddings(most, ours.layer.kv_cache[0].device):
+                    if ours.serve(state_pass):
+                        ours.adapter.warm_up(ours.layer, ours.weights, state_pass)
+
+
+class OurKernels:
+    """What the hooks find on a layer that our kernels run."""
+
+    def __init__(
+        self, layer: Any, kind: Kind, phases: frozenset[Phase], all_layers: StateLayers
+    ) -> None:
+        """Serve `phases` of a layer, one of `all_layers`, whose weights are loaded.
+
+        Raises:
+            ConfigError: if the layer is not as our kernels know its kind.
+        """
+        self.layer = layer
+        self.kind = kind
+        self.phases = phases
+        self.adapter = kind.adapter
+        self.weights = self.adapter.weights_of(layer)
+        """As the mixer takes them."""
+        self._all = all_layers
+
+    @property
+    def interior(self) -> InteriorSnapshots | None:
+        """What the next pass keeps."""
+        return self._all.interior
+
+    def refresh(self) -> None:
+        """Take the weights from the layer again, to where CUDA graphs find them."""
+        made = self.adapter.weights_of(self.layer)
+        for name in (field.name for field in fields(made)):
+            old, new = getattr(self.weights, name), getattr(made, name)
+            if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                old.copy_(new)
+
+    def form(self) -> tuple[object, ...]:
+        """Equal for layers that the same compiled kernels run."""
+        states = self.layer.kv_cache
+        tensors = [getattr(self.weights, field.name) for field in fields(self.weights)]
+        shapes = [(t.shape, t.dtype) for t in tensors if isinstance(t, torch.Tensor)]
+        strides = [(t.shape, t.stride(), t.dtype) for t in states]
+        return self.kind, *shapes, *strides
+
+    def serve(self, state_pass: StatePass) -> bool:
+        """Whether ours run a pass: all of its sequences, or none.
+
+        Sequences with one token run beside prefills go with those: both read and
+        write the same states.
+        """
+        wanted = Phase.DECODE if state_pass.prefills is None else Phase.PREFILL
+        return wanted in self.phases
+
+
+def kind_of(layer: Any) -> Kind | None:
+    """What a layer is; None if only vLLM's own kernels run such."""
+    cls = type(layer)
+    return KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def ours(layer: Any) -> OurKernels | None:
+    """What runs a layer in place of vLLM's kernels; None if those do."""
+    found: OurKernels | None = vars(layer).get(_OURS)
+    return found
+
+
+def run(layer: Any, metadata: Any, *tensors: torch.Tensor) -> bool:
+    """Run a layer's pass on our kernels; False if vLLM's are to.
+
+    Args:
+        layer: of vLLM.
+        metadata: vLLM's, of the layer's pass; None where vLLM tries the model without
+            states, of which our kernels have nothing to do.
+        tensors: what the kind's `run` takes behind the pass.
+
+    Raises:
+        RuntimeError: for a pass that no hooked builder described.
+    """
+    found = ours(layer)
+    if found is None:
+        return False
+    if metadata is None:
+        return Phase.PREFILL in found.phases
+    state_pass = passes.of(metadata)
+    if not found.serve(state_pass):
+        return False
+    found.adapter.run(layer, found.weights, state_pass, *tensors)
+    return True
+
+
+# ------------------------------------------------------- the builders of metadata
+
+
+def built(builder: Any, common: Any, metadata: Any) -> None:
+    """Describe the pass of which a builder of vLLM's has made metadata.
+
+    Args:
+        builder: vLLM's, of one group of layers.
+        common: what it made it of.
+        metadata: what it made.
+    """
+    found = next(_of_builder(builder), None)
+    if found is not None:
+        room = _room(builder)
+        state_pass = passes.describe(common, metadata, room, found.interior)
+        passes.put(metadata, state_pass)
+
+
+def rebuilt(builder: Any, source: Any, metadata: Any) -> None:
+    """The same where vLLM made the metadata of another group's.
+
+    Args:
+        builder: of the group that it is for.
+        source: the other group's.
+        metadata: what it made.
+    """
+    if next(_of_builder(builder), None) is not None:
+        passes.share(source, metadata, _room(builder))
+
+
+def _of_builder(builder: Any) -> Iterator[OurKernels]:
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    for name in builder.layer_names:
+        found = ours(layers[name])
+        if found is not None:
+            yield found
+
+
+def _room(builder: Any) -> DecodeSlots:
+    room: DecodeSlots | None = getattr(builder, _OURS, None)
+    if room is None:
+        config = builder.vllm_config
+        graphs = config.compilation_config.max_cudagraph_capture_size or 0
+        most = max(config.scheduler_config.max_num_seqs, graphs)
+        room = DecodeSlots(most, builder.device)
+        setattr(builder, _OURS, room)
+    return room

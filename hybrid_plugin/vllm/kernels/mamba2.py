@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2, as in Nemotron-H, Falcon-H1, Granite 4, Bamba and Zamba 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_plugin.mixers import mamba2
+from hybrid_plugin.mixers.mamba2 import Weights
+from hybrid_plugin.vllm.kernels.convolution import (
+    activation_of,
+    bias_of,
+    states_of,
+    weight_of,
+)
+from hybrid_plugin.vllm.kernels.passes import StatePass
+
+
+def weights_of(layer: Any) -> Weights:
+    """What the mixer needs of a layer, of this rank's heads."""
+    return Weights(
+        convolution=weight_of(layer.conv1d),
+        bias=bias_of(layer.conv1d),
+        activation=activation_of(layer),
+        A=layer.A.detach(),  # vLLM takes the exponential when it loads it
+        skip=layer.D.detach(),
+        dt_bias=layer.dt_bias.detach(),
+    )
+
+
+def run(
+    layer: Any,
+    weights: Weights,
+    state_pass: StatePass,
+    projected: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Run a pass.
+
+    Args:
+        layer: vLLM's.
+        weights: its.
+        state_pass: the sequences.
+        projected: ``[T, H * P + D + H]``: gates, which stay vLLM's, what the
+            convolution takes, and time steps.
+        out: ``[T, H * P]``, written but for padding at the end.
+    """
+    conv_states, states = states_of(layer), layer.kv_cache[1]
+    heads, width = states.shape[1:3]
+    channels = weights.convolution.shape[0]
+    _, mixed, dt = torch.split(projected, [heads * width, channels, heads], dim=-1)
+    results = out.view(-1, heads, width)
+    first, end = state_pass.decodes, state_pass.tokens
+    if first:
+        mamba2.decode(
+            weights,
+            state_pass.decode_slots,
+            mixed[:first],
+            dt[:first],
+            conv_states,
+            states,
+            results[:first],
+        )
+    if state_pass.prefills is not None:
+        mamba2.prefill(
+            weights,
+            state_pass.prefills,
+            mixed[first:end],
+            dt[first:end],
+            conv_states,
+            states,
+            results[first:end],
+        )
+
+
+def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
+    """Run a pass of nothing but padding, so that its kernels are compiled.
+
+    Args:
+        layer: vLLM's, with its states in place: kernels are compiled for their strides.
+        weights: its.
+        state_pass: the sequences.
+    """
+    states = layer.kv_cache[1]
+    heads, width = states.shape[1:3]
+    channels, dtype = weights.convolution.shape[0], weights.convolution.dtype
+    sizes = heads * width + channels + heads, heads * width
+    projected, out = (
+        torch.zeros((state_pass.tokens, size), dtype=dtype, device=states.device)
+        for size in sizes
+    )
+    run(layer, weights, state_pass, projected, out)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward pass as the mixers need it described: once, however many layers it has.
+
+vLLM orders a batch so that sequences with one token come first.  Everything is computed
+on the device from what vLLM has there anyway; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_plugin.engine.cache_assembly import CHUNK
+from hybrid_plugin.mixers.prefills import Prefills
+
+if TYPE_CHECKING:
+    from hybrid_plugin.device.interior import InteriorSnapshots
+
+_PASS = "hybrid_plugin_pass"
+"""Attribute of vLLM's metadata."""
+_PADDING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StatePass:
+    """What the layers of one state group do in a forward pass."""
+
+    decodes: int
+    """Sequences with one token, the first of the batch, padding counted."""
+    tokens: int
+    """Of all sequences."""
+    decode_slots: torch.Tensor
+    """``[decodes]``, int32: where their states lie; negative for padding.  In a pass
+    without prefills always at one address, which a CUDA graph can keep."""
+    prefills: Prefills | None
+    """The sequences behind them; None if there are none."""
+
+
+class DecodeSlots:
+    """Slots of the passes without prefills: a CUDA graph reads them where they were
+    when it was captured.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        """Room for `most` sequences, none of them there yet."""
+        self._slots = torch.full((most,), _PADDING, dtype=torch.int32, device=device)
+
+    def hold(self, slots: torch.Tensor) -> torch.Tensor:
+        """Put a pass's slots there; returns them, or `slots` if they are too many.
+
+        A graph of more sequences than the pass has finds padding behind them.
+        """
+        count = slots.shape[0]
+        if count > self._slots.shape[0]:  # more than any graph has
+            return slots
+        self._slots[count:].fill_(_PADDING)
+        held = self._slots[:count]
+        held.copy_(slots)
+        return held
+
+
+def describe(
+    common: Any,
+    metadata: Any,
+    room: DecodeSlots,
+    interior: InteriorSnapshots | None,
+) -> StatePass:
+    """Describe a pass.
+
+    Args:
+        common: vLLM's metadata of the pass that all kinds of layers share.
+        metadata: that of one kind of state layer.
+        room: of that kind's builder.
+        interior: what the pass is to keep; None where passes keep nothing.
+    """
+    decodes, rows = metadata.num_decodes, common.num_reqs
+    slots = _slots(common.block_table_tensor[:rows, 0])
+    tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
+    if not metadata.num_prefills:
+        return StatePass(decodes, tokens, room.hold(slots[:decodes]), None)
+    return StatePass(
+        decodes,
+        tokens,
+        slots[:decodes],
+        _prefills(common, slots, decodes, interior),
+    )
+
+
+def paddings(most: int, device: torch.device) -> Iterator[StatePass]:
+    """Passes of padding alone, one for each way in which kernels are compiled.
+
+    Args:
+        most: sequences of a pass at most.
+        device: of the tensors.
+    """
+    for count in {1, most}:
+        slots = torch.full((count,), _PADDING, dtype=torch.int32, device=device)
+        none = torch.zeros(0, dtype=torch.int32, device=device)
+        yield StatePass(count, count, slots, None)
+        for boundaries in (None, slots[:, None].clone()):
+            packed = Prefills(
+                cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=device),
+                slots=slots,
+                has_initial=torch.zeros(count, dtype=torch.bool, device=device),
+                offsets=torch.zeros(count, dtype=torch.int32, device=device),
+                boundary_slots=boundaries,
+            )
+            yield StatePass(0, count, none, packed)
+
+
+def _prefills(
+    common: Any,
+    slots: torch.Tensor,
+    decodes: int,
+    interior: InteriorSnapshots | None,
+) -> Prefills:
+    rows = slots.shape[0]
+    computed = common.compute_num_computed_tokens()[decodes:rows]
+    # Vectors of their own: kernels are compiled for how their tables are aligned.
+    own = slots[decodes:].clone()
+    return Prefills(
+        cu_seqlens=common.query_start_loc[decodes : rows + 1] - decodes,
+        slots=own,
+        has_initial=computed > 0,
+        offsets=computed % CHUNK,
+        boundary_slots=None if interior is None else interior.rows(own),
+    )
+
+
+def _slots(blocks: torch.Tensor) -> torch.Tensor:
+    """Slots by what vLLM names them; it names the reserved one for padding."""
+    return blocks - (blocks == 0).to(blocks.dtype)
+
+
+def put(metadata: Any, state_pass: StatePass) -> None:
+    """Hang a pass on vLLM's metadata of it."""
+    setattr(metadata, _PASS, state_pass)
+
+
+def of(metadata: Any) -> StatePass:
+    """The pass that vLLM's metadata stands for.
+
+    Raises:
+        RuntimeError: if nobody described it.
+    """
+    found: StatePass | None = getattr(metadata, _PASS, None)
+    if found is None:
+        raise RuntimeError(
+            "hybrid-plugin was given a forward pass that it knows nothing of: vLLM "
+            f"built its {type(metadata).__name__} in a way that is not hooked. Set the "
+            'option "kernels" to "engine".'
+        )
+    return found
+
+
+def share(source: Any, target: Any, room: DecodeSlots) -> None:
+    """Hang the pass of one state group on the metadata of another one.
+
+    A sequence has one slot for all its state layers, so only the address differs.
+
+    Args:
+        source: metadata with a pass.
+        target: metadata without.
+        room: of the target's builder.
+    """
+    state_pass = of(source)
+    if state_pass.prefills is None:
+        slots = room.hold(state_pass.decode_slots)
+        state_pass = replace(state_pass, decode_slots=slots)
+    put(target, state_pass)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's state layers are taken over by our kernels, as far as the option says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from hybrid_plugin.vllm import activation, elastic, patches
+from hybrid_plugin.vllm.kernels.layers import StateLayers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> StateLayers:
+    """Find the state layers and hook those that our kernels run.
+
+    Args:
+        vllm_config: of a worker that has loaded the model's weights.
+        specs: of the model's layers.
+
+    Raises:
+        ConfigError: if ours are demanded for a layer that they cannot run, or their
+            hook points are gone.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = StateLayers(
+        {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
+        activation.read_options(vllm_config).wanted_kernels,
+        elastic.device_type(),
+    )
+    if found.mixers:
+        patches.patch_kernels(found.mixers)
+        found.hang()
+        activation.logger.info("%s", found.describe())
+    return found

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks and the engine core agree on what passes keep, or nothing starts."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.memory.layout import PoolSizes
+from hybrid_plugin.engine import kernel_choice
+from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+from hybrid_plugin.vllm.kernels import agreement, layers
+from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
+from hybrid_plugin.vllm.kernels.layers import Kind, StateLayers
+from hybrid_plugin.vllm.planning import make_config, make_groups
+from hybrid_plugin.vllm.pool_memory import PoolMemory
+from tests.vllm.fakes import SPECS
+
+
+class Known(SimpleNamespace):
+    """A layer that our kernels run."""
+
+
+class Unknown(SimpleNamespace):
+    """Another one."""
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{Known.__module__}.{Known.__qualname__}"
+    adapter = SimpleNamespace(weights_of=lambda layer: SimpleNamespace())
+    monkeypatch.setattr(Kind, "adapter", adapter)
+    kind = Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
+    monkeypatch.setattr(layers, "KINDS", {name: kind})
+
+
+def test_the_specs_of_a_worker_carry_its_answer() -> None:
+    told = pickle.loads(pickle.dumps(InteriorSpecs(SPECS)))
+    assert told == SPECS
+    assert agreement.keep_interior([told, told])
+    assert not agreement.keep_interior([SPECS, SPECS])
+
+
+def test_ranks_that_disagree_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="on some ranks only"):
+        agreement.keep_interior([InteriorSpecs(SPECS), SPECS])
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_worker_holds_the_engine_core_to_it(planned: bool) -> None:
+    agreement.check(planned, planned)
+    with pytest.raises(ConfigError, match="on some ranks only"):
+        agreement.check(planned, not planned)
+
+
+@pytest.mark.parametrize("interior", [True, False])
+def test_the_pools_know_of_interior_snapshots_if_they_are_planned(
+    interior: bool,
+) -> None:
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    cache = SimpleNamespace(prefix_cache_retention_interval=None)
+    config: Any = SimpleNamespace(cache_config=cache)
+    groups = make_groups(SPECS)
+    planned = make_config(config, groups, PoolSizes(9, 5), interior=interior)
+    pools = PoolMemory()
+    pools.allocate(planned, torch.device("cpu"), KVCacheLayout.LBHNC)
+    assert (pools.executor.interior is not None) == interior
+
+
+def test_one_foreign_layer_keeps_prompts_pausing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = frozenset(Phase)
+    monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: every})
+    ours, foreign = Known(), Unknown()
+    assert StateLayers({"a": ours}, "auto", "cuda").keep_interior
+    assert not StateLayers({"a": ours, "b": foreign}, "auto", "cuda").keep_interior
+    assert not StateLayers({"a": ours}, "auto", "cpu").keep_interior
+    assert not StateLayers({"a": ours}, "engine", "cuda").keep_interior
+    assert not StateLayers({}, "ours", "cuda").keep_interior
+
+
+def test_decode_alone_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = frozenset({Phase.DECODE})
+    monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: decode})
+    found = StateLayers({"a": Known()}, "auto", "cuda")
+    assert not found.keep_interior
+    assert found.mixers == {Mixer.GATED_DELTA_NET}
+    assert "gated_delta_net (decode)" in found.describe()
+
+
+def test_a_layer_that_ours_cannot_run_is_refused_where_they_are_demanded() -> None:
+    with pytest.raises(ConfigError, match='"ours", and layer b, a Unknown'):
+        StateLayers({"a": Known(), "b": Unknown()}, "ours", "cuda")

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen's gated delta net in vLLM on our kernels, beside vLLM's own on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+    QwenGatedDeltaNetAttention,
+)
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.platforms import current_platform
+
+from hybrid_plugin.core.commands import Pool, SaveInPass
+from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.vllm import patches
+from hybrid_plugin.vllm.kernels import layers, passes
+from hybrid_plugin.vllm.kernels.layers import StateLayers
+from tests.vllm.kernel_passes import SLOTS, Row, common_of, gdn_builder
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="vLLM's own kernels of a CPU are the peer"
+)
+
+KEY_HEADS, VALUE_HEADS, DEPTH, WIDTH, TAPS = 2, 4, 64, 64, 4
+CHANNELS = 2 * KEY_HEADS * DEPTH + VALUE_HEADS * WIDTH
+CLOSE = {"rtol": 0.05, "atol": 0.02}
+"""Two implementations that round to bfloat16 in other places."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hooked() -> None:
+    patches.patch_kernels([Mixer.GATED_DELTA_NET])
+
+
+class Layer(SimpleNamespace):
+    """What vLLM's and our kernels read of a layer."""
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """As the class says for these sizes."""
+        return (TAPS - 1, CHANNELS), (VALUE_HEADS, WIDTH, DEPTH)
+
+    def rearrange_mixed_qkv(self, mixed: torch.Tensor) -> Any:
+        """As the class does."""
+        return QwenGatedDeltaNetAttention.rearrange_mixed_qkv(self, mixed)
+
+
+def layer_with(seed: int = 0) -> Layer:
+    """A layer whose every slot holds what nobody may read."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).to(dtype)
+
+    convolution = SimpleNamespace(weight=draw(CHANNELS, 1, TAPS) / 2, bias=None)
+    if torch.cpu._is_avx512_bf16_supported():  # what vLLM does when it loads one
+        plain = convolution.weight.view(CHANNELS, TAPS).contiguous().clone()
+        convolution._cpu_unpacked_conv_weight = plain
+        convolution.weight = torch.ops._C.causal_conv1d_weight_pack(plain)
+    return Layer(
+        prefix="0",
+        conv1d=convolution,
+        A_log=draw(VALUE_HEADS, dtype=torch.float32).abs().log(),
+        dt_bias=draw(VALUE_HEADS),
+        activation="silu",
+        key_dim=KEY_HEADS * DEPTH,
+        value_dim=VALUE_HEADS * WIDTH,
+        head_k_dim=DEPTH,
+        head_v_dim=WIDTH,
+        tp_size=1,
+        kv_cache=(
+            torch.full((SLOTS, TAPS - 1, CHANNELS), torch.nan, dtype=torch.bfloat16),
+            torch.full((SLOTS, VALUE_HEADS, WIDTH, DEPTH), torch.nan),
+        ),
+    )
+
+
+def ours_of(layer: Layer) -> StateLayers:
+    """Have our kernels run it."""
+    kind = layers.Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "kind_of", lambda _: kind)
+        found = StateLayers({"0": layer}, "ours", "cpu")
+    found.hang()
+    return found
+
+
+def inputs(tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(seed)
+    sizes = (CHANNELS, VALUE_HEADS, VALUE_HEADS)
+    return tuple(
+        torch.randn((tokens, n), generator=rng).to(torch.bfloat16) for n in sizes
+    )
+
+
+def run(layer: Layer, rows: Sequence[Row], seed: int) -> torch.Tensor:
+    """A pass as vLLM runs it: the builder's metadata, then the op of a CPU."""
+    common = common_of(rows)
+    metadata = gdn_builder({"0": layer}).build(0, common)
+    mixed, b, a = inputs(common.num_actual_tokens, seed)
+    out = torch.full((len(mixed), VALUE_HEADS, WIDTH), torch.nan, dtype=torch.bfloat16)
+    gdn_attention._cpu_gdn_attention_nonspec(layer, metadata, mixed, b, a, out)
+    return out
+
+
+PASSES: tuple[tuple[Row, ...], ...] = (
+    (Row(3, 0, 5), Row(5, 0, 100)),
+    (Row(3, 5, 1, in_prompt=False), Row(5, 100, 70), Row(1, 0, 64)),
+    (Row(1, 64, 1, in_prompt=False), Row(3, 6, 1, in_prompt=False)),
+    (Row(5, 170, 1), Row(1, 65, 1, in_prompt=False), Row(9, 0, 1), Row(2, 0, 130)),
+)
+"""Fresh, resumed and chunked prompts, beside decodes and chunks of one token."""
+
+
+def test_passes_equal_vllms() -> None:
+    theirs, mine = layer_with(), layer_with()
+    ours_of(mine)
+    for seed, rows in enumerate(PASSES):
+        expected, found = run(theirs, rows, seed), run(mine, rows, seed)
+        assert not found.isnan().any()
+        torch.testing.assert_close(found, expected, **CLOSE)
+    touched = sorted({row.slot for rows in PASSES for row in rows})
+    rest = [slot for slot in range(SLOTS) if slot not in touched]
+    for states in mine.kv_cache:
+        assert not states[touched].isnan().any()
+        assert states[rest].isnan().all()
+    torch.testing.assert_close(
+        mine.kv_cache[0][touched], theirs.kv_cache[0][touched], rtol=0, atol=0
+    )
+    # vLLM's kernel keeps a state transposed on a CPU.
+    their_states = theirs.kv_cache[1][touched].view(-1, VALUE_HEADS, DEPTH, WIDTH)
+    torch.testing.assert_close(
+        mine.kv_cache[1][touched], their_states.transpose(-1, -2), **CLOSE
+    )
+
+
+def test_a_layer_that_is_not_ours_stays_vllms() -> None:
+    theirs, left_alone = layer_with(), layer_with()
+    assert torch.equal(run(theirs, PASSES[0], 1), run(left_alone, PASSES[0], 1))
+    assert torch.equal(theirs.kv_cache[1][5], left_alone.kv_cache[1][5])
+
+
+def test_a_wrong_state_shows() -> None:
+    """Negative control of the comparison."""
+    theirs, mine = layer_with(), layer_with()
+    ours_of(mine)
+    for layer in (theirs, mine):
+        run(layer, PASSES[0], 0)
+    mine.kv_cache[1][5] = 0
+    expected, found = (run(layer, PASSES[1], 1) for layer in (theirs, mine))
+    assert not torch.allclose(found, expected, **CLOSE)
+
+
+def test_interior_snapshots_are_what_a_pass_to_there_leaves() -> None:
+    mine, paused = layer_with(), layer_with()
+    found = ours_of(mine)
+    ours_of(paused)
+    run(mine, [Row(4, 0, 5), Row(2, 0, 64)], 0)
+    run(paused, [Row(4, 0, 5), Row(2, 0, 64)], 0)
+    found.interior = InteriorSnapshots(torch.device("cpu"))
+    found.interior.order([SaveInPass(Pool.STATE, 2, 1, 9)])
+    tokens = 64 + 100
+    mixed, b, a = inputs(tokens, 5)
+
+    def go_on(layer: Layer, computed: int, part: slice) -> None:
+        rows = [Row(2, computed, part.stop - part.start)]
+        metadata = gdn_builder({"0": layer}).build(0, common_of(rows))
+        out = torch.zeros(part.stop - part.start, VALUE_HEADS, WIDTH).bfloat16()
+        gdn_attention._cpu_gdn_attention_nonspec(
+            layer, metadata, mixed[part], b[part], a[part], out
+        )
+
+    go_on(mine, 64, slice(0, tokens))
+    go_on(paused, 64, slice(0, 128))
+    for kept, left in zip(mine.kv_cache, paused.kv_cache, strict=True):
+        assert torch.equal(kept[9], left[2])
+        assert not torch.equal(kept[9], kept[2])
+        assert kept[10].isnan().all()
+    found.interior.clear()  # raises if nobody had looked the order up
+
+
+def test_padding_rows_touch_no_slot() -> None:
+    """A graph's batch is padded by rows that vLLM gives its reserved slot."""
+    mine = layer_with()
+    ours_of(mine)
+    run(mine, [Row(3, 0, 5)], 0)
+    before = [states.clone() for states in mine.kv_cache]
+    rows = [Row(3, 5, 1, in_prompt=False)] + [Row(0, 0, 1, in_prompt=False)] * 3
+    out = run(mine, rows, 1)
+    assert not out[:1].isnan().any()
+    for states, old in zip(mine.kv_cache, before, strict=True):
+        assert states[0].isnan().all()
+        assert not torch.equal(states[3], old[3])
+
+
+def test_slots_of_decodes_stay_where_a_graph_finds_them() -> None:
+    mine = layer_with()
+    ours_of(mine)
+    builder = gdn_builder({"0": mine})
+    decodes = [Row(slot, 9, 1, in_prompt=False) for slot in (4, 2, 6)]
+    first = passes.of(builder.build(0, common_of(decodes)))
+    captured = first.decode_slots
+    second = passes.of(builder.build(0, common_of(decodes[1:2])))
+    assert second.decode_slots.data_ptr() == captured.data_ptr()
+    assert captured.tolist() == [2, -1, -1]
+    mixed = passes.of(builder.build(0, common_of([decodes[0], Row(5, 0, 9)])))
+    assert mixed.decode_slots.tolist() == [4]
+    assert captured.tolist() == [2, -1, -1]
+
+
+def test_groups_share_what_was_described_and_not_where_it_lies() -> None:
+    mine = layer_with()
+    ours_of(mine)
+    one, other = gdn_builder({"0": mine}), gdn_builder({"0": mine})
+    common = common_of([Row(4, 9, 1, in_prompt=False), Row(2, 3, 1, in_prompt=False)])
+    built = one.build(0, common)
+    again = other.update_block_table(
+        built, common.block_table_tensor, common.slot_mapping
+    )
+    slots = passes.of(built).decode_slots, passes.of(again).decode_slots
+    assert slots[0].tolist() == slots[1].tolist() == [4, 2]
+    assert slots[0].data_ptr() != slots[1].data_ptr()
+    longer = one.build(0, common_of([Row(4, 10, 9)]))
+    again = other.update_block_table(
+        longer, common.block_table_tensor[:1], common.slot_mapping
+    )
+    assert passes.of(again).prefills is passes.of(longer).prefills
+
+
+def test_chunks_are_placed_by_the_prompts_start() -> None:
+    mine = layer_with()
+    ours_of(mine)
+    rows = [Row(3, 7, 1, in_prompt=False), Row(5, 100, 70), Row(1, 64, 5), Row(2, 0, 3)]
+    found = passes.of(gdn_builder({"0": mine}).build(0, common_of(rows)))
+    assert found.decodes == 1 and found.tokens == 79
+    assert found.prefills is not None
+    assert found.prefills.cu_seqlens.tolist() == [0, 70, 75, 78]
+    assert found.prefills.slots.tolist() == [5, 1, 2]
+    assert found.prefills.offsets.tolist() == [36, 0, 0]
+    assert found.prefills.has_initial.tolist() == [True, True, False]
+    assert found.prefills.boundary_slots is None
+
+
+def test_a_pass_that_nobody_described_is_refused() -> None:
+    mine = layer_with()
+    ours_of(mine)
+    with pytest.raises(RuntimeError, match="is not hooked"):
+        layers.run(mine, SimpleNamespace())
+
+
+def test_new_weights_are_taken_to_where_the_old_ones_were() -> None:
+    mine = layer_with()
+    found = ours_of(mine)
+    kernels = layers.ours(mine)
+    assert kernels is not None
+    place = kernels.weights.A.data_ptr()
+    mine.A_log += 1
+    found.refresh()
+    assert kernels.weights.A.data_ptr() == place
+    assert torch.equal(kernels.weights.A, -torch.exp(mine.A_log))
+
+
+def test_warming_up_touches_no_state() -> None:
+    mine = layer_with()
+    found = ours_of(mine)
+    found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)
