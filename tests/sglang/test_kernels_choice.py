@@ -11,7 +11,7 @@ import pytest
 import sglang.srt.configs as configs
 from sglang.srt.configs.gigachat35 import GigaChat35Config
 
-from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase
 from hybrid_plugin.sglang.kernels import state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
@@ -103,7 +103,7 @@ def test_nothing_is_ours_unless_it_is_asked_for_or_was_measured(
 ) -> None:
     layers = StateLayers()
     with caplog.at_level(logging.INFO):
-        layers.settle(model(), HybridConfig(kernels=option), "cpu")
+        layers.settle(model(), option, "cpu")
     assert layers.interior is None
     assert not any(layers.runs(mixer, phase) for mixer in Mixer for phase in Phase)
     assert not caplog.records
@@ -112,7 +112,7 @@ def test_nothing_is_ours_unless_it_is_asked_for_or_was_measured(
 def test_what_is_asked_for_is_ours_and_said(caplog: pytest.LogCaptureFixture) -> None:
     layers = StateLayers()
     with caplog.at_level(logging.INFO, logger="sglang.hybrid_plugin"):
-        layers.settle(qwen(), HybridConfig(kernels="ours"), "cpu")
+        layers.settle(qwen(), "ours", "cpu")
     ours = {(m, p) for m in Mixer for p in Phase if layers.runs(m, p)}
     assert ours == {(Mixer.GATED_DELTA_NET, phase) for phase in Phase}
     assert layers.interior is not None
@@ -125,13 +125,13 @@ def test_what_is_asked_for_is_ours_and_said(caplog: pytest.LogCaptureFixture) ->
 def test_where_only_decode_is_ours_a_pass_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def decode_only(options: Any, mixer: Mixer, phase: Phase, device: str) -> bool:
-        assert (mixer, device) == (Mixer.GATED_DELTA_NET, "cuda")
+    def decode_only(option: str, mixer: Mixer, phase: Phase, device: str) -> bool:
+        assert (option, mixer, device) == ("auto", Mixer.GATED_DELTA_NET, "cuda")
         return phase is Phase.DECODE
 
     monkeypatch.setattr(state_layers, "are_ours", decode_only)
     layers = StateLayers()
-    layers.settle(qwen(), HybridConfig(kernels="auto"), "cuda:0")
+    layers.settle(qwen(), "auto", "cuda:0")
     assert layers.runs(Mixer.GATED_DELTA_NET, Phase.DECODE)
     assert not layers.runs(Mixer.GATED_DELTA_NET, Phase.PREFILL)
     assert layers.interior is None
@@ -139,7 +139,7 @@ def test_where_only_decode_is_ours_a_pass_keeps_nothing(
 
 def test_ours_without_kernels_is_refused() -> None:
     with pytest.raises(ConfigError, match="none for the state layers of this model"):
-        StateLayers().settle(jet(), HybridConfig(kernels="ours"), "cpu")
+        StateLayers().settle(jet(), "ours", "cpu")
 
 
 def test_ours_is_refused_where_multiple_items_are_scored(
@@ -147,7 +147,7 @@ def test_ours_is_refused_where_multiple_items_are_scored(
 ) -> None:
     server.enable_mis = True
     with pytest.raises(ConfigError, match="drop --enable-mis"):
-        StateLayers().settle(qwen(), HybridConfig(kernels="ours"), "cpu")
+        StateLayers().settle(qwen(), "ours", "cpu")
 
 
 def test_a_registered_model_counts_by_its_backend() -> None:

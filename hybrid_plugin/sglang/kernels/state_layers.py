@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_exec
 
-from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
 from hybrid_plugin.mixers.prefills import Prefills
@@ -34,12 +34,12 @@ class StateLayers:
         """States that passes keep in the middle of a prompt; None where a pass can
         keep none, because SGLang's kernels run it."""
 
-    def settle(self, model: Any, options: HybridConfig, device_name: str) -> None:
+    def settle(self, model: Any, option: str, device_name: str) -> None:
         """Decide who runs the model's state layers.
 
         Args:
             model: SGLang's `ModelConfig`.
-            options: of the plugin.
+            option: `wanted_kernels` of `HybridConfig`.
             device_name: on which they run, as SGLang names it.
 
         Raises:
@@ -47,13 +47,13 @@ class StateLayers:
         """
         device, found = torch.device(device_name), mixer_of(model)
         mixer, reason = (None, _NOT_OURS) if found is None else (found, _hindrance())
-        if options.kernels == "ours" and reason is not None:
+        if option == "ours" and reason is not None:
             raise ConfigError(f'the option "kernels" is "ours", {reason}')
         if mixer is None or reason is not None:
             return
         self._mixer = mixer
         self._phases = frozenset(
-            phase for phase in Phase if are_ours(options, mixer, phase, device.type)
+            phase for phase in Phase if are_ours(option, mixer, phase, device.type)
         )
         if self.runs(mixer, Phase.PREFILL):
             self.interior = InteriorSnapshots(device)
