@@ -368,6 +368,7 @@ SCHEDULER_HOOKS = (
 )
 
 _GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
+_GRAPHS = f"{_SRT}.model_executor.cuda_graph_config"
 _KDA = f"{_SRT}.layers.attention.linear.kda_backend:KDAAttnBackend"
 _LIGHTNING = (
     f"{_SRT}.layers.attention.linear.lightning_backend:LightningAttentionBackend"
@@ -378,6 +379,9 @@ _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
 _LINEAR_LAYER = f"{_SRT}.layers.radix_linear_attention:RadixLinearAttention"
 
 KERNEL_HOOKS = (
+    HookPoint(f"{_GRAPHS}:check_cuda_graph_backend", ("phase", "backend")),
+    HookPoint(f"{_GRAPHS}:Phase.PREFILL"),
+    HookPoint(f"{_GRAPHS}:Backend.FULL"),
     HookPoint(f"{_SRT}.configs.hybrid_arch:mamba2_config", ("model_config",)),
     *(
         HookPoint(f"{_SRT}.configs:{name}")

@@ -48,6 +48,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         state_layers, "get_exec", lambda: SimpleNamespace(features=features)
     )
+    monkeypatch.setattr(state_layers, "check_cuda_graph_backend", lambda *_: False)
     return features
 
 
@@ -147,6 +148,17 @@ def test_ours_is_refused_where_multiple_items_are_scored(
 ) -> None:
     server.enable_mis = True
     with pytest.raises(ConfigError, match="drop --enable-mis"):
+        StateLayers().settle(qwen(), "ours", "cpu")
+
+
+def test_ours_is_refused_where_whole_prefills_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(phase: str, backend: str) -> bool:
+        return (phase, backend) == ("prefill", "full")
+
+    monkeypatch.setattr(state_layers, "check_cuda_graph_backend", full)
+    with pytest.raises(ConfigError, match="prefill breakable"):
         StateLayers().settle(qwen(), "ours", "cpu")
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
+from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
 from sglang.srt.runtime_context import get_exec
 
 from hybrid_plugin.config import ConfigError
@@ -95,4 +98,10 @@ def _hindrance() -> str | None:
     """What SGLang was asked for that our kernels do not do, to follow those words."""
     if get_exec().features.enable_mis:
         return "and they score no multiple items: drop --enable-mis."
+    if check_cuda_graph_backend(GraphPhase.PREFILL, GraphBackend.FULL):
+        # What a pass is to keep is known when it is launched, not when it is captured.
+        return (
+            "and they run outside of graphs of whole prefills: use "
+            "--cuda-graph-backend-prefill breakable."
+        )
     return None
