@@ -367,6 +367,192 @@ SCHEDULER_HOOKS = (
     HookPoint(f"{_SRT}.runtime_context:get_serving"),
 )
 
+_GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
+_GRAPHS = f"{_SRT}.model_executor.cuda_graph_config"
+_KDA = f"{_SRT}.layers.attention.linear.kda_backend:KDAAttnBackend"
+_LIGHTNING = (
+    f"{_SRT}.layers.attention.linear.lightning_backend:LightningAttentionBackend"
+)
+_METADATA = f"{_SRT}.layers.attention.mamba.mamba2_metadata:ForwardMetadata"
+_FORWARD_BATCH = f"{_SRT}.model_executor.forward_batch_info"
+_UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
+_LINEAR_LAYER = f"{_SRT}.layers.radix_linear_attention:RadixLinearAttention"
+
+KERNEL_HOOKS = (
+    HookPoint(f"{_GRAPHS}:check_cuda_graph_backend", ("phase", "backend")),
+    HookPoint(f"{_GRAPHS}:Phase.PREFILL"),
+    HookPoint(f"{_GRAPHS}:Backend.FULL"),
+    HookPoint(f"{_SRT}.configs.hybrid_arch:mamba2_config", ("model_config",)),
+    *(
+        HookPoint(f"{_SRT}.configs:{name}")
+        for name in (
+            "JetNemotronConfig",
+            "JetVLMConfig",
+            "Lfm2Config",
+            "Lfm2MoeConfig",
+            "Lfm2VlConfig",
+            "ZayaConfig",
+            "MambaConfig",
+            "FalconMambaConfig",
+            "InklingModelConfig",
+            "InklingMMConfig",
+        )
+    ),
+    HookPoint(
+        f"{_GDN}.forward_extend",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("linear_attn_output", "mis_metadata", "mamba2_layer_cache"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_GDN}.forward_decode",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("fused_qkvzba_split_reshape_cat_contiguous", "mamba_cache_indices"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_KDA}.forward_extend",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("prefill_graph_metadata", "mamba2_layer_cache", "transpose"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_KDA}.forward_decode",
+        ("layer", "forward_batch", "mixed_qkv", "a", "b"),
+        mentions=("mamba_cache_indices", "silu", "transpose"),
+        own=True,
+    ),
+    HookPoint(f"{_KDA}.supports_prefill_graph_extend", ("self",), own=True),
+    HookPoint(f"{_KDA}.accept_lens_pool"),
+    *(
+        HookPoint(
+            f"{_LIGHTNING}.forward_{phase}",
+            ("q", "k", "v", "layer", "forward_batch"),
+            mentions=("seg_la", "temporal", "tp_q_head_num", "v_head_dim"),
+            own=True,
+        )
+        for phase in ("extend", "decode")
+    ),
+    HookPoint(f"{_LIGHTNING}._linear_attention_entry", mentions=("tp_slope",)),
+    HookPoint(f"{_SRT}.configs.hybrid_arch:hybrid_lightning_config", ("model_config",)),
+    HookPoint(f"{_SRT}.configs.hybrid_arch:linear_attn_model_spec", ("model_config",)),
+    *(
+        HookPoint(
+            f"{_SRT}.models.{target}.forward",
+            ("self", "hidden_states", "forward_batch"),
+            closed=True,
+            own=True,
+            mentions=(
+                "conv_state_metadata",
+                "in_proj",
+                "conv_weight",
+                "conv_bias",
+                "out_proj",
+            ),
+        )
+        for target in ("lfm2:Lfm2ShortConv", "lfm2_moe:Lfm2MoeShortConv")
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.short_conv_backend"
+        ":ShortConvAttnBackend.conv_state_metadata",
+        ("layer_id", "forward_batch"),
+        mentions=("cache_indices", "layer_cache"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":ShortConvHybridAttnBackend.__init__",
+        mentions=("short_conv_backend",),
+    ),
+    HookPoint(f"{_SRT}.model_executor.forward_context:get_attn_backend"),
+    HookPoint(
+        f"{_LINEAR_LAYER}.__init__",
+        mentions=(
+            "conv_weights",
+            "bias",
+            "activation",
+            "A_log",
+            "dt_bias",
+            "num_k_heads",
+            "num_v_heads",
+            "head_k_dim",
+            "head_v_dim",
+            "lower_bound",
+        ),
+    ),
+    HookPoint(
+        "sglang.kernels.ops.attention.triton_gdn_fused_proj"
+        ":fused_qkvzba_split_reshape_cat_contiguous",
+        (
+            "mixed_qkvz",
+            "mixed_ba",
+            "num_heads_qk",
+            "num_heads_v",
+            "head_qk",
+            "head_v",
+        ),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend:Mamba2AttnBackend.forward",
+        (
+            "self",
+            "mixer",
+            "hidden_states",
+            "output",
+            "layer_id",
+            "forward_batch",
+            "mup_vector",
+            "use_triton_causal_conv",
+        ),
+        closed=True,
+        own=True,
+        mentions=("mamba2_layer_cache", "forward_metadata"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.mamba.mamba:MambaMixer2.forward",
+        mentions=(
+            "in_proj",
+            "conv1d",
+            "norm",
+            "out_proj",
+            "intermediate_size",
+            "conv_dim",
+            "num_heads",
+            "tp_size",
+            "activation",
+            "A",
+            "D",
+            "dt_bias",
+            "num_prefills",
+            "num_prefill_tokens",
+            "num_decodes",
+            "is_target_verify",
+        ),
+    ),
+    HookPoint(
+        _METADATA,
+        mentions=(
+            "query_start_loc",
+            "mamba_cache_indices",
+            "has_mamba_track_mask",
+            "replayssm_write_pos",
+            "logical_num_tokens",
+        ),
+        open=True,
+    ),
+    HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_extend_without_speculative"),
+    HookPoint(
+        f"{_FORWARD_BATCH}:ForwardBatch",
+        mentions=("extend_prefix_lens", "mamba_track_mask", "tbo_parent_token_range"),
+    ),
+    HookPoint(f"{_UPDATER}.record_weight_version_after_update"),
+    HookPoint(
+        f"{_UPDATER}.update_weights_from_disk",
+        mentions=("record_weight_version_after_update",),
+    ),
+    HookPoint(f"{_UPDATER}.end_weight_update", ("recv_req",)),
+)
+"""For state layers on our kernels: `kernels`."""
+
 HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
@@ -374,5 +560,6 @@ HOOKS = (
     + WINDOW_HOOKS
     + CACHE_HOOKS
     + SCHEDULER_HOOKS
+    + KERNEL_HOOKS
 )
 """Every point, as the compatibility checks read them."""

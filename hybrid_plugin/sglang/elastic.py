@@ -21,6 +21,7 @@ from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.sglang import page_layout
@@ -123,8 +124,11 @@ class SharedPools:
             start += size
         return tensors if start == self._pages.size else None
 
-    def start(self) -> Executor:
+    def start(self, interior: InteriorSnapshots | None = None) -> Executor:
         """Map what the plan has mapped at the start; the executor moves the rest.
+
+        Args:
+            interior: as for `Executor`.
 
         Raises:
             ConfigError: if SGLang built its KV cache elsewhere.
@@ -156,7 +160,7 @@ class SharedPools:
             if refusal is not None:
                 raise MemoryError(str(refusal))
             arenas[pool] = arena
-        return Executor(arenas)
+        return Executor(arenas, interior)
 
 
 def hindrance(device_type: str) -> str | None:

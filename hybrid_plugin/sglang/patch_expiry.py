@@ -51,4 +51,11 @@ NEEDED = {
     "patches._run_commands": _while_there(
         f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation"
     ),
+    "patches._run_state_layers": _while_there(
+        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend.forward_extend"
+    ),
+    "patches._follow_weights": _while_there(
+        f"{_SRT}.managers.scheduler_components.weight_updater"
+        ":SchedulerWeightUpdaterManager.record_weight_version_after_update"
+    ),
 }

@@ -22,6 +22,7 @@ from hybrid_plugin.upstream.standing import untested
 
 if TYPE_CHECKING:
     from hybrid_plugin.sglang.clock import RankClock
+    from hybrid_plugin.sglang.kernels.state_layers import StateLayers
     from hybrid_plugin.sglang.pool_memory import PoolMemory
 
 _SRT = "sglang.srt"
@@ -51,6 +52,7 @@ def hook_engine() -> None:
         ConfigError: naming each hook point that this SGLang moved.
     """
     from hybrid_plugin.sglang.clock import RankClock
+    from hybrid_plugin.sglang.kernels.state_layers import StateLayers
     from hybrid_plugin.sglang.pool_memory import PoolMemory
 
     global _ENGINE_HOOKED
@@ -61,8 +63,8 @@ def hook_engine() -> None:
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
-    memory, clock = PoolMemory(), RankClock()
-    _divide_memory(memory)
+    memory, clock, layers = PoolMemory(), RankClock(), StateLayers()
+    _divide_memory(memory, layers)
     _share_memory(memory)
     _convolve_in_few_shapes(memory)
     _convolve_beyond_32_bits()
@@ -72,6 +74,8 @@ def hook_engine() -> None:
     _park_paused_requests()
     _place_tokens()
     _run_commands()
+    _run_state_layers(layers)
+    _follow_weights()
     _apply()
     _ENGINE_HOOKED = True
 
@@ -123,7 +127,7 @@ def _allow_paged_overlap() -> None:
     _hook(f"{_SRT}.arg_groups.mamba_hook.validate_mamba_no_buffer", "AROUND", validate)
 
 
-def _divide_memory(memory: PoolMemory) -> None:
+def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
     """Symptom: a third of the state slots can run, and memory is split blindly.
 
     Cause: SGLang reserves tracking and snapshot slots for every request, and
@@ -160,12 +164,14 @@ def _divide_memory(memory: PoolMemory) -> None:
 
         if not _is_ours() or self.is_draft_worker:
             return original(self, **kwargs)
+        options = activation.read_options()
+        if not self.is_hybrid_swa:
+            layers.settle(self.model_config, options.wanted_kernels, self.device)
         with memory.building():
             result = original(self, **kwargs)
-        options = activation.read_options()
         if self.is_hybrid_swa:
             return window_pools.take_over(self, result, options, memory)
-        return planning.take_over(result, options, memory)
+        return planning.take_over(result, options, memory, layers.interior)
 
     @named()
     def budget(
@@ -462,6 +468,69 @@ def _run_commands() -> None:
     worker = f"{_SRT}.managers.tp_worker.TpModelWorker"
     _hook(f"{worker}.forward_batch_generation", "AROUND", forward)
     _hook(f"{_SRT}.managers.scheduler.Scheduler.on_idle", "AFTER", idle)
+
+
+def _run_state_layers(layers: StateLayers) -> None:
+    """Symptom: prompts pause for snapshots, and where pools are elastic, the states of
+    a prefill are gathered and scattered in every layer.
+
+    Cause: SGLang's prefill kernels write no states in the middle of a prompt to slots
+    that a cache chooses, and some take contiguous states only.
+    Fix: run the state layers on ours, where the option `kernels` says so.
+    Delete when: SGLang's kernels do both.
+    """
+    from hybrid_plugin.sglang.kernels import (
+        gated_delta_net,
+        kda,
+        lightning,
+        mamba2,
+        short_conv,
+    )
+
+    attention = f"{_SRT}.layers.attention"
+    gdn = f"{attention}.linear.gdn_backend.GDNAttnBackend"
+    kimi = f"{attention}.linear.kda_backend.KDAAttnBackend"
+    flash = f"{attention}.linear.lightning_backend.LightningAttentionBackend"
+    mamba = f"{attention}.hybrid_linear_attn_backend.Mamba2AttnBackend"
+    for target, function in (
+        (f"{gdn}.forward_extend", gated_delta_net.extend),
+        (f"{gdn}.forward_decode", gated_delta_net.decode),
+        (f"{mamba}.forward", mamba2.forward),
+        (f"{kimi}.forward_extend", kda.extend),
+        (f"{kimi}.forward_decode", kda.decode),
+        (f"{kimi}.supports_prefill_graph_extend", kda.captures_prefill),
+        (f"{flash}.forward_extend", lightning.extend),
+        (f"{flash}.forward_decode", lightning.decode),
+        (f"{_SRT}.models.lfm2.Lfm2ShortConv.forward", short_conv.forward),
+        (f"{_SRT}.models.lfm2_moe.Lfm2MoeShortConv.forward", short_conv.forward),
+    ):
+        _hook(target, "AROUND", _given(layers, function))
+
+
+def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(layers, original, *args, **kwargs)
+
+    return hook
+
+
+def _follow_weights() -> None:
+    """Symptom: after weights were updated, state layers on our kernels decay as before.
+
+    Cause: their rates are computed from the weights once.
+    Fix: compute them anew after each update.
+    Delete when: our kernels take what the checkpoint has.
+    """
+    from hybrid_plugin.sglang.kernels import gated_delta_net, kda
+
+    def loaded(result: Any, *_: Any, **__: Any) -> None:
+        gated_delta_net.DECAYS.refresh()
+        kda.DECAYS.refresh()
+
+    updater = f"{_SRT}.managers.scheduler_components.weight_updater"
+    manager = f"{updater}.SchedulerWeightUpdaterManager"
+    _hook(f"{manager}.record_weight_version_after_update", "AFTER", loaded)
+    _hook(f"{manager}.end_weight_update", "AFTER", loaded)
 
 
 # -------------------------------------------------------------------- internal

@@ -21,6 +21,7 @@ from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import chat_template, elastic_memory, sizing
 from hybrid_plugin.engine.cache_assembly import build_cache
@@ -149,13 +150,19 @@ def limit_tokens(tokens: int, memory: PoolMemory) -> int:
     return tokens if memory.plan is None else min(tokens, memory.plan.tokens)
 
 
-def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
+def take_over(
+    pools: Any,
+    options: HybridConfig,
+    memory: PoolMemory,
+    interior: InteriorSnapshots | None,
+) -> Any:
     """Put the core in charge of pools that SGLang has just built.
 
     Args:
         pools: SGLang's `_InitializedPools`.
         options: of the plugin.
         memory: what they were built on.
+        interior: what forward passes are to keep; None where they can keep nothing.
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
@@ -166,15 +173,21 @@ def take_over(pools: Any, options: HybridConfig, memory: PoolMemory) -> Any:
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
     known_pools.require(stock.get_kvcache(), states, _copied(stock, states))
-    executor = memory.executor(stock.get_kvcache(), states.mamba_pool, stock.page_size)
-    cache = _build(stock, states, options, memory)
+    executor = memory.executor(
+        stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
+    )
+    cache = _build(stock, states, options, memory, interior is not None)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
     allocator = HybridTokenAllocator(cache, stock, executor)
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
 
 
 def _build(
-    stock: Any, states: Any, options: HybridConfig, memory: PoolMemory
+    stock: Any,
+    states: Any,
+    options: HybridConfig,
+    memory: PoolMemory,
+    keeps_states_inside: bool,
 ) -> HybridCache:
     """The core, in charge of as many pages and slots as there are."""
     plan = memory.plan
@@ -183,7 +196,13 @@ def _build(
         pages, slots = stock.size // stock.page_size + 1, states.mamba_pool.size + 1
         plan = replace(plan, sizes=PoolSizes(pages, slots))
     device = torch.device(stock.device).type
-    cache = build_cache(plan, options, delimiters(options), device)
+    cache = build_cache(
+        plan,
+        options,
+        delimiters(options),
+        device,
+        keeps_states_inside=keeps_states_inside,
+    )
     if plan.shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)
     return cache

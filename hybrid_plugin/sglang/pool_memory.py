@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena
 from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.sizing import CachePlan
 from hybrid_plugin.sglang.pool_rows import (
     check_states,
@@ -51,7 +52,11 @@ class PoolMemory:
         return self.shared if self._building else None
 
     def executor(
-        self, kv_pool: Any, state_pool: Any | None, page_size: int
+        self,
+        kv_pool: Any,
+        state_pool: Any | None,
+        page_size: int,
+        interior: InteriorSnapshots | None = None,
     ) -> Executor:
         """What runs commands on the pools that were built.
 
@@ -59,6 +64,7 @@ class PoolMemory:
             kv_pool: SGLang's `HybridLinearKVPool`, or `SWAKVPool`.
             state_pool: its `MambaPool`, None for the latter.
             page_size: tokens in a page.
+            interior: as for `Executor`.
 
         Raises:
             ConfigError: for pools that keep more than is known, or lie elsewhere.
@@ -66,7 +72,7 @@ class PoolMemory:
         if self.shared is not None:
             kv_tensors(kv_pool.full_kv_pool)
             check_states(state_pool)
-            return self.shared.start()
+            return self.shared.start(interior)
         pages = page_rows(kv_pool.full_kv_pool, page_size)
         if state_pool is None:
             windows = page_rows(kv_pool.swa_kv_pool, page_size)
@@ -75,4 +81,4 @@ class PoolMemory:
             Pool.KV: Arena(pages),
             Pool.STATE: Arena(slot_rows(state_pool)),
         }
-        return Executor(arenas)
+        return Executor(arenas, interior)

@@ -124,7 +124,7 @@ def test_nothing_is_built_on_such_pools() -> None:
         token_to_kv_pool_allocator=stock, req_to_token_pool=slots
     )
     with pytest.raises(ConfigError, match="SGLang keeps more"):
-        planning.take_over(pools, HybridConfig(), PoolMemory())
+        planning.take_over(pools, HybridConfig(), PoolMemory(), None)
     assert slots.mamba_allocator is own
 
 

@@ -70,12 +70,16 @@ IMPORTS = (
 PREEMPTION = "overlap, preemption"
 SINGLE_TOKENS = "page of 1, no overlap"
 ELASTIC = "elastic"
+OUR_KERNELS = "our kernels"
+OUR_KERNELS_ELASTIC = "our kernels, elastic"
 
 MODELS = {
     "gated delta net, bfloat16": Model(
-        "bundled", "bfloat16", NEAR_TIE, quick=(PREEMPTION, ELASTIC)
+        "bundled", "bfloat16", NEAR_TIE, quick=(PREEMPTION, ELASTIC, OUR_KERNELS)
     ),
-    "mamba-2, float32": Model("nemotron_h", "float32", 0.0, quick=(SINGLE_TOKENS,)),
+    "mamba-2, float32": Model(
+        "nemotron_h", "float32", 0.0, quick=(SINGLE_TOKENS, OUR_KERNELS)
+    ),
     "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, quick=()),
 }
 if ON_GPU:
@@ -104,6 +108,15 @@ VARIANTS = {
     SINGLE_TOKENS: Variant({"page_size": 1}, 0.4, ("--disable-overlap-schedule",)),
     ELASTIC: Variant(
         {"elastic": True, "gpu_memory_budget": (26 if ON_GPU else 16) << 20}, 0.3
+    ),
+    OUR_KERNELS: Variant({"kernels": "ours"}, 0.4),
+    OUR_KERNELS_ELASTIC: Variant(
+        {
+            "kernels": "ours",
+            "elastic": True,
+            "gpu_memory_budget": (26 if ON_GPU else 16) << 20,
+        },
+        0.3,
     ),
 }
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kind of state layers a model has, as SGLang tells them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt import configs
+from sglang.srt.configs import hybrid_arch
+
+from hybrid_plugin.engine.kernel_choice import Mixer
+
+_GATED_OTHERWISE = (configs.JetNemotronConfig, configs.JetVLMConfig)
+"""Their convolution's weights are made from the tokens, by the model itself."""
+_GATED = "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"
+_SEGMENTS = "seg_la"
+"""The kernel that SGLang has for lightning attention, unless a model names another."""
+_SHORT_CONV = (configs.Lfm2Config, configs.Lfm2MoeConfig, configs.Lfm2VlConfig)
+_NO_MAMBA2 = (
+    configs.ZayaConfig,
+    configs.MambaConfig,
+    configs.FalconMambaConfig,
+    configs.InklingModelConfig,
+    configs.InklingMMConfig,
+)
+"""Counted among Mamba-2 by SGLang, with other state layers."""
+
+
+def mixer_of(model: Any) -> Mixer | None:
+    """The kind of a model's state layers; None for one that we have no kernels for.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    gated = hybrid_arch.hybrid_gdn_config(model)
+    if gated is not None:
+        known = not isinstance(gated, _GATED_OTHERWISE)
+        return Mixer.GATED_DELTA_NET if known else None
+    config = hybrid_arch.mamba2_config(model)
+    if config is not None:
+        return _among_mamba2(config)
+    config = hybrid_arch.hybrid_kda_config(model)
+    if config is not None:
+        return None if _clamps_decay(config) else Mixer.KDA
+    config = hybrid_arch.hybrid_lightning_config(model)
+    if config is not None:
+        stock = getattr(config, "linear_backend", _SEGMENTS) == _SEGMENTS
+        return Mixer.LIGHTNING if stock else None
+    spec = hybrid_arch.linear_attn_model_spec(model)
+    registered = spec is not None and spec.backend_class_name == _GATED
+    return Mixer.GATED_DELTA_NET if registered else None
+
+
+def _among_mamba2(config: Any) -> Mixer | None:
+    if isinstance(config, _SHORT_CONV):
+        return Mixer.SHORT_CONV
+    return None if isinstance(config, _NO_MAMBA2) else Mixer.MAMBA2
+
+
+def _clamps_decay(config: Any) -> bool:
+    """Whether Kimi delta attention has a lower bound for its decay: ours has none."""
+    linear = getattr(config, "linear_attn_config", None) or {}
+    bounds = (
+        linear.get("gate_lower_bound"),
+        getattr(config, "gate_lower_bound", None),
+        getattr(config, "kda_lower_bound", None),
+    )
+    return any(bound is not None for bound in bounds)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward pass of SGLang does with its sequences, as `Prefills`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.mixers.prefills import Prefills
+
+_CHUNK = 64
+"""Tokens between two boundaries of `Prefills`."""
+_RECORD = "hybrid_plugin_prefills"
+
+
+def prefills(metadata: Any, batch: Any, interior: InteriorSnapshots | None) -> Prefills:
+    """The sequences of a pass that computes prompts; made by its first state layer.
+
+    SGLang makes new metadata for each pass, so the record lies there.  A pass whose
+    layers do not come here leaves its orders of interior snapshots unread, which
+    `InteriorSnapshots` reports.
+
+    Args:
+        metadata: SGLang's `ForwardMetadata` of the pass.
+        batch: its `ForwardBatch`, running requests among them as one token each.
+        interior: what the pass is to keep; None where nothing is kept.
+    """
+    found: Prefills | None = getattr(metadata, _RECORD, None)
+    if found is None:
+        found = _made(metadata, batch, interior)
+        setattr(metadata, _RECORD, found)
+    return found
+
+
+def _made(metadata: Any, batch: Any, interior: InteriorSnapshots | None) -> Prefills:
+    bounds = metadata.query_start_loc
+    count = bounds.numel() - 1
+    slots = metadata.mamba_cache_indices[:count]
+    # Slot 0 is that of all padded rows.
+    slots = torch.where(slots > 0, slots, -1)
+    computed = batch.extend_prefix_lens[:count]
+    return Prefills(
+        cu_seqlens=bounds,
+        slots=slots,
+        has_initial=computed > 0,
+        offsets=(computed % _CHUNK).to(torch.int32),
+        boundary_slots=None if interior is None else interior.rows(slots),
+    )
+
+
+def is_plain_prefill(batch: Any, metadata: Any) -> bool:
+    """Whether a pass computes prompts and does nothing else with the states.
+
+    Verification of drafts, states that SGLang's own cache tracks, and parts of a batch
+    are left to SGLang.  The plugin refuses all of them at start-up.
+    """
+    return (
+        batch.forward_mode.is_extend_without_speculative()
+        and batch.tbo_parent_token_range is None
+        and not metadata.has_mamba_track_mask
+    )
+
+
+def is_plain_decode(batch: Any, metadata: Any) -> bool:
+    """Whether a pass takes sequences on by a token and does nothing else."""
+    return batch.mamba_track_mask is None and metadata.replayssm_write_pos is None

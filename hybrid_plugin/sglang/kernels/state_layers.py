@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs the state layers of the model that this process serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
+from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
+from sglang.srt.runtime_context import get_exec
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
+from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.sglang.kernels.choice import mixer_of
+from hybrid_plugin.sglang.kernels.passes import prefills
+from hybrid_plugin.sglang.kernels.warm_up import few_and_many
+from hybrid_plugin.sglang.log import logger
+
+
+class StateLayers:
+    """Settled when pools are built, asked by the hooks of every layer.
+
+    SGLang builds pools and runs layers in methods that see nothing of each other: the
+    hooks in all of them share one of these.
+    """
+
+    def __init__(self) -> None:
+        self._mixer: Mixer | None = None
+        self._phases: frozenset[Phase] = frozenset()
+        self._cold = False
+        self.interior: InteriorSnapshots | None = None
+        """States that passes keep in the middle of a prompt; None where a pass can
+        keep none, because SGLang's kernels run it."""
+
+    def settle(self, model: Any, option: str, device_name: str) -> None:
+        """Decide who runs the model's state layers.
+
+        Args:
+            model: SGLang's `ModelConfig`.
+            option: `wanted_kernels` of `HybridConfig`.
+            device_name: on which they run, as SGLang names it.
+
+        Raises:
+            ConfigError: if the option asks for ours where there are none.
+        """
+        device, found = torch.device(device_name), mixer_of(model)
+        mixer, reason = (None, _NOT_OURS) if found is None else (found, _hindrance())
+        if option == "ours" and reason is not None:
+            raise ConfigError(f'the option "kernels" is "ours", {reason}')
+        if mixer is None or reason is not None:
+            return
+        self._mixer = mixer
+        self._phases = frozenset(
+            phase for phase in Phase if are_ours(option, mixer, phase, device.type)
+        )
+        if self.runs(mixer, Phase.PREFILL):
+            self.interior = InteriorSnapshots(device)
+            self._cold = device.type != "cpu"
+        if self._phases:
+            logger.info(
+                "hybrid-plugin: its own kernels run %s of the %s layers.",
+                " and ".join(sorted(self._phases, reverse=True)),
+                mixer.replace("_", " "),
+            )
+
+    def runs(self, mixer: Mixer, phase: Phase) -> bool:
+        """Whether our kernels run layers of this kind."""
+        return mixer is self._mixer and phase in self._phases
+
+    def prefills(
+        self, metadata: Any, batch: Any, run: Callable[[Prefills], object]
+    ) -> Prefills:
+        """The sequences of a pass that our kernels prefill.
+
+        Args:
+            metadata: SGLang's `ForwardMetadata` of the pass.
+            batch: its `ForwardBatch`.
+            run: runs the layer that asks.  Before the first pass of all, it is called
+                with sequences that have no slots, to compile its kernels.
+        """
+        found = prefills(metadata, batch, self.interior)
+        if self._cold:
+            self._cold = False
+            for dummies in few_and_many(found):
+                run(dummies)
+        return found
+
+
+_NOT_OURS = 'and there are none for the state layers of this model: set it to "auto".'
+
+
+def _hindrance() -> str | None:
+    """What SGLang was asked for that our kernels do not do, to follow those words."""
+    if get_exec().features.enable_mis:
+        return "and they score no multiple items: drop --enable-mis."
+    if check_cuda_graph_backend(GraphPhase.PREFILL, GraphBackend.FULL):
+        # What a pass is to keep is known when it is launched, not when it is captured.
+        return (
+            "and they run outside of graphs of whole prefills: use "
+            "--cuda-graph-backend-prefill breakable."
+        )
+    return None

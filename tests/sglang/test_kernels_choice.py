@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models' state layers our kernels run, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang.srt.configs as configs
+from sglang.srt.configs.gigachat35 import GigaChat35Config
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+from hybrid_plugin.sglang.kernels import state_layers
+from hybrid_plugin.sglang.kernels.choice import mixer_of
+from hybrid_plugin.sglang.kernels.state_layers import StateLayers
+from tests.sglang.test_architectures import CASES, KIMI, SERVED, model_of
+
+EXPECTED = {
+    "BailingMoeV2_5ForCausalLM": Mixer.LIGHTNING,
+    "BailingMoeV3ForCausalLM": Mixer.KDA,
+    "FalconH1ForCausalLM": Mixer.MAMBA2,
+    "GigaChat35ForCausalLM": Mixer.GATED_DELTA_NET,
+    "GraniteMoeHybridForCausalLM": Mixer.MAMBA2,
+    "InternS2PreviewForConditionalGeneration": Mixer.GATED_DELTA_NET,
+    "JetNemotronForCausalLM": None,
+    "JetVLMForConditionalGeneration": None,
+    "KimiLinearForCausalLM": Mixer.KDA,
+    "Lfm2ForCausalLM": Mixer.SHORT_CONV,
+    "Lfm2MoeForCausalLM": Mixer.SHORT_CONV,
+    "Lfm2VlForConditionalGeneration": Mixer.SHORT_CONV,
+    "NemotronHForCausalLM": Mixer.MAMBA2,
+    "NemotronH_Nano_VL_V2": Mixer.MAMBA2,
+    "Qwen3NextForCausalLM": Mixer.GATED_DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": Mixer.GATED_DELTA_NET,
+    "Qwen3_5MoeForConditionalGeneration": Mixer.GATED_DELTA_NET,
+    "ZayaForCausalLM": None,
+}
+CLAMPED = {"linear_attn_config": KIMI | {"gate_lower_bound": -5.0}}
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The arguments of a server that scores no multiple items."""
+    features = SimpleNamespace(enable_mis=False)
+    monkeypatch.setattr(
+        state_layers, "get_exec", lambda: SimpleNamespace(features=features)
+    )
+    monkeypatch.setattr(state_layers, "check_cuda_graph_backend", lambda *_: False)
+    return features
+
+
+def qwen() -> Any:
+    return model_of(configs.Qwen3NextConfig, "Qwen3NextForCausalLM", {})
+
+
+def jet() -> Any:
+    fields = {"layer_types": ["jet", "attn"]}
+    return model_of(configs.JetNemotronConfig, "JetNemotronForCausalLM", fields)
+
+
+def test_every_served_architecture_has_its_kind() -> None:
+    served = {
+        architecture: mixer_of(model_of(kind, architecture, fields))
+        for kind, architecture, fields, expected in CASES
+        if expected == SERVED
+    }
+    assert served == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "fields"),
+    [
+        (configs.KimiLinearConfig, "KimiLinearForCausalLM", CLAMPED),
+        (
+            configs.BailingHybridConfig,
+            "BailingMoeV3ForCausalLM",
+            {
+                "layer_group_size": 2,
+                "short_conv_kernel_size": 4,
+                "kda_safe_gate": True,
+                "kda_lower_bound": -5.0,
+            },
+        ),
+        (
+            configs.BailingHybridConfig,
+            "BailingMoeV2_5ForCausalLM",
+            {"layer_group_size": 2, "linear_backend": "minimax"},
+        ),
+    ],
+)
+def test_what_computes_something_else_has_none(
+    kind: type, architecture: str, fields: dict[str, Any]
+) -> None:
+    assert mixer_of(model_of(kind, architecture, fields)) is None
+
+
+@pytest.mark.parametrize("option", ["auto", "engine"])
+@pytest.mark.parametrize("model", [qwen, jet])
+def test_nothing_is_ours_unless_it_is_asked_for_or_was_measured(
+    option: str, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = StateLayers()
+    with caplog.at_level(logging.INFO):
+        layers.settle(model(), option, "cpu")
+    assert layers.interior is None
+    assert not any(layers.runs(mixer, phase) for mixer in Mixer for phase in Phase)
+    assert not caplog.records
+
+
+def test_what_is_asked_for_is_ours_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    layers = StateLayers()
+    with caplog.at_level(logging.INFO, logger="sglang.hybrid_plugin"):
+        layers.settle(qwen(), "ours", "cpu")
+    ours = {(m, p) for m in Mixer for p in Phase if layers.runs(m, p)}
+    assert ours == {(Mixer.GATED_DELTA_NET, phase) for phase in Phase}
+    assert layers.interior is not None
+    assert [record.getMessage() for record in caplog.records] == [
+        "hybrid-plugin: its own kernels run prefill and decode of the gated delta net "
+        "layers."
+    ]
+
+
+def test_where_only_decode_is_ours_a_pass_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def decode_only(option: str, mixer: Mixer, phase: Phase, device: str) -> bool:
+        assert (option, mixer, device) == ("auto", Mixer.GATED_DELTA_NET, "cuda")
+        return phase is Phase.DECODE
+
+    monkeypatch.setattr(state_layers, "are_ours", decode_only)
+    layers = StateLayers()
+    layers.settle(qwen(), "auto", "cuda:0")
+    assert layers.runs(Mixer.GATED_DELTA_NET, Phase.DECODE)
+    assert not layers.runs(Mixer.GATED_DELTA_NET, Phase.PREFILL)
+    assert layers.interior is None
+
+
+def test_ours_without_kernels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="none for the state layers of this model"):
+        StateLayers().settle(jet(), "ours", "cpu")
+
+
+def test_ours_is_refused_where_multiple_items_are_scored(
+    server: SimpleNamespace,
+) -> None:
+    server.enable_mis = True
+    with pytest.raises(ConfigError, match="drop --enable-mis"):
+        StateLayers().settle(qwen(), "ours", "cpu")
+
+
+def test_ours_is_refused_where_whole_prefills_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(phase: str, backend: str) -> bool:
+        return (phase, backend) == ("prefill", "full")
+
+    monkeypatch.setattr(state_layers, "check_cuda_graph_backend", full)
+    with pytest.raises(ConfigError, match="prefill breakable"):
+        StateLayers().settle(qwen(), "ours", "cpu")
+
+
+def test_a_registered_model_counts_by_its_backend() -> None:
+    model = model_of(
+        GigaChat35Config, "GigaChat35ForCausalLM", {"full_attention_layers": [1]}
+    )
+    spec, config = model.linear_attn_registry_result
+    other = SimpleNamespace(**vars(spec) | {"backend_class_name": "elsewhere.Backend"})
+    model.linear_attn_registry_result = (other, config)
+    assert mixer_of(model) is None
