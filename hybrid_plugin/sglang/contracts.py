@@ -20,6 +20,7 @@ _SIZES = f"{_SRT}.model_executor.pool_configurator"
 _WINDOW_SIZES = f"{_SIZES}:HybridSWAPoolConfigurator"
 _WINDOW_ALLOCATOR = f"{_SRT}.mem_cache.allocator.swa:SWATokenToKVPoolAllocator"
 _COMPONENTS = f"{_SRT}.managers.scheduler_components"
+_GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
 _CONVOLUTION = f"{_SRT}.layers.attention.mamba.causal_conv1d"
 _TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _ADDER = f"{_SRT}.managers.schedule_policy:PrefillAdder"
@@ -120,9 +121,28 @@ MEMORY_HOOKS = (
         ("self",),
         mentions=("kv_buffer", "kv_cache_dim"),
     ),
+    HookPoint(f"{_GDN}.__init__", ("model_runner",), mentions=("kernel_dispatcher",)),
     HookPoint(
-        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend._convolve_prefill",
-        ("layer", "forward_batch", "mixed_qkv", "conv_states", "cache_indices"),
+        f"{_GDN}.forward_extend",
+        mentions=("requires_contiguous_prefill_state", "_convolve_prefill"),
+    ),
+    # With `seq_lens_cpu` and tokens behind each other it takes the Triton kernel.
+    HookPoint(f"{_GDN}._convolve_prefill", mentions=("causal_conv1d_fn", "transpose")),
+    HookPoint(
+        "sglang.kernels.ops.attention.fla.chunk:ChunkGatedDeltaRuleFunction.forward",
+        ("ctx", "initial_state", "initial_state_indices", "inplace_update"),
+        mentions=("chunk_gated_delta_rule_fwd",),
+    ),
+    HookPoint("sglang.kernels.ops.attention.fla.utils:input_guard", ("fn",)),
+    HookPoint(
+        "sglang.kernels.ops.attention.fla.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
+        mentions=("stride_init_state",),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.kernels.gdn_flashinfer"
+        ":FlashInferGDNKernel.extend",
+        ("ssm_states", "cache_indices"),
+        mentions=("index_copy_",),
     ),
     HookPoint(
         f"{_CONVOLUTION}:causal_conv1d_fn",

@@ -29,7 +29,7 @@ NEEDED = {
     "patches._share_memory": _while_there(
         f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal"
     ),
-    "patches._convolve_in_few_shapes": _while_there(
+    "patches._leave_states_in_place": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
         "needs_state_gather",
     ),
