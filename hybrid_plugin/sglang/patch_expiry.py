@@ -37,6 +37,10 @@ NEEDED = {
         f"{_SRT}.layers.attention.mamba.causal_conv1d:causal_conv1d_update",
         "causal_conv1d_update_kernel",
     ),
+    "patches._find_chunks_on_the_host": _while_there(
+        f"{_SRT}.layers.attention.mamba.mamba2_metadata:Mamba2Metadata.prepare_mixed",
+        "_query_start_loc_to_chunk_indices_offsets",
+    ),
     "patches._send_time": _while_there(
         f"{_SRT}.managers.scheduler_components.request_receiver"
         ":SchedulerRequestReceiver._broadcast_reqs_across_ranks"

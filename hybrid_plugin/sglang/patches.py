@@ -66,6 +66,7 @@ def hook_engine() -> None:
     _share_memory(memory)
     _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
+    _find_chunks_on_the_host()
     _build_cache(clock)
     _send_time(clock)
     _admit_by_demand()
@@ -280,6 +281,25 @@ def _convolve_beyond_32_bits() -> None:
     ):
         if hasattr(causal_conv1d, name):
             _hook(f"{causal_conv1d.__name__}.{name}", "AROUND", hook)
+
+
+def _find_chunks_on_the_host() -> None:
+    """Symptom: a Mamba-2 prefill with a prefix waits for the decode before it.
+
+    Cause: SGLang finds the chunks of a batch in Python, from tensors on the device.
+    Fix: find them from the lengths on the host.
+    Delete when: `prepare_mixed` reads no device tensor.
+    """
+
+    def prepare(original: Callable[..., Any], cls: Any, *args: Any) -> Any:
+        from hybrid_plugin.sglang import mamba2_metadata
+
+        if not _is_ours():
+            return original(cls, *args)
+        return mamba2_metadata.prepare_mixed(original, cls, *args)
+
+    metadata = f"{_SRT}.layers.attention.mamba.mamba2_metadata.Mamba2Metadata"
+    _hook(f"{metadata}.prepare_mixed", "AROUND", prepare)
 
 
 def _build_cache(clock: RankClock) -> None:
