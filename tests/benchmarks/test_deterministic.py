@@ -108,7 +108,7 @@ def test_the_base_is_among_what_all_makes() -> None:
         for chunk, start, modes in deterministic.RUNS
         for mode in modes
     }
-    assert deterministic.BASE in made and len(made) == 9
+    assert deterministic.BASE in made and len(made) == 10
 
 
 def test_processes_get_what_all_was_told() -> None:

@@ -25,6 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.engines.faults import planted
@@ -33,11 +35,12 @@ from tests.gpu.determinism.prompts import prompts
 from tests.gpu.determinism.record import differences, load, save, told
 
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-qwen3-next"
+SCRATCH = Path(tempfile.gettempdir(), "hybrid-deterministic")
 BASE = "chunk-8192-start-0-alone"
 RUNS: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (8192, 0, ("alone", "warm", "crowd")),
     (256, 0, ("crowd", "warm")),
-    (8192, 1, ("crowd", "warm-crowd")),
+    (8192, 1, ("crowd", "warm-crowd", "alone")),
     (256, 2, ("crowd", "warm-crowd")),
 )
 """Chunk budget, number of the start, and what is done, of each process of `all`."""
@@ -49,7 +52,8 @@ def model_folder(name: str) -> Path:
         return MODEL
     from tests.engines import slow_decay
 
-    folder = Path(tempfile.gettempdir(), "hybrid-deterministic", name)
+    # A folder for each process: engines may start together.
+    folder = SCRATCH / f"{name}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     write = getattr(slow_decay, f"write_{name}")
     return Path(write(folder))
@@ -112,16 +116,28 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """One process after the other, then compare."""
+    """Run all processes, then compare."""
     for old in args.out.glob("chunk-*.npz"):
         old.unlink()  # of another engine, maybe
-    for chunk, start, modes in RUNS:
-        command = [sys.executable, "-m", "tests.gpu.deterministic", "run"]
-        command += [*passed_on(args), "--chunk", str(chunk), "--start", str(start)]
-        command += ["--modes", *modes]
-        environment = os.environ | planted(args.fault)
-        subprocess.run(command, check=True, env=environment)
+    with ThreadPoolExecutor(args.at_once) as pool:
+        statuses = list(
+            pool.map(lambda number: _run_one(args, number), range(len(RUNS)))
+        )
+    if any(statuses):
+        raise SystemExit(f"an engine ended with status {max(statuses)}.")
     return compare(args)
+
+
+def _run_one(args: argparse.Namespace, number: int) -> int:
+    """Be through with one of `RUNS`; the exit status of its process."""
+    chunk, start, modes = RUNS[number]
+    command = [sys.executable, "-m", "tests.gpu.deterministic", "run"]
+    command += [*passed_on(args), "--chunk", str(chunk), "--start", str(start)]
+    command += ["--modes", *modes]
+    environment = os.environ | planted(args.fault)
+    # Engines that start together must not write to one compile cache.
+    environment["VLLM_CACHE_ROOT"] = str(SCRATCH / f"cache-{number}")
+    return abs(subprocess.run(command, check=False, env=environment).returncode)
 
 
 def passed_on(args: argparse.Namespace) -> list[str]:
@@ -146,6 +162,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             command.add_argument("--expect-different", action="store_true")
         if work is run_all:
             command.add_argument("--fault", help="of tests/engines/faults")
+            command.add_argument(
+                "--at-once", type=int, default=1, help="engines (%(default)s)"
+            )
         if work is run:
             command.add_argument(
                 "--chunk", type=int, default=8192, help="(%(default)s)"

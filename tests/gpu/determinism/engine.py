@@ -104,7 +104,10 @@ class Setup:
             "VLLM_NO_USAGE_STATS": "1",
         }
         if self.engine == "vllm":
-            os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            os.environ |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+            }
         if self.engine == "sglang" and active:
             os.environ["HYBRID_CONFIG"] = json.dumps(dict(self.options or {}))
         if self.engine == "sglang" and not active and not ON_GPU:
