@@ -120,9 +120,7 @@ def run_all(args: argparse.Namespace) -> int:
     for old in args.out.glob("chunk-*.npz"):
         old.unlink()  # of another engine, maybe
     with ThreadPoolExecutor(args.at_once) as pool:
-        statuses = list(
-            pool.map(lambda number: _run_one(args, number), range(len(RUNS)))
-        )
+        statuses = list(pool.map(partial(_run_one, args), range(len(RUNS))))
     if any(statuses):
         raise SystemExit(f"an engine ended with status {max(statuses)}.")
     return compare(args)
