@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elastic_setup import Configuration
 from benchmarks.low_load import sides
 from benchmarks.passes import engines
 from benchmarks.passes.costs import Costs, Timed, fit, medians
@@ -30,6 +31,12 @@ from benchmarks.prefix_sides import machine, write
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 SEVERAL = (2, 4, 8)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CACHE_OFF = "stock, cache off"
+WITHOUT_CACHE = {
+    "vllm": Configuration({"enable_prefix_caching": False}),
+    "sglang": Configuration({"disable_radix_cache": True}),
+}
+"""No prompt is split for what a cache keeps of it."""
 DECODES = 30
 STEPS = 40
 
@@ -68,7 +75,9 @@ def report(passes: Sequence[Timed], about: Mapping[str, Any], move: Path | None)
     lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
     lines += [
         "Medians.  `ms` is the time from the last pass's result, or from the pass's "
-        "own launch if that was later, to its result.",
+        "own launch if that was later, to its result.  Where others generate, an engine "
+        "launches a pass before it looks at the result of the one before: there the "
+        "time of the two is right, its division between them is not.",
         "",
         "| prefill tokens | sequences | decodes in it | generate meanwhile | passes | "
         "launch ms | ms |",
@@ -107,7 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", choices=sides.ENGINES, default="vllm")
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument(
-        "--side", default="stock, default", help="as in low_concurrency (%(default)s)"
+        "--side", default=CACHE_OFF, help="or as in low_concurrency (%(default)s)"
     )
     parser.add_argument(
         "--cache-mib", type=int, default=16 << 10, help="of the engine (%(default)s)"
@@ -135,7 +144,8 @@ def main() -> int:
     # Looking may take memory of the device; the engine has a process of its own.
     about = machine()
     setup = sides.setup(args.model, args.cache_mib, about["device"] != "CPU")
-    known = sides.configurations(args.engine, args.model)
+    known = {CACHE_OFF: WITHOUT_CACHE[args.engine]}
+    known |= sides.configurations(args.engine, args.model)
     if args.side not in known:
         raise SystemExit(f"--side: {args.side!r} is none of: {'; '.join(known)}")
     configuration = known[args.side]

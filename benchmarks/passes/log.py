@@ -82,3 +82,18 @@ def busy_seconds(passes: Sequence[Pass]) -> list[float]:
         found.append(one.done - max(one.began, before))
         before = one.done
     return found
+
+
+def isolated(passes: Sequence[Pass]) -> list[Pass]:
+    """Those that overlap no other: nothing else delays the host or their results.
+
+    Args:
+        passes: in the order of their results.
+    """
+    found = []
+    for number, one in enumerate(passes):
+        before = passes[number - 1].done if number else float("-inf")
+        after = passes[number + 1].began if number + 1 < len(passes) else float("inf")
+        if before <= one.began and one.done <= after:
+            found.append(one)
+    return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.passes import log
 from benchmarks.passes.costs import Timed
 from benchmarks.passes.engines import Running
-from benchmarks.passes.log import busy_seconds
+from benchmarks.passes.log import busy_seconds, isolated
 from benchmarks.prefix_workloads import text
 
 SETTLE_S = 0.05
@@ -80,9 +80,15 @@ class Probe:
         decodes: int | None = None,
         end: float = float("inf"),
     ) -> None:
-        """Keep what ran; of answers only the steps that all took part in."""
+        """Keep what ran.
+
+        Of prefills alone only passes that overlap no other, of answers only the steps
+        that all took part in.
+        """
         await asyncio.sleep(SETTLE_S)
         passes = log.read(self._path, begin, end)
+        if decodes is None and not beside:
+            passes = isolated(passes)
         for one, busy in zip(passes, busy_seconds(passes), strict=True):
             if decodes is not None and (one.prefills or one.decodes != decodes):
                 continue

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks import pass_cost
 from benchmarks.passes import log, sglang_scheduler, vllm_worker
 from benchmarks.passes.costs import Costs, Timed, fit, medians
-from benchmarks.passes.log import Log, Pass, busy_seconds, read
+from benchmarks.passes.log import Log, Pass, busy_seconds, isolated, read
 
 # ----------------------------------------------------------------------------- log
 
@@ -52,6 +52,13 @@ def test_busy_seconds_never_count_a_moment_twice(
         found.append(Pass(max(0.0, done - early), 0.0, done + took, 1, 1, 0))
         done += took
     assert sum(busy_seconds(found)) == pytest.approx(done)
+
+
+def test_passes_that_overlap_are_not_isolated() -> None:
+    spans = [(0, 1), (1, 2), (3, 5), (4, 6), (7, 9), (8, 8.5), (10, 11)]
+    passes = [Pass(a, a, b, n, 1, 0) for n, (a, b) in enumerate(spans)]
+    assert [one.prefill_tokens for one in isolated(passes)] == [0, 1, 6]
+    assert isolated([]) == [] and isolated(passes[:1]) == passes[:1]
 
 
 # ---------------------------------------------------------------------------- vLLM
