@@ -712,11 +712,10 @@ STATE_BACKENDS = (
 )
 """Of the layers that a mixer can run."""
 DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
-    HookPoint("vllm.envs:VLLM_BATCH_INVARIANT"),
     HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
     HookPoint(
         "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
-        mentions=("supports_batch_invariance",),
+        mentions=("VLLM_BATCH_INVARIANT", "supports_batch_invariance"),
     ),
     *(HookPoint(backend) for backend in STATE_BACKENDS),
 )
