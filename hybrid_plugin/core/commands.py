@@ -62,11 +62,15 @@ class Unmap:
     granules: tuple[int, ...]
 
 
+CHUNK: Final = 64
+"""Tokens between the states that our kernels can keep inside a forward pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveInPass:
     """Have the next forward pass write a state from the middle of a prompt to a slot.
 
-    The pass takes the sequence in `slot` on.  At each multiple of 64 tokens that it
+    The pass takes the sequence in `slot` on.  At each multiple of `CHUNK` that it
     reaches, counted from the prompt's start, the state may be kept: the first such
     multiple behind the pass's start is `boundary` 0.
     """

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
@@ -15,9 +16,6 @@ from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.engine.sizing import CachePlan
-
-CHUNK = 64
-"""Tokens between the states that `hybrid_kernels` can keep inside a forward pass."""
 
 
 def build_cache(

@@ -13,7 +13,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
 from hybrid_plugin.engine import sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
-from hybrid_plugin.sglang import known_pools
+from hybrid_plugin.sglang import deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.log import logger
 
@@ -36,6 +36,11 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not requested():
         pass  # a server whose options switched it off after its hooks were set
     elif not is_hybrid(server_args):
+        if read_options().is_deterministic:
+            with ending_the_server():
+                raise cannot_serve(
+                    f"deterministic needs the plugin, and {NOTHING_TO_DO}."
+                )
         logger.info("hybrid-plugin is inactive: %s.", NOTHING_TO_DO)
     else:
         with ending_the_server():
@@ -103,6 +108,10 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     if unknown is not None:
         raise cannot_serve(unknown)
     page_size = _page_size(view, options)
+    if options.is_deterministic:
+        obstacle = next(deterministic.obstacles(view, page_size), None)
+        if obstacle is not None:
+            raise cannot_serve(obstacle)
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.

@@ -167,7 +167,12 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
             return original(self, **kwargs)
         options = activation.read_options()
         if not self.is_hybrid_swa:
-            layers.settle(self.model_config, options.wanted_kernels, self.device)
+            layers.settle(
+                self.model_config,
+                options.wanted_kernels,
+                self.device,
+                round_states=options.is_deterministic,
+            )
         with memory.building():
             result = original(self, **kwargs)
         if self.is_hybrid_swa:

@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
+from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.mixers.prefills import Prefills
 
-_CHUNK = 64
-"""Tokens between two boundaries of `Prefills`."""
 _RECORD = "hybrid_plugin_prefills"
 
 
-def prefills(metadata: Any, batch: Any, interior: InteriorSnapshots | None) -> Prefills:
+def prefills(
+    metadata: Any,
+    batch: Any,
+    interior: InteriorSnapshots | None,
+    *,
+    round_states: bool = False,
+) -> Prefills:
     """The sequences of a pass that computes prompts; made by its first state layer.
 
     SGLang makes new metadata for each pass, so the record lies there.  A pass whose
@@ -26,15 +31,18 @@ def prefills(metadata: Any, batch: Any, interior: InteriorSnapshots | None) -> P
         metadata: SGLang's `ForwardMetadata` of the pass.
         batch: its `ForwardBatch`, running requests among them as one token each.
         interior: what the pass is to keep; None where nothing is kept.
+        round_states: as in `Prefills`.
     """
     found: Prefills | None = getattr(metadata, _RECORD, None)
     if found is None:
-        found = _made(metadata, batch, interior)
+        found = _made(metadata, batch, interior, round_states)
         setattr(metadata, _RECORD, found)
     return found
 
 
-def _made(metadata: Any, batch: Any, interior: InteriorSnapshots | None) -> Prefills:
+def _made(
+    metadata: Any, batch: Any, interior: InteriorSnapshots | None, round_states: bool
+) -> Prefills:
     bounds = metadata.query_start_loc
     count = bounds.numel() - 1
     slots = metadata.mamba_cache_indices[:count]
@@ -45,8 +53,9 @@ def _made(metadata: Any, batch: Any, interior: InteriorSnapshots | None) -> Pref
         cu_seqlens=bounds,
         slots=slots,
         has_initial=computed > 0,
-        offsets=(computed % _CHUNK).to(torch.int32),
+        offsets=(computed % CHUNK).to(torch.int32),
         boundary_slots=None if interior is None else interior.rows(slots),
+        round_states=round_states,
     )
 
 

@@ -33,17 +33,26 @@ class StateLayers:
         self._mixer: Mixer | None = None
         self._phases: frozenset[Phase] = frozenset()
         self._cold = False
+        self._round_states = False
         self.interior: InteriorSnapshots | None = None
         """States that passes keep in the middle of a prompt; None where a pass can
         keep none, because SGLang's kernels run it."""
 
-    def settle(self, model: Any, option: str, device_name: str) -> None:
+    def settle(
+        self,
+        model: Any,
+        option: str,
+        device_name: str,
+        *,
+        round_states: bool = False,
+    ) -> None:
         """Decide who runs the model's state layers.
 
         Args:
             model: SGLang's `ModelConfig`.
             option: `wanted_kernels` of `HybridConfig`.
             device_name: on which they run, as SGLang names it.
+            round_states: as in `Prefills`.
 
         Raises:
             ConfigError: if the option asks for ours where there are none.
@@ -55,6 +64,7 @@ class StateLayers:
         if mixer is None or reason is not None:
             return
         self._mixer = mixer
+        self._round_states = round_states
         self._phases = frozenset(
             phase for phase in Phase if are_ours(option, mixer, phase, device.type)
         )
@@ -83,7 +93,9 @@ class StateLayers:
             run: runs the layer that asks.  Before the first pass of all, it is called
                 with sequences that have no slots, to compile its kernels.
         """
-        found = prefills(metadata, batch, self.interior)
+        found = prefills(
+            metadata, batch, self.interior, round_states=self._round_states
+        )
         if self._cold:
             self._cold = False
             for dummies in few_and_many(found):

@@ -32,4 +32,5 @@ def few_and_many(real: Prefills) -> Iterator[Prefills]:
                 has_initial=torch.zeros_like(slots, dtype=torch.bool),
                 offsets=torch.zeros_like(slots, dtype=torch.int32),
                 boundary_slots=boundary_slots,
+                round_states=real.round_states,
             )

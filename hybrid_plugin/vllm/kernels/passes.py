@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_plugin.engine.cache_assembly import CHUNK
+from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.mixers.prefills import Prefills
 
 if TYPE_CHECKING:
