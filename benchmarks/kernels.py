@@ -29,7 +29,15 @@ from kernel_speed.shapes import BATCHES, CHANNELS, DELTA, KDA, PREFILLS, SSD
 from kernel_speed.timing import Point, Row, run, tune_quickly
 
 Make = Callable[[], Point]
-LIBRARIES = ("hybrid_kernels", "fla", "vllm", "sglang", "mamba_ssm", "causal-conv1d")
+LIBRARIES = (
+    "hybrid_kernels",
+    "fla",
+    "vllm",
+    "sglang",
+    "flashinfer",
+    "mamba_ssm",
+    "causal-conv1d",
+)
 
 
 def decodes(batches: tuple[int, ...]) -> Iterator[tuple[str, Make]]:

@@ -100,12 +100,20 @@ class Side:
         """Wait until the engine is warm, or has failed to start."""
         self.facts = self._listen()
 
-    def run(self, workload: str, seed: int) -> None:
-        """Send one round of a workload, unless the engine failed."""
+    def run(self, workload: str, seed: int, **more: float) -> None:
+        """Send one round of a workload, unless the engine failed.
+
+        Args:
+            workload: its name.
+            seed: of its contents.
+            more: what the process takes besides.
+        """
         if self.facts is None or self.died_in is not None:
             return
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"name": workload, "seed": seed}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"name": workload, "seed": seed} | more) + "\n"
+        )
         self._process.stdin.flush()
         outcome = self._listen()
         if outcome is None:

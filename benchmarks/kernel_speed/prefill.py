@@ -60,6 +60,9 @@ def delta(head: Head, sequences: int, tokens: int) -> Point:
         "sglang": _slots(
             peer(f"{_SGLANG}.attention.fla.chunk", name), rows, pool, batch
         ),
+        "flashinfer": _flashinfer(
+            peer("flashinfer.gdn_prefill", name), rows, pool, batch
+        ),
     }
     return Point("gated_delta_rule.prefill", head.model, batch.size, calls, pool)
 
@@ -265,6 +268,36 @@ def _slots(
             )
         first: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return first
+
+    return call if function else None
+
+
+def _flashinfer(
+    function: Any, rows: tuple[torch.Tensor, ...], pool: torch.Tensor, batch: Batch
+) -> Call | None:
+    """FlashInfer's Hopper kernel, the engines' default where it is installed.
+
+    It takes factors where the others take their logarithms; engines make them in a
+    kernel of their own, which is not timed.
+    """
+    q, k, v, g, beta = rows
+    factors, out = g.exp(), torch.empty_like(v)
+
+    def call(index: int) -> torch.Tensor:
+        with torch.no_grad():
+            function(
+                *(q, k, v, factors, beta),
+                initial_state=pool,
+                output_state=pool,
+                output_final_state=True,
+                state_indices=batch.slots[index],
+                cu_seqlens=batch.cu,
+                use_qk_l2norm_in_kernel=True,
+                output=out,
+                max_seqlen=batch.tokens,
+                backend="flashinfer",
+            )
+        return out
 
     return call if function else None
 

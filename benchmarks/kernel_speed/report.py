@@ -116,7 +116,15 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
     }
-    for name in ("triton", "fla", "mamba_ssm", "causal_conv1d", "vllm", "sglang"):
+    for name in (
+        "triton",
+        "fla",
+        "mamba_ssm",
+        "causal_conv1d",
+        "vllm",
+        "sglang",
+        "flashinfer",
+    ):
         try:
             module = importlib.import_module(name)
         except Exception:

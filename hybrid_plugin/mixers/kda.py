@@ -85,6 +85,7 @@ def prefill(
         has_initial=prefills.has_initial,
         boundary_slots=prefills.boundary_slots,
         offsets=prefills.offsets,
+        round_boundaries=prefills.round_states,
         use_qk_l2norm=True,
         out=out,
     )

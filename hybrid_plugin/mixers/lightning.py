@@ -61,6 +61,7 @@ def prefill(
         has_initial=prefills.has_initial,
         boundary_slots=prefills.boundary_slots,
         offsets=prefills.offsets,
+        round_boundaries=prefills.round_states,
         scale=weights.scale,
         out=out,
     )

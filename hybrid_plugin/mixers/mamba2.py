@@ -86,6 +86,7 @@ def prefill(
         dt_bias=weights.dt_bias,
         has_initial=prefills.has_initial,
         offsets=prefills.offsets,
+        round_boundaries=prefills.round_states,
         boundary_slots=prefills.boundary_slots,
         out=out,
     )

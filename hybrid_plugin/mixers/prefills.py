@@ -28,3 +28,6 @@ class Prefills:
     boundary_slots: torch.Tensor | None = None
     """``[N, C]``: where the state goes at the ``c``-th multiple of 64 that the sequence
     reaches in this pass; negative for nowhere.  None if no state is to be kept."""
+    round_states: bool = False
+    """Whether running states are rounded to the slots' type at every multiple of 64, so
+    that going on from a slot gives the bits of one pass."""

@@ -20,6 +20,8 @@ _SIZES = f"{_SRT}.model_executor.pool_configurator"
 _WINDOW_SIZES = f"{_SIZES}:HybridSWAPoolConfigurator"
 _WINDOW_ALLOCATOR = f"{_SRT}.mem_cache.allocator.swa:SWATokenToKVPoolAllocator"
 _COMPONENTS = f"{_SRT}.managers.scheduler_components"
+_GDN = f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend"
+_MAMBA2 = f"{_SRT}.layers.attention.mamba.mamba2_metadata:Mamba2Metadata"
 _CONVOLUTION = f"{_SRT}.layers.attention.mamba.causal_conv1d"
 _TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _ADDER = f"{_SRT}.managers.schedule_policy:PrefillAdder"
@@ -120,9 +122,28 @@ MEMORY_HOOKS = (
         ("self",),
         mentions=("kv_buffer", "kv_cache_dim"),
     ),
+    HookPoint(f"{_GDN}.__init__", ("model_runner",), mentions=("kernel_dispatcher",)),
     HookPoint(
-        f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend._convolve_prefill",
-        ("layer", "forward_batch", "mixed_qkv", "conv_states", "cache_indices"),
+        f"{_GDN}.forward_extend",
+        mentions=("requires_contiguous_prefill_state", "_convolve_prefill"),
+    ),
+    # With `seq_lens_cpu` and tokens behind each other it takes the Triton kernel.
+    HookPoint(f"{_GDN}._convolve_prefill", mentions=("causal_conv1d_fn", "transpose")),
+    HookPoint(
+        "sglang.kernels.ops.attention.fla.chunk:ChunkGatedDeltaRuleFunction.forward",
+        ("ctx", "initial_state", "initial_state_indices", "inplace_update"),
+        mentions=("chunk_gated_delta_rule_fwd",),
+    ),
+    HookPoint("sglang.kernels.ops.attention.fla.utils:input_guard", ("fn",)),
+    HookPoint(
+        "sglang.kernels.ops.attention.fla.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
+        mentions=("stride_init_state",),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.kernels.gdn_flashinfer"
+        ":FlashInferGDNKernel.extend",
+        ("ssm_states", "cache_indices"),
+        mentions=("index_copy_",),
     ),
     HookPoint(
         f"{_CONVOLUTION}:causal_conv1d_fn",
@@ -141,6 +162,48 @@ MEMORY_HOOKS = (
     HookPoint(
         f"{_TRITON_CONVOLUTION}:causal_conv1d_update",
         ("x", "conv_state", "cache_seqlens", "conv_state_indices", "pad_slot_id"),
+    ),
+    HookPoint(
+        f"{_MAMBA2}.prepare_mixed",
+        ("forward_metadata", "chunk_size", "forward_batch"),
+        closed=True,
+        mentions=(
+            "extend_seq_lens_cpu",
+            "extend_prefix_lens",
+            "has_mamba_track_mask",
+            "logical_forward_mode",
+            "query_start_loc",
+            "spec_info",
+        ),
+    ),
+    HookPoint(
+        f"{_MAMBA2}.prepare_decode",
+        ("forward_metadata", "seq_lens", "is_target_verify", "draft_token_num"),
+        closed=True,
+    ),
+    *(
+        HookPoint(f"{_MAMBA2}.{field}")
+        for field in (
+            "num_prefills",
+            "num_prefill_tokens",
+            "num_decodes",
+            "mixed_metadata",
+            "MixedMetadata.has_initial_states",
+            "MixedMetadata.prep_initial_states",
+            "MixedMetadata.chunk_size",
+            "MixedMetadata.seq_idx",
+            "MixedMetadata.chunk_indices",
+            "MixedMetadata.chunk_offsets",
+            "MixedMetadata.extend_seq_lens_cpu",
+        )
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":Mamba2AttnBackend.init_forward_metadata",
+        mentions=("prepare_mixed",),
+    ),
+    HookPoint(
+        f"{_SRT}.model_executor.forward_batch_info:ForwardBatch.extend_prefix_lens_cpu"
     ),
     HookPoint(f"{_SRT}.runtime_context:get_exec"),
     HookPoint(f"{_SRT}.runtime_context:get_server_args"),

@@ -29,13 +29,17 @@ NEEDED = {
     "patches._share_memory": _while_there(
         f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal"
     ),
-    "patches._convolve_in_few_shapes": _while_there(
+    "patches._leave_states_in_place": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
         "needs_state_gather",
     ),
     "patches._convolve_beyond_32_bits": _while_there(
         f"{_SRT}.layers.attention.mamba.causal_conv1d:causal_conv1d_update",
         "causal_conv1d_update_kernel",
+    ),
+    "patches._find_chunks_on_the_host": _while_there(
+        f"{_SRT}.layers.attention.mamba.mamba2_metadata:Mamba2Metadata.prepare_mixed",
+        "_query_start_loc_to_chunk_indices_offsets",
     ),
     "patches._send_time": _while_there(
         f"{_SRT}.managers.scheduler_components.request_receiver"

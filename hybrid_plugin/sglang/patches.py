@@ -66,8 +66,9 @@ def hook_engine() -> None:
     memory, clock, layers = PoolMemory(), RankClock(), StateLayers()
     _divide_memory(memory, layers)
     _share_memory(memory)
-    _convolve_in_few_shapes(memory)
+    _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
+    _find_chunks_on_the_host()
     _build_cache(clock)
     _send_time(clock)
     _admit_by_demand()
@@ -228,25 +229,32 @@ def _share_memory(memory: PoolMemory) -> None:
     _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
 
 
-def _convolve_in_few_shapes(memory: PoolMemory) -> None:
-    """Symptom: with elastic pools, prefills stall at times: a kernel is compiled.
+def _leave_states_in_place(memory: PoolMemory) -> None:
+    """Symptom: with elastic pools every prefill copies the states of its requests, out
+    of and back into the pool, in every layer of gated delta nets.
 
-    Cause: where states are not contiguous, SGLang gathers those of the batch, and
-    its convolution kernel is compiled anew for every number of requests.
-    Fix: give it a power of two of rows.
-    Delete when: `num_cache_lines` is no compile-time constant there, or nothing is
-    gathered.
+    Cause: SGLang gives its prefill kernels contiguous states only: the guard of one of
+    them would run it on a copy of the whole pool, and drop what it writes.
+    Fix: give them the pool, and lead it past that guard.
+    Delete when: `requires_contiguous_prefill_state` is False there.
     """
+    from sglang.kernels.ops.attention.fla.chunk import ChunkGatedDeltaRuleFunction
+    from sglang.kernels.ops.attention.fla.utils import input_guard
 
-    def convolve(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-        from hybrid_plugin.sglang import convolution
+    from hybrid_plugin.sglang import strided_states
 
-        if memory.shared is None:
-            return original(self, *args)
-        return convolution.convolve(original, self, *args)
+    def built(result: None, backend: Any, *_: Any, **__: Any) -> None:
+        if memory.shared is not None:
+            strided_states.leave_in_place(backend)
 
     backend = f"{_SRT}.layers.attention.linear.gdn_backend.GDNAttnBackend"
-    _hook(f"{backend}._convolve_prefill", "AROUND", convolve)
+    _hook(f"{backend}.__init__", "AFTER", built)
+    function = ChunkGatedDeltaRuleFunction
+    _hook(
+        f"{function.__module__}.{function.__name__}.forward",
+        "AROUND",
+        strided_states.past_guard(function.forward, input_guard),
+    )
 
 
 def _convolve_beyond_32_bits() -> None:
@@ -279,6 +287,25 @@ def _convolve_beyond_32_bits() -> None:
     ):
         if hasattr(causal_conv1d, name):
             _hook(f"{causal_conv1d.__name__}.{name}", "AROUND", hook)
+
+
+def _find_chunks_on_the_host() -> None:
+    """Symptom: a Mamba-2 prefill with a prefix waits for the decode before it.
+
+    Cause: SGLang finds the chunks of a batch in Python, from tensors on the device.
+    Fix: find them from the lengths on the host.
+    Delete when: `prepare_mixed` reads no device tensor.
+    """
+
+    def prepare(original: Callable[..., Any], cls: Any, *args: Any) -> Any:
+        from hybrid_plugin.sglang import mamba2_metadata
+
+        if not _is_ours():
+            return original(cls, *args)
+        return mamba2_metadata.prepare_mixed(original, cls, *args)
+
+    metadata = f"{_SRT}.layers.attention.mamba.mamba2_metadata.Mamba2Metadata"
+    _hook(f"{metadata}.prepare_mixed", "AROUND", prepare)
 
 
 def _build_cache(clock: RankClock) -> None:

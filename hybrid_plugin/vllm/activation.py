@@ -20,7 +20,7 @@ from hybrid_plugin.config import (
     switched_off_by_environment,
 )
 from hybrid_plugin.engine.refusals import cannot_serve
-from hybrid_plugin.vllm import servable
+from hybrid_plugin.vllm import deterministic, servable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,6 +115,9 @@ def activate(vllm_config: VllmConfig) -> None:
     options = read_options(vllm_config)
     idle = reason_to_stay_idle(vllm_config, options)
     if idle is not None:
+        switched_off = switched_off_by_environment() or options.enabled is False
+        if options.is_deterministic and not switched_off:
+            raise cannot_serve(f"deterministic needs the plugin, and {idle}.")
         logger.info("hybrid-plugin is inactive: %s.", idle)
         return
     conflict = next(conflicts(vllm_config), None)
@@ -141,7 +144,7 @@ def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
     Raises:
         ConfigError: with the `reason`, a sentence.
     """
-    if options.enabled:
+    if options.enabled or options.is_deterministic:
         raise cannot_serve(reason)
 
 
@@ -249,6 +252,8 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     if parallel.worker_cls != "auto":
         yield "it brings its own worker; drop --worker-cls."
     yield from servable.obstacles(vllm_config)
+    if read_options(vllm_config).is_deterministic:
+        yield from deterministic.obstacles(vllm_config)
 
 
 def _mark(vllm_config: VllmConfig) -> None:

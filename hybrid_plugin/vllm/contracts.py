@@ -704,12 +704,30 @@ CPU_KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
 }
 """The same on a CPU, where they are not those of a GPU."""
 
+STATE_BACKENDS = (
+    f"{_BACKENDS}.gdn_attn:GDNAttentionBackend",
+    f"{_BACKENDS}.mamba2_attn:Mamba2AttentionBackend",
+    f"{_BACKENDS}.short_conv_attn:ShortConvAttentionBackend",
+    f"{_BACKENDS}.linear_attn:LinearAttentionBackend",
+)
+"""Of the layers that a mixer can run."""
+DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
+    HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
+    HookPoint(
+        "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
+        mentions=("VLLM_BATCH_INVARIANT", "supports_batch_invariance"),
+    ),
+    *(HookPoint(backend) for backend in STATE_BACKENDS),
+)
+"""For the option `deterministic`."""
+
 ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
     *ENGINE_HOOKS,
     *WORKER_HOOKS,
     *CPU_HOOKS,
+    *DETERMINISTIC_HOOKS,
     *dict.fromkeys(
         contract
         for hooks in (*KERNEL_HOOKS.values(), *CPU_KERNEL_HOOKS.values())

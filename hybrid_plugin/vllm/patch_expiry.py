@@ -58,6 +58,12 @@ NEEDED = {
             mentions=("KVCacheManager",),
         )
     ),
+    "patches.patch_batch_invariance": Need(
+        HookPoint(
+            "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
+            mentions=("supports_batch_invariance",),
+        )
+    ),
     "patches._patch_builder_of_passes": Need(
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),

@@ -341,6 +341,27 @@ def manager_factory(create: Callable[..., Any]) -> Iterator[None]:
 # ---------------------------------------------- patches for kernels of our own
 
 
+def patch_batch_invariance() -> None:
+    """Symptom: "VLLM batch_invariant mode is not supported for GDN_ATTN".
+
+    Cause: the kernels of vLLM's state backends depend on the batch, so it refuses them.
+    Fix: let the backends of layers pass that our kernels run; the engine core refuses
+    a model with others.
+    Delete when: the backends support it with any kernels, or ask whose they run.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    require(contracts.DETERMINISTIC_HOOKS)
+    for name in contracts.STATE_BACKENDS:
+        owner, backend = resolve(name)
+        getattr(owner, backend).supports_batch_invariance = classmethod(_yes)
+
+
+def _yes(cls: type) -> bool:
+    return True
+
+
 def patch_kernels(mixers: Iterable[Mixer]) -> None:
     """Hook the layers that our kernels run, once their weights are loaded.
 

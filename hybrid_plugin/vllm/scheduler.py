@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from hybrid_plugin.engine import chat_template
-from hybrid_plugin.vllm import patches, reports
+from hybrid_plugin.vllm import deterministic, patches, reports
 from hybrid_plugin.vllm.activation import (
     carried_chat_template,
     logger,
@@ -66,6 +66,9 @@ class _OnTwoPools(Scheduler):
             super().__init__(
                 vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs
             )
+        if options.is_deterministic:
+            step = self.kv_cache_manager.cache.policy.step
+            deterministic.check_budget(vllm_config, step)
         self.need_mamba_block_aligned_split = True
 
     def _mamba_block_aligned_split(

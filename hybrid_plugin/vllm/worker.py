@@ -49,6 +49,8 @@ class RunsCommands:
     @named()
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load it, and step aside where its layers need what there is no pool for."""
+        if activation.read_options(self.vllm_config).is_deterministic:
+            patches.patch_batch_invariance()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         reason = servable.find_out(self.vllm_config, self._specs)
         if reason is None:

@@ -60,20 +60,28 @@ class StateLayers:
     """The state layers of one engine, in one worker."""
 
     def __init__(
-        self, layers: Mapping[str, Any], option: str, device_type: str
+        self,
+        layers: Mapping[str, Any],
+        option: str,
+        device_type: str,
+        *,
+        round_states: bool = False,
     ) -> None:
         """Decide whose kernels run each layer.
 
         Args:
             layers: the state layers, by name.
-            option: `kernels` of `HybridConfig`.
+            option: `wanted_kernels` of `HybridConfig`.
             device_type: "cpu" or "cuda", as torch calls it.
+            round_states: whether passes round running states as slots do, so that
+                bits do not depend on where a sequence goes on.
 
         Raises:
             ConfigError: if ours are demanded for a layer that they cannot run.
         """
         self.interior: InteriorSnapshots | None = None
         """What the next pass keeps; None where passes keep nothing."""
+        self.round_states = round_states
         self._ours: dict[str, OurKernels] = {}
         self._count = len(layers)
         for name, layer in layers.items():
@@ -139,7 +147,10 @@ class StateLayers:
             form = ours.form()
             if form not in tried:
                 tried.add(form)
-                for state_pass in passes.paddings(most, ours.layer.kv_cache[0].device):
+                device = ours.layer.kv_cache[0].device
+                for state_pass in passes.paddings(
+                    most, device, round_states=self.round_states
+                ):
                     if ours.serve(state_pass):
                         ours.adapter.warm_up(ours.layer, ours.weights, state_pass)
 
@@ -167,6 +178,11 @@ class OurKernels:
     def interior(self) -> InteriorSnapshots | None:
         """What the next pass keeps."""
         return self._all.interior
+
+    @property
+    def round_states(self) -> bool:
+        """Whether passes round running states as slots do."""
+        return self._all.round_states
 
     def refresh(self) -> None:
         """Take the weights from the layer again, to where CUDA graphs find them."""
@@ -244,7 +260,9 @@ def built(builder: Any, common: Any, metadata: Any) -> None:
     found = next(_of_builder(builder), None)
     if found is not None:
         room = _room(builder)
-        state_pass = passes.describe(common, metadata, room, found.interior)
+        state_pass = passes.describe(
+            common, metadata, room, found.interior, round_states=found.round_states
+        )
         passes.put(metadata, state_pass)
 
 

@@ -46,6 +46,7 @@ class DecodeSlots:
 
     def __init__(self, most: int, device: torch.device) -> None:
         """Room for `most` sequences, none of them there yet."""
+        self._held = 0
         self._slots = torch.full((most,), _PADDING, dtype=torch.int32, device=device)
 
     def hold(self, slots: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,9 @@ class DecodeSlots:
         count = slots.shape[0]
         if count > self._slots.shape[0]:  # more than any graph has
             return slots
-        self._slots[count:].fill_(_PADDING)
+        if count < self._held:
+            self._slots[count : self._held].fill_(_PADDING)
+        self._held = count
         held = self._slots[:count]
         held.copy_(slots)
         return held
@@ -67,6 +70,8 @@ def describe(
     metadata: Any,
     room: DecodeSlots,
     interior: InteriorSnapshots | None,
+    *,
+    round_states: bool = False,
 ) -> StatePass:
     """Describe a pass.
 
@@ -75,6 +80,7 @@ def describe(
         metadata: that of one kind of state layer.
         room: of that kind's builder.
         interior: what the pass is to keep; None where passes keep nothing.
+        round_states: as in `Prefills`.
     """
     decodes, rows = metadata.num_decodes, common.num_reqs
     slots = _slots(common.block_table_tensor[:rows, 0])
@@ -85,16 +91,19 @@ def describe(
         decodes,
         tokens,
         slots[:decodes],
-        _prefills(common, slots, decodes, interior),
+        replace(_prefills(common, slots, decodes, interior), round_states=round_states),
     )
 
 
-def paddings(most: int, device: torch.device) -> Iterator[StatePass]:
+def paddings(
+    most: int, device: torch.device, *, round_states: bool = False
+) -> Iterator[StatePass]:
     """Passes of padding alone, one for each way in which kernels are compiled.
 
     Args:
         most: sequences of a pass at most.
         device: of the tensors.
+        round_states: as in `Prefills`.
     """
     for count in {1, most}:
         slots = torch.full((count,), _PADDING, dtype=torch.int32, device=device)
@@ -107,6 +116,7 @@ def paddings(most: int, device: torch.device) -> Iterator[StatePass]:
                 has_initial=torch.zeros(count, dtype=torch.bool, device=device),
                 offsets=torch.zeros(count, dtype=torch.int32, device=device),
                 boundary_slots=boundaries,
+                round_states=round_states,
             )
             yield StatePass(0, count, none, packed)
 
@@ -132,7 +142,7 @@ def _prefills(
 
 def _slots(blocks: torch.Tensor) -> torch.Tensor:
     """Slots by what vLLM names them; it names the reserved one for padding."""
-    return blocks - (blocks == 0).to(blocks.dtype)
+    return torch.where(blocks > 0, blocks, _PADDING)
 
 
 def put(metadata: Any, state_pass: StatePass) -> None:

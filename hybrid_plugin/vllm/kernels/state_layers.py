@@ -28,10 +28,12 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
             hook points are gone.
     """
     layers = vllm_config.compilation_config.static_forward_context
+    options = activation.read_options(vllm_config)
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        activation.read_options(vllm_config).wanted_kernels,
+        options.wanted_kernels,
         elastic.device_type(),
+        round_states=options.is_deterministic,
     )
     if found.mixers:
         patches.patch_kernels(found.mixers)

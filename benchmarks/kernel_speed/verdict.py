@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where our kernels are at least as fast as an engine's: a layer, not an operation.
+
+A layer runs several operations one after the other.  Its time is their sum, for us and
+for each engine, at each measured size of each model.  An engine takes the fastest
+kernel that it can choose for an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+
+OURS = "hybrid_kernels"
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "vLLM": ("vllm", "flashinfer"),
+    "SGLang": ("sglang", "flashinfer"),
+}
+"""What the names of the kernels begin with that an engine can choose."""
+_CONVOLUTION = {
+    Phase.PREFILL: "causal_conv1d.prefill",
+    Phase.DECODE: "causal_conv1d.update",
+}
+_RULES: Mapping[Mixer, Mapping[Phase, str]] = {
+    Mixer.GATED_DELTA_NET: {
+        Phase.PREFILL: "gated_delta_rule.prefill",
+        Phase.DECODE: "gated_delta_rule.update, gates fused",
+    },
+    Mixer.KDA: {
+        Phase.PREFILL: "kda.prefill",
+        Phase.DECODE: "kda.update, gates fused",
+    },
+    Mixer.MAMBA2: {Phase.PREFILL: "ssd.prefill", Phase.DECODE: "ssd.update"},
+    Mixer.SHORT_CONV: {},
+}
+"""What a layer runs besides its convolution."""
+
+Row = Mapping[str, Any]
+"""A row of the JSON that `kernels.py` writes."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A layer at one size, beside one engine's."""
+
+    mixer: Mixer
+    phase: Phase
+    shape: str
+    size: str
+    engine: str
+    kernels: tuple[str, ...]
+    """That the engine takes, one for each operation."""
+    ours: float
+    """Microseconds of the layer."""
+    theirs: float
+    """The same."""
+
+    @property
+    def ratio(self) -> float:
+        """Their time over ours: above 1 ours is faster."""
+        return self.theirs / self.ours
+
+
+def compared(rows: Iterable[Row]) -> Iterator[Compared]:
+    """Every layer at every size that was measured for us and for an engine."""
+    points: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        sizes = points.setdefault((row["op"], row["size"]), {})
+        sizes.setdefault(row["shape"], {})[row["library"]] = row["microseconds"]
+    for mixer, rules in _RULES.items():
+        for phase, convolution in _CONVOLUTION.items():
+            own = rules.get(phase, convolution)
+            rest = [convolution] if own != convolution else []
+            for (op, size), shapes in points.items():
+                if op != own:
+                    continue
+                # Convolutions are measured with one number of channels.
+                others = [
+                    next(iter(points.get((other, size), {}).values()), {})
+                    for other in rest
+                ]
+                for shape, times in shapes.items():
+                    yield from _layer(mixer, phase, shape, size, [times, *others])
+
+
+def _layer(
+    mixer: Mixer,
+    phase: Phase,
+    shape: str,
+    size: str,
+    times: Sequence[Mapping[str, float]],
+) -> Iterator[Compared]:
+    if not all(OURS in of_op for of_op in times):
+        return
+    ours = sum(of_op[OURS] for of_op in times)
+    for engine, prefixes in ENGINES.items():
+        best = [
+            min(
+                (name for name in of_op if name.startswith(prefixes)),
+                key=of_op.__getitem__,
+                default=None,
+            )
+            for of_op in times
+        ]
+        kernels = tuple(name for name in best if name is not None)
+        if len(kernels) < len(times):
+            continue
+        theirs = sum(of_op[name] for of_op, name in zip(times, kernels, strict=True))
+        yield Compared(mixer, phase, shape, size, engine, kernels, ours, theirs)
+
+
+def worst(found: Iterable[Compared]) -> dict[tuple[Mixer, Phase], Compared]:
+    """Of each kind of layer and phase, where we are slowest beside an engine."""
+    least: dict[tuple[Mixer, Phase], Compared] = {}
+    for one in found:
+        key = (one.mixer, one.phase)
+        if key not in least or one.ratio < least[key].ratio:
+            least[key] = one
+    return least
+
+
+def as_fast(found: Iterable[Compared], least: float) -> dict[Mixer, list[Phase]]:
+    """The table `AS_FAST`: kinds of layers and phases with no ratio below `least`."""
+    table: dict[Mixer, list[Phase]] = {}
+    for (mixer, phase), one in worst(found).items():
+        if one.ratio >= least:
+            table.setdefault(mixer, []).append(phase)
+    return table
+
+
+def as_python(table: Mapping[Mixer, Sequence[Phase]]) -> str:
+    """The table as it stands in `kernel_choice.py`."""
+    lines = ["AS_FAST: Mapping[Mixer, frozenset[Phase]] = {"]
+    for mixer, phases in table.items():
+        names = ", ".join(f"Phase.{phase.name}" for phase in phases)
+        lines.append(f"    Mixer.{mixer.name}: frozenset({{{names}}}),")
+    return "\n".join([*lines, "}"])
+
+
+def as_markdown(found: Sequence[Compared], least: float) -> str:
+    """Each kind of layer and phase with its worst ratio to each engine."""
+    lines = [
+        "| layer | phase | engine | sizes | slower at | worst ratio | at | "
+        "the engine's kernels |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[Mixer, Phase, str], list[Compared]] = {}
+    for one in found:
+        groups.setdefault((one.mixer, one.phase, one.engine), []).append(one)
+    for (mixer, phase, engine), group in groups.items():
+        slow = min(group, key=lambda one: one.ratio)
+        behind = sum(one.ratio < least for one in group)
+        lines.append(
+            f"| {mixer} | {phase} | {engine} | {len(group)} | {behind} | "
+            f"{slow.ratio:.2f} | {slow.shape}, {slow.size} | "
+            f"{', '.join(slow.kernels)} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the option `deterministic` needs of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hybrid_plugin.config import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
+    """Sentences about what of this configuration makes answers depend on the batch."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        yield "deterministic is promised on a GPU only; leave it out."
+    if not envs.VLLM_BATCH_INVARIANT:
+        yield (
+            "deterministic needs vLLM's own batch-invariant mode for everything beside "
+            "the state layers; set VLLM_BATCH_INVARIANT=1."
+        )
+    if vllm_config.scheduler_config.policy != "fcfs":
+        yield (
+            "deterministic admits nobody who might be preempted, and priorities do "
+            "preempt; drop --scheduling-policy."
+        )
+    if vllm_config.lora_config is not None:
+        yield "deterministic is not served with LoRA adapters; drop --enable-lora."
+
+
+def check_budget(vllm_config: VllmConfig, step: int) -> None:
+    """Require passes to have room for a whole chunk beside all that decode.
+
+    Args:
+        vllm_config: of the engine.
+        step: tokens of a chunk that ends where pages and kernels' chunks end.
+
+    Raises:
+        ConfigError: if a prompt might wait for ever.
+    """
+    scheduling = vllm_config.scheduler_config
+    least = scheduling.max_num_seqs + step
+    if scheduling.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"deterministic computes prompts in whole chunks of {step} tokens, which a "
+            f"pass of {scheduling.max_num_batched_tokens} tokens may have no room for "
+            f"beside {scheduling.max_num_seqs} sequences: set --max-num-batched-tokens "
+            f"to {least} at least, or lower --max-num-seqs."
+        )

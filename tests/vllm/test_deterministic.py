@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes answers depend on the batch is refused, with the way out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm.envs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.upstream.hookpoints import resolve
+from hybrid_plugin.vllm import contracts, deterministic, patches
+from tests.engines.drivers.driver import Setup
+from tests.engines.drivers.vllm import VllmDriver
+
+
+def configuration(**scheduling: Any) -> Any:
+    defaults = {"policy": "fcfs", "max_num_seqs": 64, "max_num_batched_tokens": 256}
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(**defaults | scheduling), lora_config=None
+    )
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_nothing_stands_in_the_way_of_what_is_deterministic() -> None:
+    assert list(deterministic.obstacles(configuration())) == []
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_each_obstacle_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = deterministic.obstacles(configuration(policy="priority"))
+    assert "drop --scheduling-policy." in found
+    adapters = configuration()
+    adapters.lora_config = object()
+    (found,) = deterministic.obstacles(adapters)
+    assert "drop --enable-lora." in found
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False, raising=False)
+    (found,) = deterministic.obstacles(configuration())
+    assert "set VLLM_BATCH_INVARIANT=1." in found
+
+
+@pytest.mark.parametrize("step", [64, 192])
+def test_a_whole_chunk_must_fit_beside_all_that_decode(step: int) -> None:
+    deterministic.check_budget(configuration(), step)
+    with pytest.raises(ConfigError, match=f"-tokens to {64 + step} at least"):
+        deterministic.check_budget(
+            configuration(max_num_batched_tokens=64 + step - 1), step
+        )
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU serves it")
+def test_it_never_steps_aside() -> None:
+    """An engine that ignores the option would answer as if it were served."""
+    options = {"deterministic": "prefix"}
+    decision = VllmDriver().decide(Setup(options=options))
+    assert decision.refusal is not None
+    assert "deterministic is promised on a GPU only" in decision.refusal
+    off = VllmDriver().decide(Setup(options=options, prefix_cache=False))
+    assert off.refusal is not None
+    assert "needs the plugin, and prefix caching is switched off" in off.refusal
+    assert VllmDriver().decide(Setup(options=options, plugin=False)).refusal is None
+
+
+def test_backends_of_layers_that_ours_can_run_are_let_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backends = []
+    for name in contracts.STATE_BACKENDS:
+        owner, attribute = resolve(name)
+        backends.append(getattr(owner, attribute))
+    for backend in backends:
+        monkeypatch.setattr(backend, "supports_batch_invariance", lambda: False)
+    patches.patch_batch_invariance()
+    assert all(backend.supports_batch_invariance() for backend in backends)
+    for kind in ("GDN_ATTN", "MAMBA2", "SHORT_CONV", "LINEAR"):
+        served = MambaAttentionBackendEnum[kind].get_class()
+        assert served.supports_batch_invariance(), kind
+    other = MambaAttentionBackendEnum["MAMBA1"].get_class()
+    assert not other.supports_batch_invariance()
