@@ -86,11 +86,13 @@ def run(
     mode: Any = EXTEND,
     mixer: Any = None,
     output: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One pass of one layer, as SGLang calls it."""
     backend, batch = backend_of(Mamba2AttnBackend, pools), batch_of(rows, mode)
     backend.init_forward_metadata(batch)
-    factors = torch.linspace(0.5, 1.5, INNER + MIXED_CHANNELS + HEADS)
+    if factors is None:
+        factors = torch.linspace(0.5, 1.5, INNER + MIXED_CHANNELS + HEADS)
     return mamba2.forward(
         layers,
         Mamba2AttnBackend.forward,
@@ -203,3 +205,26 @@ def test_what_is_no_plain_pass_stays_sglang_s(change: str) -> None:
     )
     expected: Any = (backend, mixer, hidden, None, 0, batch, None, False)
     assert found == expected
+
+
+def test_prompts_come_before_single_tokens_of_one_pass() -> None:
+    """SGLang's metadata has that form, though its batches have rows of one token."""
+    rows, hidden = [Row(2, 0, 6), Row(3, 70), Row(1, 5)], hidden_of(8)
+    pools, apart = (filled(pools_of(*SHAPES), [1, 3]) for _ in range(2))
+    backend, batch = backend_of(Mamba2AttnBackend, pools), batch_of(rows, MIXED)
+    backend.init_forward_metadata(batch)
+    metadata = backend.forward_metadata
+    metadata.query_start_loc = metadata.query_start_loc[:2]
+    metadata.num_prefills, metadata.num_prefill_tokens = 1, 6
+    metadata.num_decodes = 2
+    forward = Mamba2AttnBackend.forward
+    mixer = mixer_with()
+    out = mamba2.forward(OURS, forward, backend, mixer, hidden, None, 0, batch)
+    factors = torch.ones(INNER + MIXED_CHANNELS + HEADS)
+    for part, mode, tokens in (
+        (rows[:1], EXTEND, slice(6)),
+        (rows[1:], DECODE, slice(6, 8)),
+    ):
+        expected = run(OURS, apart, part, hidden[tokens], mode, mixer, factors=factors)
+        torch.testing.assert_close(out[tokens], expected, **CLOSE)
+    torch.testing.assert_close(pools.temporal, apart.temporal, equal_nan=True)
