@@ -62,6 +62,8 @@ class Setup:
     """The window of each group, and the pages that it has beyond those of `pages`."""
     follow: int = field(default=0, repr=False)
     """Tokens for which a sequence waits for another one's prefill; 0 for never."""
+    hears_first: bool = field(default=False, repr=False)
+    """Whether outputs that come late come between a step's plan and its launch."""
 
     @property
     def window_pools(self) -> list[tuple[AttentionWindow, int]]:
@@ -206,6 +208,8 @@ class FakeEngine:
         preempted, budget = self._schedule_running(budget, victim)
         if not preempted:
             self._schedule_waiting(budget)
+        if self.setup.hears_first:
+            self.receive()
         self.device.run(self.cache.drain_commands())
         self.device.forward([self._forward(r, end) for r, end in self._work.items()])
         for request, end in self._work.items():
@@ -241,6 +245,7 @@ class FakeEngine:
         if request in self.waiting:
             self.waiting.remove(request)
             return
+        self._work.pop(request, None)
         self.running.remove(request)
         self.cache.finish(request.seq_id, request.known_tokens, request.computed)
 

@@ -59,6 +59,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
         setup,
         economical=side.random() < 0.3,
         follow=side.choice((0, 1, 2 * page_size)),
+        hears_first=setup.lagging and side.random() < 0.5,
     )
 
 
