@@ -328,6 +328,16 @@ SCHEDULER_HOOKS = (
     HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", ("running_batch", "last_batch")),
     HookPoint(f"{_SCHEDULER}.on_idle", ("self",)),
     HookPoint(
+        f"{_SCHEDULER}.is_disable_overlap_for_batch",
+        ("batch", "last_batch"),
+        mentions=("require_mlp_sync",),
+    ),
+    # Handles the last results before it launches a batch, if told to.
+    HookPoint(
+        f"{_SCHEDULER}.event_loop_overlap",
+        mentions=("is_disable_overlap_for_batch", "result_queue", "run_batch"),
+    ),
+    HookPoint(
         f"{_SRT}.managers.scheduler_components.output_streamer"
         ":SchedulerOutputStreamer.stream_output",
         ("reqs", "return_logprob", "skip_req"),

@@ -49,6 +49,10 @@ NEEDED = {
     "patches._park_paused_requests": _while_there(
         f"{_SCHEDULER}.process_pending_chunked_abort", "chunked_req"
     ),
+    "patches._answer_before_going_on": _while_there(
+        f"{_SCHEDULER}.is_disable_overlap_for_batch",
+        "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP",
+    ),
     "patches._place_tokens": _while_there(
         f"{_SRT}.mem_cache.allocation:alloc_for_extend"
     ),

@@ -73,6 +73,7 @@ def hook_engine() -> None:
     _send_time(clock)
     _admit_by_demand()
     _park_paused_requests()
+    _answer_before_going_on()
     _place_tokens()
     _run_commands()
     _run_state_layers(layers)
@@ -446,6 +447,27 @@ def _stream(
     if _served_by(streamer.tree_cache):
         reqs = with_output(reqs)
     original(streamer, reqs, *args, **kwargs)
+
+
+def _answer_before_going_on() -> None:
+    """Symptom: a first token waits until the rest of another prompt is launched.
+
+    Cause: under the overlap schedule SGLang launches a batch, and only then handles
+    the results of the one before; a pause puts two prefills behind each other.
+    Fix: handle those results first, where the batch goes on with paused requests.
+    Delete when: no prompt is paused, or SGLang does so for all prefills
+    (`SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP`).
+    """
+
+    def results_first(result: Any, scheduler: Any, batch: Any, last_batch: Any) -> Any:
+        from hybrid_plugin.sglang.scheduling import owes_first_tokens
+
+        if not _served_by(scheduler.tree_cache):
+            return result
+        return result or owes_first_tokens(scheduler, batch, last_batch)
+
+    scheduler = f"{_SRT}.managers.scheduler.Scheduler"
+    _hook(f"{scheduler}.is_disable_overlap_for_batch", "AFTER", results_first)
 
 
 def _place_tokens() -> None:

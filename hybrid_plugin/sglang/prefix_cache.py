@@ -71,6 +71,8 @@ class HybridPrefixCache(BasePrefixCache):
         """Of the live sequences, by their ids; the core says which are live."""
         self._paused: list[Req] = []
         self._parked: set[str] = set()
+        self.resumes_parked = False
+        """Whether the batch that is launched next goes on with a parked request."""
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
         self.has_slots = self.cache.slots.needed
         self.window_map = self.token_to_kv_pool_allocator.window_map
@@ -210,6 +212,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def unpark(self, req: Req) -> None:
         """Note that a request is in a batch, whether it was parked or not."""
+        self.resumes_parked |= self.is_parked(req)
         self._parked.discard(_id(req))
 
     def is_parked(self, req: Req) -> bool:
@@ -239,6 +242,7 @@ class HybridPrefixCache(BasePrefixCache):
 
     def step_launched(self, batch: ScheduleBatch) -> None:
         """Note how far the forward pass that was just launched takes each request."""
+        self.resumes_parked = False
         if batch.forward_mode.is_extend():
             for req in batch.reqs:
                 self.front_door.advance(_id(req), req.extend_end)

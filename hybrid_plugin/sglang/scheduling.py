@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
@@ -98,6 +98,32 @@ def more_rows(result: int, scheduler: Any, num_held_rows: int) -> int:
     """
     held = sum(req.kv.holds_kv for req in scheduler.waiting_queue)
     return result + held - num_held_rows
+
+
+def owes_first_tokens(
+    scheduler: Any, batch: ScheduleBatch | None, last: ScheduleBatch | None
+) -> bool:
+    """Whether to send the last batch's first tokens before a batch is launched.
+
+    That is so if the batch goes on with paused prompts: the requests whose prompts
+    ended in the last one would wait for a pass that only the plugin's pauses put there.
+    Between prefills of new requests SGLang's own flag decides, and among ranks that
+    must agree SGLang does.
+
+    Args:
+        scheduler: SGLang's scheduler.
+        batch: the batch that is about to be launched.
+        last: the one before it, without the requests that were paused in it.
+    """
+    return (
+        batch is not None
+        and last is not None
+        and batch.forward_mode.is_extend()
+        and last.forward_mode.is_extend()
+        and scheduler.tree_cache.resumes_parked
+        and bool(last.reqs)
+        and not scheduler.require_mlp_sync
+    )
 
 
 def with_output(reqs: Iterable[Req]) -> list[Req]:

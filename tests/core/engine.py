@@ -67,6 +67,8 @@ class Setup:
     """Whether the cache keeps canonical content only; with a grid."""
     follow: int = field(default=0, repr=False)
     """Tokens for which a sequence waits for another one's prefill; 0 for never."""
+    hears_first: bool = field(default=False, repr=False)
+    """Whether outputs that come late come between a step's plan and its launch."""
 
     @property
     def window_pools(self) -> list[tuple[AttentionWindow, int]]:
@@ -220,6 +222,8 @@ class FakeEngine:
         preempted, budget = self._schedule_running(budget, victim)
         if not preempted:
             self._schedule_waiting(budget)
+        if self.setup.hears_first:
+            self.receive()
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
         self.device.run(self.cache.drain_commands())
@@ -257,6 +261,7 @@ class FakeEngine:
         if request in self.waiting:
             self.waiting.remove(request)
             return
+        self._work.pop(request, None)
         self.running.remove(request)
         self.cache.finish(request.seq_id, request.known_tokens, request.computed)
 

@@ -60,6 +60,7 @@ def random_setup(rng: random.Random, page_size: int) -> Setup:
         economical=side.random() < 0.3,
         follow=side.choice((0, 1, 2 * page_size)),
         grid=side.choice((0, 0, 1, 3, 2 * page_size)),
+        hears_first=setup.lagging and side.random() < 0.5,
     )
     return replace(setup, canonical=setup.grid > 1 and side.random() < 0.5)
 
