@@ -75,9 +75,9 @@ def report(passes: Sequence[Timed], about: Mapping[str, Any], move: Path | None)
     lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
     lines += [
         "Medians.  `ms` is the time from the last pass's result, or from the pass's "
-        "own launch if that was later, to its result.  Where others generate, an "
-        "engine launches a pass before it looks at the result of the one before: there "
-        "the time of the two is right, its division between them is not.",
+        "own launch if that was later, to its result.  Where others generate, engines "
+        "launch a pass before they look at the result of the one before: there the "
+        "time of the two is right, its division between them is not.",
         "",
         "| prefill tokens | sequences | decodes in it | generate meanwhile | passes | "
         "launch ms | ms |",
