@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hybrid_kernels import causal_conv1d, ssd
+from hybrid_kernels import ssd
 from hybrid_kernels.causal_conv1d import Activation
 
+from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
 
 
@@ -60,18 +61,7 @@ def prefill(
     Raises:
         ValueError: if shapes do not fit.
     """
-    convolved = causal_conv1d.prefill(
-        mixed,
-        weights.convolution,
-        weights.bias,
-        prefills.cu_seqlens,
-        conv_states,
-        prefills.slots,
-        has_initial=prefills.has_initial,
-        offsets=prefills.offsets,
-        activation=weights.activation,
-        boundary_slots=prefills.boundary_slots,
-    )
+    convolved = convolution.prefill(weights, prefills, mixed, conv_states)
     x, b, c = _heads(convolved, states)
     return ssd.prefill(
         x,
@@ -115,14 +105,7 @@ def decode(
     Raises:
         ValueError: if shapes do not fit.
     """
-    convolved = causal_conv1d.update(
-        mixed,
-        weights.convolution,
-        weights.bias,
-        conv_states,
-        slots,
-        activation=weights.activation,
-    )
+    convolved = convolution.decode(weights, slots, mixed, conv_states)
     x, b, c = _heads(convolved, states)
     return ssd.update(
         x,
