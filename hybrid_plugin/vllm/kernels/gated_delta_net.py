@@ -15,6 +15,7 @@ from hybrid_plugin.vllm.kernels.convolution import (
     states_of,
     weight_of,
 )
+from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -53,30 +54,8 @@ def run(
         b: ``[T, HV]``, the write strength before the logistic function.
         out: ``[T, HV, V]``, written but for padding at the end.
     """
-    conv_states, states = states_of(layer), layer.kv_cache[1]
-    first, end = state_pass.decodes, state_pass.tokens
-    if first:
-        gated_delta_net.decode(
-            weights,
-            state_pass.decode_slots,
-            mixed_qkv[:first],
-            a[:first],
-            b[:first],
-            conv_states,
-            states,
-            out[:first],
-        )
-    if state_pass.prefills is not None:
-        gated_delta_net.prefill(
-            weights,
-            state_pass.prefills,
-            mixed_qkv[first:end],
-            a[first:end],
-            b[first:end],
-            conv_states,
-            states,
-            out[first:end],
-        )
+    pools = states_of(layer), layer.kv_cache[1]
+    mix(gated_delta_net, weights, state_pass, (mixed_qkv, a, b), pools, out)
 
 
 def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:

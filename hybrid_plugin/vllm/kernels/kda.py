@@ -11,6 +11,7 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.mixers import kda
 from hybrid_plugin.mixers.kda import Weights
 from hybrid_plugin.vllm.kernels.convolution import bias_of, states_of, weight_of
+from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -58,43 +59,9 @@ def run(
         gate: ``[T, H, K]``, of the norm.
         out: ``[1, T, H, K]``, written.
     """
-    _convolve_and_attend(layer, weights, state_pass, mixed_qkv, a[0], b[0], out[0])
+    pools = states_of(layer), layer.kv_cache[1]
+    mix(kda, weights, state_pass, (mixed_qkv, a[0], b[0]), pools, out[0])
     out.copy_(layer.o_norm(out, gate))
-
-
-def _convolve_and_attend(
-    layer: Any,
-    weights: Weights,
-    state_pass: StatePass,
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    conv_states, states = states_of(layer), layer.kv_cache[1]
-    first, end = state_pass.decodes, state_pass.tokens
-    if first:
-        kda.decode(
-            weights,
-            state_pass.decode_slots,
-            mixed_qkv[:first],
-            a[:first],
-            b[:first],
-            conv_states,
-            states,
-            out[:first],
-        )
-    if state_pass.prefills is not None:
-        kda.prefill(
-            weights,
-            state_pass.prefills,
-            mixed_qkv[first:end],
-            a[first:end],
-            b[first:end],
-            conv_states,
-            states,
-            out[first:end],
-        )
 
 
 def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
@@ -108,12 +75,11 @@ def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
     conv_states, states = layer.kv_cache
     tokens, (heads, width, depth) = state_pass.tokens, states.shape[1:]
     like = {"dtype": conv_states.dtype, "device": states.device}
-    _convolve_and_attend(
-        layer,
-        weights,
-        state_pass,
+    inputs = (
         torch.zeros((tokens, weights.convolution.shape[0]), **like),
         torch.zeros((tokens, heads, depth), **like),
         torch.zeros((tokens, heads), **like),
-        torch.empty((tokens, heads, width), **like),
     )
+    pools = states_of(layer), states
+    out = torch.empty((tokens, heads, width), **like)
+    mix(kda, weights, state_pass, inputs, pools, out)

@@ -9,6 +9,7 @@ import torch
 
 from hybrid_plugin.mixers import lightning
 from hybrid_plugin.mixers.lightning import Weights
+from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -39,27 +40,7 @@ def run(
         out: ``[T, H, V]``, written but for padding at the end.
     """
     states = layer.kv_cache[0].transpose(-1, -2)  # vLLM's are ``[S, H, K, V]``
-    first, end = state_pass.decodes, state_pass.tokens
-    if first:
-        lightning.decode(
-            weights,
-            state_pass.decode_slots,
-            q[:first],
-            k[:first],
-            v[:first],
-            states,
-            out[:first],
-        )
-    if state_pass.prefills is not None:
-        lightning.prefill(
-            weights,
-            state_pass.prefills,
-            q[first:end],
-            k[first:end],
-            v[first:end],
-            states,
-            out[first:end],
-        )
+    mix(lightning, weights, state_pass, (q, k, v), (states,), out)
 
 
 def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:

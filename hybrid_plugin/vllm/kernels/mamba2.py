@@ -15,6 +15,7 @@ from hybrid_plugin.vllm.kernels.convolution import (
     states_of,
     weight_of,
 )
+from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -52,27 +53,8 @@ def run(
     channels = weights.convolution.shape[0]
     _, mixed, dt = torch.split(projected, [heads * width, channels, heads], dim=-1)
     results = out.view(-1, heads, width)
-    first, end = state_pass.decodes, state_pass.tokens
-    if first:
-        mamba2.decode(
-            weights,
-            state_pass.decode_slots,
-            mixed[:first],
-            dt[:first],
-            conv_states,
-            states,
-            results[:first],
-        )
-    if state_pass.prefills is not None:
-        mamba2.prefill(
-            weights,
-            state_pass.prefills,
-            mixed[first:end],
-            dt[first:end],
-            conv_states,
-            states,
-            results[first:end],
-        )
+    pools = conv_states, states
+    mix(mamba2, weights, state_pass, (mixed, dt), pools, results)
 
 
 def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:

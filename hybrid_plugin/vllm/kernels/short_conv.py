@@ -10,6 +10,7 @@ import torch
 from hybrid_plugin.mixers import short_conv
 from hybrid_plugin.mixers.short_conv import Weights
 from hybrid_plugin.vllm.kernels.convolution import bias_of, states_of, weight_of
+from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -44,13 +45,7 @@ def _convolve(
     layer: Any, weights: Weights, state_pass: StatePass, x: torch.Tensor
 ) -> torch.Tensor:
     states, out = states_of(layer), torch.empty_like(x)
-    first = state_pass.decodes
-    if first:
-        slots = state_pass.decode_slots
-        short_conv.decode(weights, slots, x[:first], states, out[:first])
-    if state_pass.prefills is not None:
-        prefills = state_pass.prefills
-        short_conv.prefill(weights, prefills, x[first:], states, out[first:])
+    mix(short_conv, weights, state_pass, (x,), (states,), out)
     return out
 
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gated delta net and Kimi delta attention are alike: a short convolution of
+queries, keys and values together, then a delta rule with a decay.
+
+`H` key heads of `K` channels, `HV` value heads of `V`, `D = 2 * H * K + HV * V`
+channels of the convolution, `W` its width, `S` slots, `T` packed tokens.  What the
+decay is made of has one number per value head, or one per key channel of it: `...`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hybrid_kernels.causal_conv1d import Activation
+
+from hybrid_plugin.mixers import convolution
+from hybrid_plugin.mixers.prefills import Prefills
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of one layer, as far as the mixer needs them."""
+
+    convolution: torch.Tensor
+    """``[D, W]``."""
+    bias: torch.Tensor | None
+    """``[D]``."""
+    activation: Activation
+    A: torch.Tensor
+    """``[HV]``, float32: ``-exp(A_log)``."""
+    dt_bias: torch.Tensor
+    """``[HV, ...]``."""
+    key_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """The mixer, by its rule."""
+
+    rule: Any
+    """`hybrid_kernels.gated_delta_rule`, or a module with the same functions."""
+
+    def prefill(
+        self,
+        weights: Weights,
+        prefills: Prefills,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        conv_states: torch.Tensor,
+        states: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run packed sequences; leave their states in their slots.
+
+        Args:
+            weights: of the layer.
+            prefills: the sequences.
+            mixed_qkv: ``[T, D]``: queries, keys, values, before the convolution.
+            a: ``[T, HV, ...]``, what the decay is made of, contiguous at its end.
+            b: ``[T, HV]``, the write strength before the logistic function.
+            conv_states: ``[S, D, W - 1]``, with any strides.
+            states: ``[S, HV, V, K]``, with any strides.
+            out: ``[T, HV, V]``, written if given.
+
+        Returns:
+            `out`, or a new tensor of `mixed_qkv`'s type.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        convolved = convolution.prefill(weights, prefills, mixed_qkv, conv_states)
+        result: torch.Tensor = self.rule.prefill(
+            *_heads(weights, convolved, states),
+            a,
+            b,
+            prefills.cu_seqlens,
+            states,
+            prefills.slots,
+            A=weights.A,
+            dt_bias=weights.dt_bias,
+            has_initial=prefills.has_initial,
+            boundary_slots=prefills.boundary_slots,
+            offsets=prefills.offsets,
+            round_boundaries=prefills.round_states,
+            use_qk_l2norm=True,
+            out=out,
+        )
+        return result
+
+    def decode(
+        self,
+        weights: Weights,
+        slots: torch.Tensor,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        conv_states: torch.Tensor,
+        states: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run one token per sequence and advance the states; shapes as for `prefill`.
+
+        Allocates what the convolution gives, and the output unless `out` is given; a
+        CUDA graph may capture it.
+
+        Args:
+            slots: ``[T]``, int32 or int64; negative for padding.
+
+        Returns:
+            `out`, or a new tensor of `mixed_qkv`'s type.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        convolved = convolution.decode(weights, slots, mixed_qkv, conv_states)
+        result: torch.Tensor = self.rule.update(
+            *_heads(weights, convolved, states),
+            a,
+            b,
+            states,
+            slots,
+            A=weights.A,
+            dt_bias=weights.dt_bias,
+            use_qk_l2norm=True,
+            out=out,
+        )
+        return result
+
+
+def _heads(
+    weights: Weights, convolved: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys ``[T, H, K]`` and values ``[T, HV, V]``, as views."""
+    value_heads, width, depth = states.shape[1:]
+    keys = weights.key_heads * depth
+    q, k, v = torch.split(convolved, [keys, keys, value_heads * width], dim=-1)
+    return (
+        q.view(-1, weights.key_heads, depth),
+        k.view(-1, weights.key_heads, depth),
+        v.view(-1, value_heads, width),
+    )

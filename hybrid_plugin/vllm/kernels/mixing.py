@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass through a mixer: single tokens first, as vLLM orders them, then prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybrid_plugin.vllm.kernels.passes import StatePass
+
+
+def mix(
+    mixer: Any,
+    weights: Any,
+    state_pass: StatePass,
+    tokens: Sequence[torch.Tensor],
+    pools: Sequence[torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Run a pass.
+
+    Args:
+        mixer: a module of `hybrid_plugin.mixers`.
+        weights: its record of the layer.
+        state_pass: the sequences.
+        tokens: what the mixer takes of each token, ``[T, ...]`` each.
+        pools: the states in all slots, as the mixer takes them.
+        out: ``[T, ...]``, written but for padding at the end.
+    """
+    first, end = state_pass.decodes, state_pass.tokens
+    if first:
+        mixer.decode(
+            weights,
+            state_pass.decode_slots,
+            *(one[:first] for one in tokens),
+            *pools,
+            out[:first],
+        )
+    if state_pass.prefills is not None:
+        mixer.prefill(
+            weights,
+            state_pass.prefills,
+            *(one[first:end] for one in tokens),
+            *pools,
+            out[first:end],
+        )
