@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import pass_cost
@@ -43,6 +43,7 @@ def test_a_log_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         Log()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 1)), min_size=1))
 def test_busy_seconds_never_count_a_moment_twice(
     passes: list[tuple[float, float]],

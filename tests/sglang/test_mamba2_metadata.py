@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("sglang")
@@ -102,6 +102,7 @@ REQUESTS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(REQUESTS, CHUNK)
 @example([(1, 0), (1, 7), (1, 0), (6, 8)], 8)
 @example([(8, 1), (8, 0), (16, 3)], 8)
@@ -122,6 +123,7 @@ def test_the_metadata_is_sglang_s_own(
     assert_equal(found, expected)
 
 
+@settings(deadline=None)
 @given(st.lists(LENGTH, min_size=1, max_size=9), CHUNK)
 def test_a_chunk_is_of_one_sequence_and_between_two_multiples(
     lengths: list[int], chunk: int
