@@ -85,6 +85,12 @@ class HybridConfig:
         "in a crowd, cold and from the cache, however prompts are split. It needs our "
         "kernels in all state layers and the engine's own batch-invariant mode.",
     )
+    prefill_graphs: bool = _option(
+        False,
+        "vLLM only: passes with short prompts, or with the short rest that a hit left "
+        "of long ones, replay a CUDA graph of the whole model. It needs our kernels in "
+        "all state layers. No GPU has run it yet.",
+    )
 
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
@@ -111,6 +117,16 @@ class HybridConfig:
             raise ConfigError(
                 "deterministic needs our kernels, and kernels is engine: leave one of "
                 "them out."
+            )
+        if self.prefill_graphs and self.kernels == "engine":
+            raise ConfigError(
+                "prefill_graphs needs our kernels, and kernels is engine: leave one of "
+                "them out."
+            )
+        if self.prefill_graphs and self.is_deterministic:
+            raise ConfigError(
+                "prefill_graphs has decodes run by other kernels beside a prompt than "
+                "alone, which deterministic excludes: leave one of them out."
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)

@@ -137,6 +137,15 @@ def test_removed_options_name_what_to_use(name: str) -> None:
     )
 
 
+def test_graphs_of_prefills_need_our_kernels_and_exclude_equal_bits() -> None:
+    assert not HybridConfig().prefill_graphs
+    assert HybridConfig(prefill_graphs=True, kernels="ours").prefill_graphs
+    with pytest.raises(ConfigError, match="needs our kernels, and kernels is engine"):
+        HybridConfig(prefill_graphs=True, kernels="engine")
+    with pytest.raises(ConfigError, match="which deterministic excludes"):
+        HybridConfig(prefill_graphs=True, deterministic="prefix")
+
+
 def test_options_that_nobody_could_set_are_gone() -> None:
     """Each was an option once: it is refused, not unknown."""
     assert set(_REMOVED) == {

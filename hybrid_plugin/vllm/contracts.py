@@ -721,6 +721,77 @@ DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
 )
 """For the option `deterministic`."""
 
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+GRAPH_CANDIDATES = f"{_GRAPHS}:ModelCudaGraphManager._init_candidates"
+PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        GRAPH_CANDIDATES,
+        ("self",),
+        mentions=("cudagraph_capture_sizes", "_capture_descs", "_candidates"),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_GRAPHS}:CudaGraphManager.__init__",
+        mentions=(
+            "vllm_config",
+            "compilation_config",
+            "cudagraph_mode",
+            "lora_capture_cases",
+            "_init_candidates",
+        ),
+    ),
+    HookPoint(f"{_GRAPHS}:CudaGraphManager.capture", mentions=("_capture_descs",)),
+    HookPoint(f"{_GRAPHS}:CudaGraphManager.dispatch", mentions=("_candidates",)),
+    *_fields(
+        f"{_GRAPHS}:BatchExecutionDescriptor",
+        "cg_mode",
+        "num_tokens",
+        "num_reqs",
+        "num_active_loras",
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
+        ".prepare_attn",
+        mentions=("num_reqs_after_padding", "num_tokens_after_padding", "FULL"),
+    ),
+    HookPoint(
+        "vllm.config.compilation:CUDAGraphMode.decode_mode",
+        ("self",),
+    ),
+    HookPoint("vllm.config.compilation:CUDAGraphMode.separate_routine", ("self",)),
+    HookPoint(
+        "vllm.config.compilation:CompilationConfig.cudagraph_capture_sizes",
+    ),
+    HookPoint("vllm.config.vllm:VllmConfig.use_v2_model_runner"),
+    HookPoint("vllm.config.multimodal:MultiModalConfig.language_model_only"),
+    HookPoint(f"{_MODEL}.multimodal_config"),
+    *(
+        HookPoint(
+            "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"
+            f".{method}",
+            ("self", *more),
+        )
+        for method, more in (
+            ("get_attn_backend", ()),
+            ("get_kv_cache_spec", ("vllm_config",)),
+        )
+    ),
+    HookPoint(f"{_PASSES}:AttentionCGSupport.ALWAYS"),
+    HookPoint(
+        f"{_PASSES}:AttentionMetadataBuilder.get_cudagraph_support",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+    *(
+        HookPoint(
+            f"{builder}.build_for_cudagraph_capture",
+            ("self", "common_attn_metadata"),
+            closed=True,
+        )
+        for builder in dict.fromkeys(b for bs in BUILDERS.values() for b in bs)
+    ),
+)
+"""For the option `prefill_graphs`."""
+
 ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
@@ -728,6 +799,7 @@ HOOKS: tuple[Contract, ...] = (
     *WORKER_HOOKS,
     *CPU_HOOKS,
     *DETERMINISTIC_HOOKS,
+    *PREFILL_GRAPH_HOOKS,
     *dict.fromkeys(
         contract
         for hooks in (*KERNEL_HOOKS.values(), *CPU_KERNEL_HOOKS.values())

@@ -64,6 +64,12 @@ NEEDED = {
             mentions=("supports_batch_invariance",),
         )
     ),
+    "patches.patch_prefill_graphs": Need(
+        HookPoint(
+            f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build_for_cudagraph_capture",
+            mentions=("decode_cudagraph_max_bs",),
+        )
+    ),
     "patches._patch_builder_of_passes": Need(
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),

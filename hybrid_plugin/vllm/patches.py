@@ -381,6 +381,47 @@ def patch_kernels(mixers: Iterable[Mixer]) -> None:
         _PATCHES_OF_LAYERS[mixer]()
 
 
+def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
+    """Symptom: a pass with a short prompt takes as long as the host takes to launch it.
+
+    Cause: vLLM captures whole passes with prefills only if every backend says that its
+    own can be captured; those of state layers say no, and build metadata for captures
+    of decodes alone.
+    Fix: where the option `prefill_graphs` says so and our kernels run all state layers,
+    describe graphs with prefills beside vLLM's own, and build their metadata as for any
+    pass.
+    Delete when: vLLM's state layers can be captured with prefills, and its mode with
+    graphs of both kinds can be named.
+
+    Args:
+        mixers: what runs the layers.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    require(contracts.PREFILL_GRAPH_HOOKS)
+
+    def candidates(original: Callable[..., None], manager: Any) -> None:
+        from hybrid_plugin.vllm.kernels import prefill_graphs
+
+        original(manager)
+        prefill_graphs.add(manager)
+
+    def capture(
+        original: Callable[..., Any], builder: Any, common_attn_metadata: Any
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        if layers.captures_prefills(builder, common_attn_metadata):
+            return builder.build(0, common_attn_metadata)
+        return original(builder, common_attn_metadata)
+
+    _wrap(contracts.GRAPH_CANDIDATES, candidates)
+    for mixer in mixers:
+        for builder in contracts.BUILDERS[mixer]:
+            _wrap(f"{builder}.build_for_cudagraph_capture", capture)
+
+
 def _patch_builder_of_passes(builder: str) -> None:
     """Symptom: kernels are told nothing of chunks at multiples of 64 tokens.
 

@@ -27,6 +27,7 @@ _HONOURED = frozenset(
 )
 _REASONS = {
     "eviction_policy": "--policy says what is evicted first",
+    "prefill_graphs": "it changes how long a pass takes, and nothing in the cache",
     "system_snapshot_min_tokens": "a trace does not tell where messages end",
 }
 _OF_MEMORY = ("elastic", "gpu_memory_budget", "state_memory_ratio")

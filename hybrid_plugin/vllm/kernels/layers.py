@@ -13,6 +13,7 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
 from hybrid_plugin.vllm.kernels import passes
+from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
 from hybrid_plugin.vllm.kernels.passes import DecodeSlots, StatePass
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ KINDS: Mapping[str, Kind] = {
 
 _OURS = "hybrid_plugin_kernels"
 """Attribute of a layer that has them, and of a builder."""
+_TABLES = "hybrid_plugin_prefill_tables"
+"""Attribute of a builder."""
 
 
 class StateLayers:
@@ -66,6 +69,7 @@ class StateLayers:
         device_type: str,
         *,
         round_states: bool = False,
+        wants_graphs: bool = False,
     ) -> None:
         """Decide whose kernels run each layer.
 
@@ -75,12 +79,16 @@ class StateLayers:
             device_type: "cpu" or "cuda", as torch calls it.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
+            wants_graphs: whether passes with prefills are to replay CUDA graphs.
 
         Raises:
             ConfigError: if ours are demanded for a layer that they cannot run.
         """
         self.interior: InteriorSnapshots | None = None
         """What the next pass keeps; None where passes keep nothing."""
+        self.graphs: GraphLimits | None = None
+        """Of graphs with prefills; None where vLLM captures none."""
+        self.wants_graphs = wants_graphs
         self.round_states = round_states
         self._ours: dict[str, OurKernels] = {}
         self._count = len(layers)
@@ -112,6 +120,12 @@ class StateLayers:
         """Whether all states can be kept in the middle of a prompt."""
         prefills = [o for o in self._ours.values() if Phase.PREFILL in o.phases]
         return bool(prefills) and len(prefills) == self._count
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ours run every state layer, prefills and decodes."""
+        whole = [o for o in self._ours.values() if o.phases == frozenset(Phase)]
+        return bool(whole) and len(whole) == self._count
 
     def describe(self) -> str:
         """A sentence about what runs on our kernels, for a log."""
@@ -175,9 +189,19 @@ class OurKernels:
         self._all = all_layers
 
     @property
+    def together(self) -> StateLayers:
+        """All state layers of the engine."""
+        return self._all
+
+    @property
     def interior(self) -> InteriorSnapshots | None:
         """What the next pass keeps."""
         return self._all.interior
+
+    @property
+    def graphs(self) -> GraphLimits | None:
+        """Of graphs with prefills."""
+        return self._all.graphs
 
     @property
     def round_states(self) -> bool:
@@ -222,6 +246,13 @@ def ours(layer: Any) -> OurKernels | None:
     return found
 
 
+def all_of(vllm_config: Any) -> StateLayers | None:
+    """The state layers of an engine; None if ours run none of them."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    found = next((o for o in map(ours, layers) if o is not None), None)
+    return None if found is None else found.together
+
+
 def run(layer: Any, metadata: Any, *tensors: torch.Tensor) -> bool:
     """Run a layer's pass on our kernels; False if vLLM's are to.
 
@@ -259,11 +290,30 @@ def built(builder: Any, common: Any, metadata: Any) -> None:
     """
     found = next(_of_builder(builder), None)
     if found is not None:
-        room = _room(builder)
         state_pass = passes.describe(
-            common, metadata, room, found.interior, round_states=found.round_states
+            common,
+            metadata,
+            _room(builder),
+            found.interior,
+            round_states=found.round_states,
+            tables=_tables(builder, found.graphs),
         )
         passes.put(metadata, state_pass)
+
+
+def captures_prefills(builder: Any, common: Any) -> bool:
+    """Whether vLLM captures a graph with prefills for layers that ours run.
+
+    Args:
+        builder: vLLM's, of one group of layers.
+        common: the metadata of the pass that is captured.
+    """
+    found = next(_of_builder(builder), None)
+    return (
+        found is not None
+        and found.graphs is not None
+        and found.graphs.hold(common.num_reqs, common.num_actual_tokens)
+    )
 
 
 def rebuilt(builder: Any, source: Any, metadata: Any) -> None:
@@ -295,3 +345,13 @@ def _room(builder: Any) -> DecodeSlots:
         room = DecodeSlots(most, builder.device)
         setattr(builder, _OURS, room)
     return room
+
+
+def _tables(builder: Any, limits: GraphLimits | None) -> PrefillTables | None:
+    if limits is None:
+        return None
+    tables: PrefillTables | None = getattr(builder, _TABLES, None)
+    if tables is None:
+        tables = PrefillTables(limits, builder.device)
+        setattr(builder, _TABLES, tables)
+    return tables

@@ -15,6 +15,7 @@ import torch
 
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
 
 if TYPE_CHECKING:
     from hybrid_plugin.device.interior import InteriorSnapshots
@@ -31,7 +32,7 @@ class StatePass:
     decodes: int
     """Sequences with one token, the first of the batch, padding counted."""
     tokens: int
-    """Of all sequences."""
+    """Of all sequences; in a pass of a graph's with padding."""
     decode_slots: torch.Tensor
     """``[decodes]``, int32: where their states lie; negative for padding.  In a pass
     without prefills always at one address, which a CUDA graph can keep."""
@@ -72,6 +73,7 @@ def describe(
     interior: InteriorSnapshots | None,
     *,
     round_states: bool = False,
+    tables: PrefillTables | None = None,
 ) -> StatePass:
     """Describe a pass.
 
@@ -81,9 +83,16 @@ def describe(
         room: of that kind's builder.
         interior: what the pass is to keep; None where passes keep nothing.
         round_states: as in `Prefills`.
+        tables: for passes whose size a graph with prefills may have; None without such.
     """
     decodes, rows = metadata.num_decodes, common.num_reqs
     slots = _slots(common.block_table_tensor[:rows, 0])
+    if tables is not None and tables.limits.hold(rows, common.num_actual_tokens):
+        every = replace(
+            _prefills(common, slots, 0, interior), round_states=round_states
+        )
+        held = tables.hold(every, keeps=interior is not None)
+        return StatePass(0, common.num_actual_tokens, slots[:0], held)
     tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     if not metadata.num_prefills:
         return StatePass(decodes, tokens, room.hold(slots[:decodes]), None)

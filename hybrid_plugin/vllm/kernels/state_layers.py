@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from hybrid_plugin.config import ConfigError
 from hybrid_plugin.vllm import activation, elastic, patches
+from hybrid_plugin.vllm.kernels import prefill_graphs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 
 if TYPE_CHECKING:
@@ -24,19 +26,26 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         specs: of the model's layers.
 
     Raises:
-        ConfigError: if ours are demanded for a layer that they cannot run, or their
-            hook points are gone.
+        ConfigError: if ours are demanded for a layer that they cannot run, their hook
+            points are gone, or `prefill_graphs` cannot be had.
     """
     layers = vllm_config.compilation_config.static_forward_context
     options = activation.read_options(vllm_config)
+    device_type = elastic.device_type()
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
         options.wanted_kernels,
-        elastic.device_type(),
+        device_type,
         round_states=options.is_deterministic,
+        wants_graphs=options.prefill_graphs,
     )
+    if found.wants_graphs:
+        for obstacle in prefill_graphs.obstacles(vllm_config, found, device_type):
+            raise ConfigError(obstacle)
     if found.mixers:
         patches.patch_kernels(found.mixers)
+        if found.wants_graphs:
+            patches.patch_prefill_graphs(found.mixers)
         found.hang()
         activation.logger.info("%s", found.describe())
     return found

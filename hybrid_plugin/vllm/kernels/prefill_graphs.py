@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of the whole model for passes with prefills: the option `prefill_graphs`.
+
+vLLM captures such graphs only where every backend of attention and state layers says
+that its prefills can be captured, and then none for decodes alone.  Here both kinds are
+captured, beside vLLM's own graphs of pieces, which run what fits no graph of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import CHUNK
+from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.vllm.kernels import layers
+from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
+from hybrid_plugin.vllm.kernels.layers import StateLayers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def obstacles(
+    vllm_config: VllmConfig, found: StateLayers, device_type: str
+) -> Iterator[str]:
+    """Sentences about what of a loaded model keeps prefills out of graphs.
+
+    Args:
+        vllm_config: of its worker.
+        found: its state layers.
+        device_type: "cpu" or "cuda", as torch calls it.
+    """
+    if device_type == "cpu":
+        yield "prefill_graphs is for a GPU; leave it out."
+    elif not vllm_config.use_v2_model_runner:
+        yield (
+            "prefill_graphs needs vLLM's second model runner; leave "
+            "VLLM_USE_V2_MODEL_RUNNER out."
+        )
+    if not found.is_whole:
+        yield (
+            "prefill_graphs needs our kernels in all state layers, for prefills and "
+            f'decodes: {found.describe()} Set the option "kernels" to "ours".'
+        )
+    if Mixer.LIGHTNING in found.mixers:
+        yield (
+            "prefill_graphs does not serve linear attention, whose layers clear states "
+            "by a decision that a graph would repeat; leave it out."
+        )
+    pictures = vllm_config.model_config.multimodal_config
+    if pictures is not None and not pictures.language_model_only:
+        yield (
+            "prefill_graphs serves text alone; give --language-model-only, or leave it "
+            "out."
+        )
+
+
+def add(manager: Any) -> None:
+    """Have vLLM capture graphs for passes with prefills, and find them.
+
+    Args:
+        manager: vLLM's `ModelCudaGraphManager`, with its own graphs' descriptions.
+
+    Raises:
+        ConfigError: if vLLM captures no graphs of decodes, or its attention cannot be
+            captured beside a prefill.
+    """
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    found = layers.all_of(manager.vllm_config)
+    if found is None or not found.wants_graphs:
+        return
+    mode = manager.cudagraph_mode
+    if not (mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL):
+        raise ConfigError(
+            f"prefill_graphs needs CUDA graphs of decodes, and vLLM's mode is "
+            f"{mode.name}: drop --enforce-eager and cudagraph_mode, or the option."
+        )
+    _check_attention(manager.vllm_config)
+    sizes = sorted(manager.compilation_config.cudagraph_capture_sizes)
+    limits = limits_of(manager.vllm_config, sizes[-1])
+    captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    smallest = 0
+    for size in sizes:
+        sequences = min(size - 1, limits.sequences)
+        for adapters in manager.lora_capture_cases if sequences else ():
+            graph = BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,
+                num_tokens=size,
+                num_reqs=sequences,
+                num_active_loras=adapters,
+            )
+            captured.append(graph)
+            for tokens in range(smallest, size + 1):
+                candidates = manager._candidates.setdefault((tokens, adapters), [])
+                whole = [c for c in candidates if c.cg_mode == CUDAGraphMode.FULL]
+                candidates.insert(len(whole), graph)
+        if sequences:
+            smallest = size + 1
+    # vLLM estimates the memory of all by that of the first, the largest.
+    captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
+    found.graphs = limits
+
+
+def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:
+    """The sequences of a graph at most.
+
+    The kernels keep a state for each chunk of a pass, and a sequence may begin and end
+    in the middle of one.  A graph's pass shall have room for no more chunks than the
+    longest pass outside of graphs, with one sequence, needs.
+
+    Args:
+        vllm_config: of the engine.
+        tokens: of the largest graph.
+    """
+    scheduling = vllm_config.scheduler_config
+    chunks = scheduling.max_num_batched_tokens // CHUNK - tokens // CHUNK
+    most = max(1, 1 + chunks // 2)
+    return GraphLimits(min(most, scheduling.max_num_seqs), tokens)
+
+
+def _check_attention(vllm_config: VllmConfig) -> None:
+    """Require every layer that is not ours to be captured beside prefills.
+
+    Raises:
+        ConfigError: naming the first backend that cannot.
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if not isinstance(layer, AttentionLayerBase) or layers.ours(layer) is not None:
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is None:  # it reads what another layer keeps, with the same backend
+            continue
+        backend = layer.get_attn_backend()
+        support = backend.get_builder_cls().get_cudagraph_support(vllm_config, spec)
+        if support != AttentionCGSupport.ALWAYS:
+            raise ConfigError(
+                f"prefill_graphs needs attention that a CUDA graph can hold beside a "
+                f"prefill, and {backend.get_name()} here is not: try "
+                "--attention-backend TRITON_ATTN, or leave the option out."
+            )
