@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.vllm import activation
 from hybrid_plugin.vllm.kernels import layers
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
 from hybrid_plugin.vllm.kernels.layers import StateLayers
@@ -103,6 +104,11 @@ def add(manager: Any) -> None:
     # vLLM estimates the memory of all by that of the first, the largest.
     captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
     found.graphs = limits
+    activation.logger.info(
+        "passes with prefills of up to %d tokens and %d sequences replay CUDA graphs.",
+        limits.tokens,
+        limits.sequences,
+    )
 
 
 def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:

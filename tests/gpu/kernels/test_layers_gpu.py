@@ -158,6 +158,35 @@ def test_captured_prefill_replays_with_new_lengths_and_offsets(layer: Layer) -> 
 
 
 @some
+def test_captured_padding_replays_a_batch(layer: Layer) -> None:
+    """What a graph of vLLM's is captured of, and then replayed with."""
+    inputs, out, pool = make(layer, 300), nan(layer, 300), states(layer, 9)
+    tables = {
+        "cu_seqlens": torch.tensor([0, 1, 2, 3, 300], dtype=torch.int32),
+        "slots": torch.full((4,), -1, dtype=torch.int32),
+        "has_initial": torch.zeros(4, dtype=torch.bool),
+        "offsets": torch.zeros(4, dtype=torch.int32),
+        "boundary_slots": torch.full((4, 5), -1, dtype=torch.int32),
+    }
+    tables = on("cuda", tables)
+    before = pool.clone()
+    graph = capture(lambda: layer.prefill(inputs, **tables, pool=pool, out=out))
+    assert torch.equal(pool, before)
+    tables["cu_seqlens"].copy_(torch.tensor([0, 1, 71, 250, 250]))
+    tables["slots"].copy_(torch.tensor([3, 5, 0, -1]))
+    tables["has_initial"].copy_(torch.tensor([True, True, False, False]))
+    tables["offsets"].copy_(torch.tensor([20, 60, 0, 0]))
+    tables["boundary_slots"][1, 0], tables["boundary_slots"][2, 1] = 6, 7
+    expected = pool.clone()
+    wanted = layer.prefill(inputs, **tables, pool=expected)
+    graph.replay()
+    assert torch.equal(out[:250], wanted[:250])
+    assert torch.equal(pool, expected)
+    for slot in range(9):
+        assert torch.equal(pool[slot], before[slot]) == (slot not in {0, 3, 5, 6, 7})
+
+
+@some
 @pools
 def test_bits_ignore_the_batch_and_the_cached_prefix(
     layer: Layer, pool_dtype: torch.dtype
