@@ -57,7 +57,7 @@ class Run:
         self.on = args.on or ("cpu" if machine()["device"] == "CPU" else "gpu")
         self.setup = sides.setup(args.model, args.cache_mib, self.on == "gpu")
         self.configurations = sides.configurations(args.engine, args.model)
-        self.names = args.only or list(self.configurations)
+        self.names = args.only or [n for n in self.configurations if n != sides.GRAPHS]
         for name in self.names:
             if name not in self.configurations:
                 known = "; ".join(self.configurations)

@@ -17,6 +17,8 @@ ENGINES: Mapping[str, ModuleType] = {"vllm": elastic_vllm, "sglang": elastic_sgl
 MAX_RUNNING = 64
 PLUGIN = "plugin"
 """Names of the plugin's sides begin with it."""
+GRAPHS = f"{PLUGIN}, ours kernels, elastic, prefill graphs"
+"""Of vLLM on a GPU; runs only where it is named."""
 CAPTURED_DECODES = [1, 2, 4, 8, 16, 32, 64]
 CAPTURED_PASSES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
 """Tokens of vLLM's graphs, decodes and prefills."""
@@ -43,7 +45,7 @@ def plugin_name(kernels: str, elastic: bool) -> str:
 
 
 def configurations(engine: str, model: str) -> dict[str, Configuration]:
-    """By name: stock settings, then the plugin's kernels and pools.
+    """By name: stock settings, then the plugin's kernels and pools, with graphs last.
 
     Args:
         engine: "vllm" or "sglang".
@@ -54,6 +56,9 @@ def configurations(engine: str, model: str) -> dict[str, Configuration]:
         for elastic in (True, False):
             options = {"enabled": True, "elastic": elastic, "kernels": kernels}
             found[plugin_name(kernels, elastic)] = Configuration(options=options)
+    if engine == "vllm":
+        options = {"enabled": True, "kernels": "ours", "prefill_graphs": True}
+        found[GRAPHS] = Configuration(options={**options, "elastic": True})
     return found
 
 
