@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="the reference of a CPU runs the passes"
 )
 
-LIMITS = GraphLimits(sequences=6, tokens=256)
+LIMITS = GraphLimits(sequences=6, tokens=250)
 PADDING = Row(0, 0, 0, in_prompt=False)
 CLOSE = {
     "gated_delta_net": {"rtol": 0.05, "atol": 0.02},
@@ -128,7 +128,7 @@ PASSES: tuple[tuple[tuple[Row, ...], tuple[int, int] | None], ...] = (
     ((Row(1, 64, 1, in_prompt=False), Row(3, 6, 1, in_prompt=False)), None),
     ((Row(1, 65, 1, in_prompt=False), Row(3, 7, 9)), (6, 16)),
     ((Row(1, 66, 1, in_prompt=False), Row(3, 16, 1, in_prompt=False)), (3, 4)),
-    ((Row(5, 170, 1), Row(9, 0, 1), Row(2, 0, 130)), (4, 256)),
+    ((Row(5, 170, 1), Row(9, 0, 1), Row(2, 0, 130)), (4, 250)),
     ((Row(2, 130, 300),), None),
 )
 """Fresh, resumed and chunked prompts, beside decodes and chunks of one token, and what
@@ -226,7 +226,7 @@ def test_a_sequence_reaches_as_many_boundaries_as_there_is_room_for() -> None:
     engine.found.interior = InteriorSnapshots(torch.device("cpu"))
     engine.run([Row(2, 0, 63)], 0)
     engine.found.interior.order([SaveInPass(Pool.STATE, 2, 3, 9)])
-    engine.run([Row(2, 63, 255)], 1, (2, 256))
+    engine.run([Row(2, 63, 240)], 1, (2, 250))
     assert engine.prefills.boundary_slots[0].tolist() == [-1, -1, -1, 9]
     assert not engine.states[1][9].isnan().any()
 
