@@ -23,7 +23,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from hybrid_plugin.sglang import patches
 from hybrid_plugin.sglang.mamba2_metadata import chunk_starts, prepare_mixed
 
-original: Any = Mamba2Metadata.__dict__["prepare_mixed"].__func__
+ORIGINAL: tuple[Any] = (Mamba2Metadata.__dict__["prepare_mixed"].__func__,)
+"""In a tuple: tests that hook the engine have SGLang rebind it in every module."""
 _READS = {
     getattr(torch.Tensor, name)
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__")
@@ -112,7 +113,7 @@ def test_the_metadata_is_sglang_s_own(
 ) -> None:
     metadata, batch = batch_of(requests)
     found = prepare_mixed(refuse, Mamba2Metadata, metadata, chunk, batch)
-    expected = original(Mamba2Metadata, readable(metadata), chunk, readable(batch))
+    expected = ORIGINAL[0](Mamba2Metadata, readable(metadata), chunk, readable(batch))
     mixed = found.mixed_metadata
     mixed = Mamba2Metadata.MixedMetadata(
         **{field.name: readable(getattr(mixed, field.name)) for field in fields(mixed)}
@@ -136,7 +137,7 @@ def test_a_chunk_is_of_one_sequence_and_between_two_multiples(
 def test_sglang_s_own_method_reads_the_device() -> None:
     metadata, batch = batch_of([(5, 3), (5, 0)])
     with pytest.raises(AssertionError, match="of a tensor on the device"):
-        original(Mamba2Metadata, metadata, 8, batch)
+        ORIGINAL[0](Mamba2Metadata, metadata, 8, batch)
 
 
 def test_each_part_of_the_upload_is_aligned() -> None:
