@@ -48,10 +48,19 @@ class Probe:
             sizes: of the prompts, again and again.
             decodes: sequences that generate.
             answer: tokens that each of them generates.
+
+        Raises:
+            RuntimeError: if they never generate all at once.
         """
         start = time.monotonic()
         others = [asyncio.create_task(self._generate(answer)) for _ in range(decodes)]
         while not any(one.decodes == decodes for one in log.read(self._path, start)):
+            if any(task.done() for task in others):
+                await asyncio.gather(*others)
+                raise RuntimeError(
+                    f"{decodes} sequences do not generate at once with answers of "
+                    f"{answer} tokens; give them longer ones, or more memory."
+                )
             await asyncio.sleep(SETTLE_S)
         begin = end = time.monotonic()
         for size in cycle(sizes):

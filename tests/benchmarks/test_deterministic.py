@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu import deterministic
@@ -28,6 +28,7 @@ def answers(draw: st.DrawFn) -> Answer:
     return Answer(tuple(min(row) for row in rows), tuple(rows), draw(st.integers(0, 9)))
 
 
+@settings(deadline=None)
 @given(found=st.lists(answers(), min_size=1, max_size=5))
 def test_files_keep_every_bit(
     tmp_path_factory: pytest.TempPathFactory, found: list[Answer]

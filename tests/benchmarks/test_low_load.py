@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.low_load import table
@@ -33,6 +33,7 @@ def reply(prompt: Sequence[int], max_tokens: int) -> Reply:
 # ------------------------------------------------------------------------ arrivals
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.floats(0.1, 50), st.integers())
 def test_arrivals_are_seeded_and_in_order(count: int, rate: float, seed: int) -> None:
     times = poisson(random.Random(seed), rate, count)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import pass_cost
 from benchmarks.passes import log, sglang_scheduler, vllm_worker
 from benchmarks.passes.costs import Costs, Timed, fit, medians
+from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Log, Pass, busy_seconds, isolated, read
+from benchmarks.passes.probes import Probe
+from benchmarks.prefix_workloads import Reply
 
 # ----------------------------------------------------------------------------- log
 
@@ -43,6 +48,7 @@ def test_a_log_without_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         Log()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 1)), min_size=1))
 def test_busy_seconds_never_count_a_moment_twice(
     passes: list[tuple[float, float]],
@@ -229,6 +235,57 @@ def test_passes_of_sglang_are_written_in_the_order_of_results(path: Path) -> Non
         assert scheduler.process_batch_result(step, "launched") == "handled"
     found = [(one.prefill_tokens, one.decodes) for one in read(path, 0.0)]
     assert found == [(9, 0), (0, 2)]
+
+
+# -------------------------------------------------------------------------- probes
+
+
+class Engine:
+    """Answers at once, one pass for each token; `width` sequences at a time at most."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self._log = Log(path)
+        self._width = width
+        self._generating = 0
+        self.running = Running(self, self.ask, {}, path)
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+        await asyncio.sleep(0.001)
+        self._write(len(prompt), 1, 0)
+        self._generating += 1
+        for _ in range(max_tokens - 1):
+            await asyncio.sleep(0.001)
+            self._write(0, 0, min(self._generating, self._width))
+        self._generating -= 1
+        return Reply((7,) * max_tokens, len(prompt), 0, 0.0)
+
+    def _write(self, tokens: int, prefills: int, decodes: int) -> None:
+        now = time.monotonic()
+        self._log.append(Pass(now, now, time.monotonic(), tokens, prefills, decodes))
+
+
+def test_probes_collect_the_kinds_that_they_send(tmp_path: Path) -> None:
+    probe = Probe(Engine(tmp_path / "passes", width=99).running, 0)
+
+    async def send() -> None:
+        await probe.prefills([8, 32], 1, 3)
+        await probe.decodes([4], 12)
+        await probe.prefills_beside([16], 5, 300)
+
+    asyncio.run(send())
+    kinds = {
+        (one.prefill_tokens, one.prefills, one.decodes, one.beside): count
+        for one, count in medians(probe.passes).items()
+    }
+    assert kinds[8, 1, 0, 0] == kinds[32, 1, 0, 0] == 3
+    assert kinds[0, 0, 4, 0] >= 8 and kinds[0, 0, 5, 5] > 0 and kinds[16, 1, 0, 5] > 0
+    assert not any(n for kind, n in kinds.items() if kind[2] in (1, 2, 3))
+
+
+def test_sequences_that_never_generate_at_once_are_refused(tmp_path: Path) -> None:
+    probe = Probe(Engine(tmp_path / "passes", width=3).running, 0)
+    with pytest.raises(RuntimeError, match="longer ones"):
+        asyncio.run(probe.prefills_beside([16], 5, 4))
 
 
 # --------------------------------------------------------------------------- costs

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.conftest import DRIVER
 from tests.engines.drivers import Driver, Setup
@@ -70,6 +71,18 @@ def test_conflict_is_refused_if_the_plugin_was_demanded(
     assert "cannot serve this: " + sentence in refusal
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may serve it")
+def test_deterministic_never_steps_aside(driver: Driver) -> None:
+    """An engine that ignores the option would answer as if it were served."""
+    options = {"deterministic": "prefix"}
+    refusal = driver.decide(Setup(options=options)).refusal
+    assert refusal is not None
+    assert "deterministic is promised on a GPU only" in refusal
+    uncached = driver.decide(Setup(options=options, prefix_cache=False)).refusal
+    assert uncached is not None
+    assert "cannot serve this: deterministic needs the plugin, and " in uncached
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -77,6 +90,12 @@ def test_conflict_is_refused_if_the_plugin_was_demanded(
         ({"state_memory_ratio": 1.0}, "state_memory_ratio must lie between 0 and 1"),
         ({"state_memory_ratio": 0}, "state_memory_ratio must lie between 0 and 1"),
         ({"page_size": "16"}, "option 'page_size' takes int, got '16'"),
+        ({"kernels": "mine"}, "kernels must be auto, ours, engine, got 'mine'"),
+        ({"deterministic": "turn"}, "deterministic must be off or prefix, got 'turn'"),
+        (
+            {"deterministic": "prefix", "kernels": "engine"},
+            "deterministic needs our kernels, and kernels is engine",
+        ),
         ({"kv_pages": 100}, "option 'kv_pages' was removed: bound both pools"),
     ],
 )

@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("sglang")
 
 from hybrid_plugin.sglang import deterministic
-from tests.engines.drivers.driver import Setup
-from tests.engines.drivers.sglang import SglangDriver
 
 
 def obstacles(page_size: int = 16, **arguments: Any) -> list[str]:
@@ -50,14 +48,3 @@ def test_nothing_stands_in_the_way_of_what_is_deterministic() -> None:
 def test_each_obstacle_has_a_sentence(arguments: dict[str, Any], way_out: str) -> None:
     (found,) = obstacles(**arguments)
     assert way_out in found
-
-
-def test_it_never_steps_aside() -> None:
-    """An engine that ignores the option would answer as if it were served."""
-    options = {"deterministic": "prefix"}
-    decision = SglangDriver().decide(Setup(options=options))
-    assert decision.refusal is not None
-    assert "deterministic is promised on a GPU only" in decision.refusal
-    off = SglangDriver().decide(Setup(options=options, prefix_cache=False))
-    assert off.refusal is not None
-    assert "deterministic needs the plugin, and the model has" in off.refusal

@@ -17,8 +17,6 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts, deterministic, patches
-from tests.engines.drivers.driver import Setup
-from tests.engines.drivers.vllm import VllmDriver
 
 
 def configuration(**scheduling: Any) -> Any:
@@ -59,19 +57,6 @@ def test_a_whole_chunk_must_fit_beside_all_that_decode(step: int) -> None:
         deterministic.check_budget(
             configuration(max_num_batched_tokens=64 + step - 1), step
         )
-
-
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU serves it")
-def test_it_never_steps_aside() -> None:
-    """An engine that ignores the option would answer as if it were served."""
-    options = {"deterministic": "prefix"}
-    decision = VllmDriver().decide(Setup(options=options))
-    assert decision.refusal is not None
-    assert "deterministic is promised on a GPU only" in decision.refusal
-    off = VllmDriver().decide(Setup(options=options, prefix_cache=False))
-    assert off.refusal is not None
-    assert "needs the plugin, and prefix caching is switched off" in off.refusal
-    assert VllmDriver().decide(Setup(options=options, plugin=False)).refusal is None
 
 
 def test_backends_of_layers_that_ours_can_run_are_let_pass(
