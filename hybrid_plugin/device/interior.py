@@ -14,6 +14,10 @@ import torch
 
 from hybrid_plugin.core.commands import SaveInPass
 
+COLUMNS = 16
+"""Boundaries of a table are a multiple of so many: kernels are compiled for whether a
+row's length is one, and a new kind of length in service would stall it."""
+
 
 class InteriorSnapshots:
     """What the next forward pass is to keep."""
@@ -54,7 +58,7 @@ class InteriorSnapshots:
             slots: ``[N]``, int32 or int64, on the device: the batch's slots.
 
         Returns:
-            ``[N, C]``, int32; -1 where nothing is kept.
+            ``[N, C]``, int32, `C` a multiple of `COLUMNS`; -1 where nothing is kept.
         """
         if not self._orders:
             return None
@@ -68,7 +72,8 @@ class InteriorSnapshots:
 
     def _upload(self) -> tuple[torch.Tensor, torch.Tensor]:
         sources = list(dict.fromkeys(order.slot for order in self._orders))
-        columns = 1 + max(order.boundary for order in self._orders)
+        last = max(order.boundary for order in self._orders)
+        columns = (last // COLUMNS + 1) * COLUMNS
         table = torch.full((len(sources) + 1, columns), -1, dtype=torch.int32)
         row = {slot: index + 1 for index, slot in enumerate(sources)}
         for order in self._orders:

@@ -8,7 +8,7 @@ import torch
 
 from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.executor import Executor
-from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.device.interior import COLUMNS, InteriorSnapshots
 
 
 def save(slot: int, boundary: int, destination: int) -> SaveInPass:
@@ -20,8 +20,12 @@ def interior() -> InteriorSnapshots:
 
 
 def rows(of: InteriorSnapshots, *slots: int) -> list[list[int]] | None:
+    """Of the first three boundaries; nothing is kept at others."""
     table = of.rows(torch.tensor(slots, dtype=torch.int32))
-    return None if table is None else table.tolist()
+    if table is None:
+        return None
+    assert table.shape[1] % COLUMNS == 0 and (table[:, 3:] == -1).all()
+    return [row[:3] for row in table.tolist()]
 
 
 def test_each_sequence_finds_its_own_orders_by_its_slot() -> None:
@@ -37,7 +41,7 @@ def test_orders_hold_for_one_pass() -> None:
     executor = Executor({}, passes)
     assert rows(passes, 3) is None
     executor.run([save(3, 0, 9)])
-    assert rows(passes, 3) == [[9]]
+    assert rows(passes, 3) == [[9, -1, -1]]
     executor.run([])
     assert rows(passes, 3) is None
 
@@ -53,3 +57,11 @@ def test_orders_that_no_pass_looked_up_are_a_fault() -> None:
 def test_where_no_pass_keeps_states_they_cannot_be_ordered() -> None:
     with pytest.raises(TypeError, match="keep no interior states"):
         Executor({}).run([save(3, 0, 9)])
+
+
+def test_far_boundaries_widen_the_table_in_steps() -> None:
+    passes = interior()
+    Executor({}, passes).run([save(3, COLUMNS - 1, 7), save(3, COLUMNS, 9)])
+    table = passes.rows(torch.tensor([3]))
+    assert table is not None and table.shape == (1, 2 * COLUMNS)
+    assert table[0, COLUMNS - 1] == 7 and table[0, COLUMNS] == 9

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from sglang.kernels.ops.mamba.triton_ops import ssu_dispatch
+from sglang.srt import runtime_context
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import Mamba2AttnBackend
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
-from sglang.srt.runtime_context import get_memory
 
 from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
@@ -130,11 +131,12 @@ PASSES = {
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own path asks the server for the layout of its pools."""
-    import sglang.srt.layers.attention.hybrid_linear_attn_backend as module
-
-    layout = SimpleNamespace(enable_page_major_kv_layout=False)
-    monkeypatch.setattr(module, get_memory.__name__, lambda: layout)
+    """SGLang's own path asks the server for the layout of its pools, and the plugin's
+    hooks, where another test has set them, whose cache it has.
+    """
+    server = SimpleNamespace(enable_page_major_kv_layout=False, radix_cache_backend="")
+    for module in (hybrid_linear_attn_backend, runtime_context):
+        monkeypatch.setattr(module, "get_memory", lambda: server)
 
 
 @pytest.mark.parametrize("slot_major", [False, True])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hybrid_plugin.device.interior import COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 
 _COUNTS = (1, 16)
@@ -25,7 +26,8 @@ def few_and_many(real: Prefills) -> Iterator[Prefills]:
         slots = torch.full_like(real.slots[:1], -1).expand(count).contiguous()
         bounds = tokens.repeat(count + 1)
         bounds[0] = 0
-        for boundary_slots in (None, slots[:, None].to(torch.int32).contiguous()):
+        kept = slots[:, None].to(torch.int32).expand(-1, COLUMNS).contiguous()
+        for boundary_slots in (None, kept):
             yield Prefills(
                 cu_seqlens=bounds,
                 slots=slots,

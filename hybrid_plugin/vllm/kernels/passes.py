@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_plugin.core.commands import CHUNK
+from hybrid_plugin.device.interior import COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
 
@@ -118,7 +119,7 @@ def paddings(
         slots = torch.full((count,), _PADDING, dtype=torch.int32, device=device)
         none = torch.zeros(0, dtype=torch.int32, device=device)
         yield StatePass(count, count, slots, None)
-        for boundaries in (None, slots[:, None].clone()):
+        for boundaries in (None, slots[:, None].expand(-1, COLUMNS).contiguous()):
             packed = Prefills(
                 cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=device),
                 slots=slots,
