@@ -18,12 +18,13 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.platforms import current_platform
 
-from hybrid_plugin.core.commands import Pool, SaveInPass
-from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.core.commands import CHUNK, Pool, SaveInPass
+from hybrid_plugin.device.interior import COLUMNS, InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import layers, passes
-from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
+from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from tests.vllm import test_gated_delta_net as gdn
 from tests.vllm import test_mamba2 as mamba2
@@ -208,27 +209,36 @@ def test_a_graph_finds_every_pass_where_it_was_captured() -> None:
     assert captured.has_initial.tolist() == [True, True, False, False]
     assert captured.offsets.tolist() == [20, 40, 0, 0]
     assert captured.boundary_slots.tolist() == [
-        [-1] * 4,
-        [9, -1, -1, -1],
-        [-1] * 4,
-        [-1] * 4,
+        [-1] * COLUMNS,
+        [9] + [-1] * (COLUMNS - 1),
+        [-1] * COLUMNS,
+        [-1] * COLUMNS,
     ]
     assert passes.of(engine.metadata).tokens == 120
     engine.run([Row(3, 0, 2)], 2, (1, 8))
     smaller = engine.prefills
     assert smaller.slots.data_ptr() == captured.slots.data_ptr()
     assert smaller.boundary_slots.stride() == captured.boundary_slots.stride()
-    assert smaller.boundary_slots.tolist() == [[-1] * 4]
+    assert smaller.boundary_slots.tolist() == [[-1] * COLUMNS]
 
 
 def test_a_sequence_reaches_as_many_boundaries_as_there_is_room_for() -> None:
-    engine = Engine("mamba2", LIMITS)
-    engine.found.interior = InteriorSnapshots(torch.device("cpu"))
-    engine.run([Row(2, 0, 63)], 0)
-    engine.found.interior.order([SaveInPass(Pool.STATE, 2, 3, 9)])
-    engine.run([Row(2, 63, 240)], 1, (2, 250))
-    assert engine.prefills.boundary_slots[0].tolist() == [-1, -1, -1, 9]
-    assert not engine.states[1][9].isnan().any()
+    """The longest pass that begins just before a boundary."""
+    tokens = COLUMNS * CHUNK + 1
+    tables = PrefillTables(GraphLimits(1, tokens), torch.device("cpu"))
+    interior = InteriorSnapshots(torch.device("cpu"))
+    interior.order([SaveInPass(Pool.STATE, 2, COLUMNS, 9)])
+    slots = torch.tensor([2], dtype=torch.int32)
+    prefills = Prefills(
+        cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
+        slots=slots,
+        has_initial=torch.tensor([True]),
+        offsets=torch.tensor([CHUNK - 1], dtype=torch.int32),
+        boundary_slots=interior.rows(slots),
+    )
+    held = tables.hold(prefills, keeps=True).boundary_slots
+    assert held is not None and held[0, COLUMNS] == 9
+    assert (held >= 0).sum() == 1
 
 
 def test_what_fits_no_graph_keeps_its_shape() -> None:

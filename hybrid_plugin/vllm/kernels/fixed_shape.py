@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid_plugin.core.commands import CHUNK
+from hybrid_plugin.device.interior import COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 
 _NOWHERE = -1
@@ -56,7 +57,8 @@ class PrefillTables:
         self._slots = room(rows)
         self._has_initial = room(rows, dtype=torch.bool)
         self._offsets = room(rows)
-        self._boundary_slots = room(rows, boundaries)
+        columns = (boundaries + COLUMNS - 1) // COLUMNS * COLUMNS
+        self._boundary_slots = room(rows, columns)
 
     def hold(self, prefills: Prefills, *, keeps: bool) -> Prefills:
         """Put a pass's sequences there.
