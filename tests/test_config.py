@@ -46,6 +46,19 @@ def test_none_leaves_an_optional_option_to_the_plugin() -> None:
     assert HybridConfig.from_mapping({"page_size": None}) == HybridConfig()
 
 
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"deterministic": "prefix"}, "deterministic is not promised with prefill_gra"),
+        ({"kernels": "engine"}, "prefill_graphs needs our kernels, and kernels is eng"),
+    ],
+)
+def test_graphs_of_prefills_exclude(other: dict[str, Any], sentence: str) -> None:
+    assert HybridConfig.from_mapping({"prefill_graphs": True}).prefill_graphs
+    with pytest.raises(ConfigError, match=sentence):
+        HybridConfig.from_mapping({"prefill_graphs": True} | other)
+
+
 def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         HybridConfig.from_mapping({"pagesize": 16})

@@ -42,7 +42,7 @@ def model(folder: Path) -> tuple[str, ...]:
 def test_each_changes_the_outcome_or_is_refused(name: str, tmp_path: Path) -> None:
     flags = model(tmp_path)
     if name not in HONOURED:
-        value = "lru" if name == "eviction_policy" else 300
+        value = True if name == "prefill_graphs" else 300
         found = ["simulate", *flags, *hybrid_config(**{name: value}), *SMALL]
         fails_with_one_sentence(found, f"Leave the option {name} out: ")
         return
