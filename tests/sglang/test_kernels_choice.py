@@ -61,6 +61,10 @@ def jet() -> Any:
     return model_of(configs.JetNemotronConfig, "JetNemotronForCausalLM", fields)
 
 
+def lfm() -> Any:
+    return model_of(configs.Lfm2Config, "Lfm2ForCausalLM", {})
+
+
 def test_every_served_architecture_has_its_kind() -> None:
     served = {
         architecture: mixer_of(model_of(kind, architecture, fields))
@@ -160,6 +164,51 @@ def test_ours_is_refused_where_whole_prefills_are_captured(
     monkeypatch.setattr(state_layers, "check_cuda_graph_backend", full)
     with pytest.raises(ConfigError, match="prefill breakable"):
         StateLayers().settle(qwen(), "ours", "cpu")
+
+
+def captures(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    """Have SGLang capture prefills in graphs of this kind."""
+    monkeypatch.setattr(
+        state_layers,
+        "check_cuda_graph_backend",
+        lambda phase, backend: (phase, backend) == ("prefill", wanted),
+    )
+
+
+def test_our_kernels_are_in_graphs_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures(monkeypatch, "breakable")
+    layers = StateLayers()
+    layers.settle(qwen(), "ours", "cpu")
+    assert not layers.in_prefill_graphs
+    layers.settle(qwen(), "ours", "cpu", prefill_graphs=True)
+    assert layers.in_prefill_graphs
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "backend", "sentence"),
+    [
+        (qwen, "auto", "breakable", 'set "kernels" to "ours"'),
+        (jet, "auto", "breakable", 'set "kernels" to "ours"'),
+        (lfm, "ours", "breakable", "keeps the short conv layers out"),
+        (qwen, "ours", "disabled", "--cuda-graph-backend-prefill breakable"),
+        (qwen, "ours", "tc_piecewise", "--cuda-graph-backend-prefill breakable"),
+    ],
+)
+def test_graphs_of_prefills_are_refused(
+    model: Any,
+    option: str,
+    backend: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures(monkeypatch, backend)
+    layers = StateLayers()
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        layers.settle(model(), option, "cpu", prefill_graphs=True)
+    assert "prefill_graphs" in str(caught.value)
+    assert not layers.in_prefill_graphs
 
 
 def test_a_registered_model_counts_by_its_backend() -> None:
