@@ -526,6 +526,18 @@ KERNEL_HOOKS = (
         ),
     ),
     HookPoint(
+        f"{_HYBRID}.init_forward_metadata_out_graph",
+        ("self", "forward_batch", "in_capture"),
+        closed=True,
+    ),
+    HookPoint(f"{_HYBRID}._is_plain_extend", ("forward_batch",)),
+    HookPoint(f"{_SRT}.runtime_context:attention_backends"),
+    HookPoint(
+        f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner"
+        ":PrefillCudaGraphRunner._prepare_forward_metadata_for_replay",
+        mentions=("padded_view", "input_ids", "init_forward_metadata_out_graph"),
+    ),
+    HookPoint(
         f"{_HYBRID}.prepare_forward_metadata_for_breakable_cuda_graph_replay",
         mentions=("refresh_prefill_graph_metadata",),
     ),

@@ -573,7 +573,8 @@ def _capture_prefills(layers: StateLayers) -> None:
     """
     from hybrid_plugin.sglang.kernels import prefill_graphs
 
-    linear = f"{_SRT}.layers.attention.linear"
+    attention = f"{_SRT}.layers.attention"
+    linear, hybrid = f"{attention}.linear", f"{attention}.hybrid_linear_attn_backend"
     gdn = f"{linear}.gdn_backend.GDNAttnBackend"
     for backend in (gdn, f"{linear}.kda_backend.KDAAttnBackend"):
         for name, function in (
@@ -584,6 +585,11 @@ def _capture_prefills(layers: StateLayers) -> None:
         ):
             _hook(f"{backend}.{name}", "AROUND", _given(layers, function))
     _hook(f"{gdn}.__init__", "AFTER", prefill_graphs.bound)
+    _hook(
+        f"{hybrid}.HybridLinearAttnBackend.init_forward_metadata_out_graph",
+        "AROUND",
+        _given(layers, prefill_graphs.prepare_whole),
+    )
 
 
 def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,6 +186,19 @@ def test_our_kernels_are_in_graphs_if_asked_for(
     assert layers.in_prefill_graphs
 
 
+def test_our_kernels_are_in_graphs_of_the_whole_model_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures(monkeypatch, "full")
+    monkeypatch.setattr(state_layers, "attention_backends", lambda: ("fa3", "triton"))
+    layers = StateLayers()
+    layers.settle(qwen(), "ours", "cpu", prefill_graphs=True)
+    assert layers.in_prefill_graphs
+    monkeypatch.setattr(state_layers, "attention_backends", lambda: ("triton", "fa3"))
+    with pytest.raises(ConfigError, match="--attention-backend fa3, or --cuda-graph"):
+        StateLayers().settle(qwen(), "ours", "cpu", prefill_graphs=True)
+
+
 @pytest.mark.parametrize(
     ("model", "option", "backend", "sentence"),
     [

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+    HybridLinearAttnBackend,
+)
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 
@@ -70,6 +73,32 @@ class Server:
         self.backend = backend_of(kind.backend, self.pools)
         self.backend.prefill_graph_max_seqs = SEQUENCES
         self.layer = kind.layer.Layer()
+        self.attention: list[tuple[Any, bool]] = []
+        """What attention was told to prepare for graphs of the whole model."""
+
+    @property
+    def whole(self) -> Any:
+        """Both backends of the model, as `HybridLinearAttnBackend` has them."""
+
+        def prepare(batch: Any, in_capture: bool = False) -> None:
+            self.attention.append((batch, in_capture))
+
+        whole = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
+        whole.linear_attn_backend = self.backend
+        whole.full_attn_backend = SimpleNamespace(
+            init_forward_metadata_out_graph=prepare
+        )
+        return whole
+
+    def prepare(self, rows: Sequence[Row], mode: Any, *, capture: bool = False) -> None:
+        """As SGLang does for graphs of the whole model: padded in both directions."""
+        padded = [*rows, *[Row(0, 0, 0)] * (SEQUENCES - len(rows))]
+        batch = batch_of(padded, mode)
+        batch.input_ids = torch.zeros(TOKENS, dtype=torch.int64)
+        prefill_graphs.prepare_whole(
+            self.layers, not_stock, self.whole, batch, in_capture=capture
+        )
+        assert self.attention.pop() == (batch, capture)
 
     def capture(self) -> Any:
         """SGLang's batch for it: all tokens in one sequence that has no slot."""
@@ -165,7 +194,8 @@ PASSES: list[tuple[list[Row], list[tuple[int, int, int]], Any]] = [
 
 
 @each
-def test_a_graph_s_passes_are_those_without_it(kind: Kind) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_graph_s_passes_are_those_without_it(kind: Kind, whole: bool) -> None:
     """One after another, on the same states; nothing of a pass is left in the next."""
     graph, plain = Server(kind), Server(kind)
     for server in (graph, plain):
@@ -173,12 +203,18 @@ def test_a_graph_s_passes_are_those_without_it(kind: Kind) -> None:
         for pool in (server.pools.conv, server.pools.temporal):
             pool[3] = torch.randn(pool.shape[1:], generator=rng) / 2
     metadata = graph.capture()
+    if whole:
+        graph.prepare([Row(0, 0, TOKENS)], gdn_layer.EXTEND, capture=True)
     for seed, (rows, orders, mode) in enumerate(PASSES):
         tokens = sum(row.length for row in rows)
         given = inputs(kind, tokens, seed)
         for server in (graph, plain):
             server.interior.order(SaveInPass(Pool.STATE, *order) for order in orders)
-        out = graph.replay(metadata, rows, given, mode)
+        if whole:
+            graph.prepare(rows, mode)
+            out = graph.run(batch_of([Row(0, 0, TOKENS)]), given)
+        else:
+            out = graph.replay(metadata, rows, given, mode)
         expected = plain.eager(rows, cut(given, tokens), mode)
         for server in (graph, plain):
             server.interior.clear()
@@ -238,8 +274,10 @@ def test_rows_behind_the_sequences_are_zeroed() -> None:
 
 @each
 def test_a_capture_touches_no_state(kind: Kind) -> None:
+    """Even if it happens while requests have slots in the rows that SGLang takes."""
     server = Server(kind)
-    server.capture()
+    rows = [Row(2, 0, TOKENS)]
+    prefill_graphs.begin(server.layers, not_stock, server.backend, batch_of(rows))
     server.run(batch_of([Row(0, 0, TOKENS)]), inputs(kind, TOKENS, 0))
     assert touched(server.pools.conv) == touched(server.pools.temporal) == []
 
@@ -309,6 +347,23 @@ def test_without_the_option_our_kernels_stay_out_of_graphs(kind: Kind) -> None:
     assert asked(layers_of(kind.mixer, Phase.DECODE))
     server.backend.__class__ = type("Other", (kind.backend,), {})
     assert asked(server.layers)
+
+
+@pytest.mark.parametrize("change", ["option", "decode", "kernels"])
+def test_what_is_no_prefill_of_ours_is_prepared_by_sglang(change: str) -> None:
+    called: list[bool] = []
+
+    def stock(_: Any, batch: Any, in_capture: bool) -> None:
+        called.append(in_capture)
+
+    server = Server(KINDS[0], graphs=change != "option")
+    layers = StateLayers() if change == "kernels" else server.layers
+    layers.in_prefill_graphs |= change == "kernels"
+    mode = DECODE if change == "decode" else gdn_layer.EXTEND
+    batch = batch_of([Row(2, 8)], mode)
+    prefill_graphs.prepare_whole(layers, stock, server.whole, batch, in_capture=True)
+    assert called == [True]
+    assert not server.attention
 
 
 def test_sglang_s_own_graphs_stay_as_they_are() -> None:

@@ -5,6 +5,9 @@ SGLang captures a graph for each of several numbers of tokens, and breaks it whe
 layer must run eagerly.  A backend of linear attention may say that its layers need not:
 then it gives metadata for the graph when that is captured, and fills the same metadata
 anew before each replay.  Batches that fit no graph run as without.
+
+It can also capture the whole model, if attention can (FlashAttention, FlashInfer); then
+the backend prepares a pass as it does for decodes, padded to the graph's sequences too.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.environ import envs
@@ -26,6 +30,8 @@ from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 
 _MIXERS = {GDNAttnBackend: Mixer.GATED_DELTA_NET, KDAAttnBackend: Mixer.KDA}
 """Whose layers SGLang lets into its graphs, if their backend says so."""
+_WHOLE: WeakKeyDictionary[Any, dict[int, GraphMetadata]] = WeakKeyDictionary()
+"""Of the graphs without breaks, by backend and tokens."""
 
 
 @dataclass(kw_only=True)
@@ -81,20 +87,8 @@ def begin(
     if not _is_ours(layers, backend):
         return original(backend, batch)
     tokens = batch.extend_num_tokens
-    fixed = FixedPrefills(
-        tokens,
-        min(tokens, backend.prefill_graph_max_seqs),
-        torch.device(backend.device),
-        round_states=layers.round_states,
-    )
-    metadata = GraphMetadata(
-        query_start_loc=fixed.prefills.cu_seqlens,
-        mamba_cache_indices=fixed.prefills.slots,
-        fixed=fixed,
-    )
-    passes.keep(metadata, fixed.prefills)
-    _fill(layers, backend, metadata, batch)
-    return metadata
+    most = min(tokens, backend.prefill_graph_max_seqs)
+    return _captured(layers, backend, batch, tokens, most)
 
 
 def refresh(
@@ -119,6 +113,41 @@ def refresh(
         original(backend, meta, forward_batch)
 
 
+def prepare_whole(
+    layers: StateLayers,
+    original: Callable[..., None],
+    backend: Any,
+    forward_batch: Any,
+    in_capture: bool = False,
+) -> None:
+    """Hook of `HybridLinearAttnBackend.init_forward_metadata_out_graph`.
+
+    Args:
+        layers: who runs them.
+        original: SGLang's method.
+        backend: whose method it is.
+        forward_batch: the pass, padded to the graph's tokens and sequences.
+        in_capture: whether the graph is about to be captured, not replayed.
+    """
+    linear = backend.linear_attn_backend
+    if not (
+        layers.in_prefill_graphs
+        and _is_ours(layers, linear)
+        and backend._is_plain_extend(forward_batch)
+    ):
+        original(backend, forward_batch, in_capture=in_capture)
+        return
+    attention = backend.full_attn_backend
+    attention.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+    graphs = _WHOLE.setdefault(linear, {})
+    tokens = len(forward_batch.input_ids)
+    if in_capture:
+        most = forward_batch.batch_size
+        graphs[tokens] = _captured(layers, linear, forward_batch, tokens, most)
+    else:
+        _fill(layers, linear, graphs[tokens], forward_batch)
+
+
 def clear_padding(out: torch.Tensor, metadata: Any) -> None:
     """Zero what a graph computed for rows behind the sequences.
 
@@ -131,6 +160,28 @@ def clear_padding(out: torch.Tensor, metadata: Any) -> None:
     if isinstance(metadata, GraphMetadata):
         padding = metadata.fixed.padding[: out.shape[1]]
         out.masked_fill_(padding[None, :, None, None], 0)
+
+
+def _captured(
+    layers: StateLayers, backend: Any, batch: Any, tokens: int, sequences: int
+) -> GraphMetadata:
+    """Of a new graph; warm-up and capture run `batch` and leave all states alone."""
+    fixed = FixedPrefills(
+        tokens,
+        sequences,
+        torch.device(backend.device),
+        round_states=layers.round_states,
+    )
+    slots = torch.full_like(fixed.prefills.slots[: batch.batch_size], -1)
+    fixed.fill(batch.extend_seq_lens, batch.extend_prefix_lens, slots, None)
+    metadata = GraphMetadata(
+        query_start_loc=fixed.prefills.cu_seqlens,
+        mamba_cache_indices=fixed.prefills.slots,
+        fixed=fixed,
+    )
+    passes.keep(metadata, fixed.prefills)
+    backend.forward_metadata = metadata
+    return metadata
 
 
 def _fill(

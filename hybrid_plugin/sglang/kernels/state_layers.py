@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
 from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
 from sglang.srt.model_executor.cuda_graph_config import check_cuda_graph_backend
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.runtime_context import attention_backends, get_exec
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.interior import InteriorSnapshots
@@ -62,16 +62,22 @@ class StateLayers:
         Raises:
             ConfigError: if an option asks for what there is not.
         """
-        self._choose(model, option, device_name, round_states)
+        hindrance = _hindrance(prefill_graphs)
+        self._choose(model, option, device_name, round_states, hindrance)
         if prefill_graphs:
             self._require_prefill_graphs()
         self.in_prefill_graphs = prefill_graphs
 
     def _choose(
-        self, model: Any, option: str, device_name: str, round_states: bool
+        self,
+        model: Any,
+        option: str,
+        device_name: str,
+        round_states: bool,
+        hindrance: str | None,
     ) -> None:
         device, found = torch.device(device_name), mixer_of(model)
-        mixer, reason = (None, _NOT_OURS) if found is None else (found, _hindrance())
+        mixer, reason = (None, _NOT_OURS) if found is None else (found, hindrance)
         if option == "ours" and reason is not None:
             raise ConfigError(f'the option "kernels" is "ours", {reason}')
         if mixer is None or reason is not None:
@@ -103,10 +109,17 @@ class StateLayers:
                 f"{_words(self._mixer)} layers out of its graphs of prefills: leave it "
                 f"out."
             )
-        if not check_cuda_graph_backend(GraphPhase.PREFILL, GraphBackend.BREAKABLE):
+        whole = _captures(GraphBackend.FULL)
+        if not whole and not _captures(GraphBackend.BREAKABLE):
             raise ConfigError(
                 'the option "prefill_graphs" is on, and SGLang captures none: use '
                 "--cuda-graph-backend-prefill breakable, or leave the option out."
+            )
+        if whole and attention_backends()[0] == "triton":
+            raise ConfigError(
+                'the option "prefill_graphs" is on, and SGLang captures no whole '
+                "prefill with Triton's attention: use --attention-backend fa3, or "
+                "--cuda-graph-backend-prefill breakable."
             )
 
     def runs(self, mixer: Mixer, phase: Phase) -> bool:
@@ -139,15 +152,20 @@ _IN_PREFILL_GRAPHS = frozenset({Mixer.GATED_DELTA_NET, Mixer.KDA})
 """Layers that SGLang asks about before it breaks a graph."""
 
 
+def _captures(backend: str) -> bool:
+    """Whether SGLang captures prefills in graphs of this kind."""
+    return bool(check_cuda_graph_backend(GraphPhase.PREFILL, backend))
+
+
 def _words(mixer: Mixer | None) -> str:
     return "" if mixer is None else mixer.replace("_", " ")
 
 
-def _hindrance() -> str | None:
+def _hindrance(prefill_graphs: bool) -> str | None:
     """What SGLang was asked for that our kernels do not do, to follow those words."""
     if get_exec().features.enable_mis:
         return "and they score no multiple items: drop --enable-mis."
-    if check_cuda_graph_backend(GraphPhase.PREFILL, GraphBackend.FULL):
+    if not prefill_graphs and _captures(GraphBackend.FULL):
         # What a pass is to keep is known when it is launched, not when it is captured.
         return (
             "and they run outside of graphs of whole prefills: use "
