@@ -470,6 +470,7 @@ KERNEL_HOOKS = (
             "FalconMambaConfig",
             "InklingModelConfig",
             "InklingMMConfig",
+            "FalconH1Config",
         )
     ),
     HookPoint(

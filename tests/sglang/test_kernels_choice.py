@@ -175,6 +175,23 @@ def captures(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     )
 
 
+def test_ours_is_refused_where_graphs_do_not_break_at_state_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def falcon() -> Any:
+        return model_of(configs.FalconH1Config, "FalconH1ForCausalLM", {})
+
+    captures(monkeypatch, "disabled")
+    StateLayers().settle(falcon(), "ours", "cpu")
+    captures(monkeypatch, "breakable")
+    StateLayers().settle(qwen(), "ours", "cpu")
+    layers = StateLayers()
+    layers.settle(falcon(), "auto", "cpu")
+    assert not any(layers.runs(Mixer.MAMBA2, phase) for phase in Phase)
+    with pytest.raises(ConfigError, match="--cuda-graph-backend-prefill disabled"):
+        layers.settle(falcon(), "ours", "cpu")
+
+
 def test_our_kernels_are_in_graphs_if_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,7 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.sglang.kernels.choice import mixer_of
+from hybrid_plugin.sglang.kernels.choice import is_captured_as_it_is, mixer_of
 from hybrid_plugin.sglang.kernels.passes import prefills
 from hybrid_plugin.sglang.kernels.warm_up import few_and_many
 from hybrid_plugin.sglang.log import logger
@@ -62,7 +62,7 @@ class StateLayers:
         Raises:
             ConfigError: if an option asks for what there is not.
         """
-        hindrance = _hindrance(prefill_graphs)
+        hindrance = _hindrance(model, prefill_graphs)
         self._choose(model, option, device_name, round_states, hindrance)
         if prefill_graphs:
             self._require_prefill_graphs()
@@ -161,7 +161,7 @@ def _words(mixer: Mixer | None) -> str:
     return "" if mixer is None else mixer.replace("_", " ")
 
 
-def _hindrance(prefill_graphs: bool) -> str | None:
+def _hindrance(model: Any, prefill_graphs: bool) -> str | None:
     """What SGLang was asked for that our kernels do not do, to follow those words."""
     if get_exec().features.enable_mis:
         return "and they score no multiple items: drop --enable-mis."
@@ -170,5 +170,10 @@ def _hindrance(prefill_graphs: bool) -> str | None:
         return (
             "and they run outside of graphs of whole prefills: use "
             "--cuda-graph-backend-prefill breakable."
+        )
+    if _captures(GraphBackend.BREAKABLE) and is_captured_as_it_is(model):
+        return (
+            "and this model's graphs of prefills would repeat one pass's: use "
+            "--cuda-graph-backend-prefill disabled."
         )
     return None
