@@ -87,9 +87,9 @@ class HybridConfig:
     )
     prefill_graphs: bool = _option(
         False,
-        "vLLM only: passes with short prompts, or with the short rest that a hit left "
-        "of long ones, replay a CUDA graph of the whole model. It needs our kernels in "
-        "all state layers. No GPU has run it yet.",
+        "Short prefills replay CUDA graphs that hold our kernels, where the engine can "
+        "capture them; what does not fit a graph runs as without. It needs our kernels "
+        "in the prefill of all state layers, and was not run on a GPU yet.",
     )
 
     def __post_init__(self) -> None:
@@ -118,20 +118,24 @@ class HybridConfig:
                 "deterministic needs our kernels, and kernels is engine: leave one of "
                 "them out."
             )
-        if self.prefill_graphs and self.kernels == "engine":
-            raise ConfigError(
-                "prefill_graphs needs our kernels, and kernels is engine: leave one of "
-                "them out."
-            )
-        if self.prefill_graphs and self.is_deterministic:
-            raise ConfigError(
-                "prefill_graphs has decodes run by other kernels beside a prompt than "
-                "alone, which deterministic excludes: leave one of them out."
-            )
+        if self.prefill_graphs:
+            self._check_prefill_graphs()
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
+
+    def _check_prefill_graphs(self) -> None:
+        if self.is_deterministic:
+            raise ConfigError(
+                "deterministic is not promised with prefill_graphs: leave one of them "
+                "out."
+            )
+        if self.kernels == "engine":
+            raise ConfigError(
+                "prefill_graphs needs our kernels, and kernels is engine: leave one of "
+                "them out."
+            )
 
     @property
     def is_elastic(self) -> bool:

@@ -46,6 +46,19 @@ def test_none_leaves_an_optional_option_to_the_plugin() -> None:
     assert HybridConfig.from_mapping({"page_size": None}) == HybridConfig()
 
 
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"deterministic": "prefix"}, "deterministic is not promised with prefill_gra"),
+        ({"kernels": "engine"}, "prefill_graphs needs our kernels, and kernels is eng"),
+    ],
+)
+def test_graphs_of_prefills_exclude(other: dict[str, Any], sentence: str) -> None:
+    assert HybridConfig.from_mapping({"prefill_graphs": True}).prefill_graphs
+    with pytest.raises(ConfigError, match=sentence):
+        HybridConfig.from_mapping({"prefill_graphs": True} | other)
+
+
 def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         HybridConfig.from_mapping({"pagesize": 16})
@@ -135,15 +148,6 @@ def test_removed_options_name_what_to_use(name: str) -> None:
     assert str(caught.value) == (
         f"hybrid_plugin option {name!r} was removed: {_REMOVED[name]}."
     )
-
-
-def test_graphs_of_prefills_need_our_kernels_and_exclude_equal_bits() -> None:
-    assert not HybridConfig().prefill_graphs
-    assert HybridConfig(prefill_graphs=True, kernels="ours").prefill_graphs
-    with pytest.raises(ConfigError, match="needs our kernels, and kernels is engine"):
-        HybridConfig(prefill_graphs=True, kernels="engine")
-    with pytest.raises(ConfigError, match="which deterministic excludes"):
-        HybridConfig(prefill_graphs=True, deterministic="prefix")
 
 
 def test_options_that_nobody_could_set_are_gone() -> None:

@@ -107,8 +107,6 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     unknown = known_pools.side_memory(model)
     if unknown is not None:
         raise cannot_serve(unknown)
-    if options.prefill_graphs:
-        raise cannot_serve("prefill_graphs is for vLLM; leave it out.")
     page_size = _page_size(view, options)
     if options.is_deterministic:
         obstacle = next(deterministic.obstacles(view, page_size), None)

@@ -449,6 +449,7 @@ _LIGHTNING = (
 _METADATA = f"{_SRT}.layers.attention.mamba.mamba2_metadata:ForwardMetadata"
 _FORWARD_BATCH = f"{_SRT}.model_executor.forward_batch_info"
 _UPDATER = f"{_COMPONENTS}.weight_updater:SchedulerWeightUpdaterManager"
+_HYBRID = f"{_SRT}.layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend"
 _LINEAR_LAYER = f"{_SRT}.layers.radix_linear_attention:RadixLinearAttention"
 
 KERNEL_HOOKS = (
@@ -469,6 +470,7 @@ KERNEL_HOOKS = (
             "FalconMambaConfig",
             "InklingModelConfig",
             "InklingMMConfig",
+            "FalconH1Config",
         )
     ),
     HookPoint(
@@ -495,7 +497,55 @@ KERNEL_HOOKS = (
         mentions=("mamba_cache_indices", "silu", "transpose"),
         own=True,
     ),
-    HookPoint(f"{_KDA}.supports_prefill_graph_extend", ("self",), own=True),
+    HookPoint(f"{_GRAPHS}:Backend.BREAKABLE"),
+    *(
+        point
+        for backend in (_GDN, _KDA)
+        for point in (
+            HookPoint(f"{backend}.supports_prefill_graph_extend", ("self",)),
+            HookPoint(f"{backend}.prefill_graph_extend_active", ("self",)),
+            HookPoint(
+                f"{backend}.init_prefill_graph_metadata",
+                ("self", "forward_batch"),
+                closed=True,
+            ),
+            HookPoint(
+                f"{backend}.refresh_prefill_graph_metadata",
+                ("self", "meta", "forward_batch"),
+                closed=True,
+            ),
+        )
+    ),
+    HookPoint(f"{_GDN}.__init__", ("self", "model_runner")),
+    HookPoint(f"{_SRT}.environ:Envs.SGLANG_KDA_PREFILL_GRAPH_MAX_SEQS"),
+    HookPoint(
+        f"{_HYBRID}.__init__",
+        mentions=(
+            "supports_prefill_graph_extend",
+            "prefill_graph_max_seqs",
+            "prefill_cuda_graph_max_batch_size",
+        ),
+    ),
+    HookPoint(
+        f"{_HYBRID}.init_forward_metadata_out_graph",
+        ("self", "forward_batch", "in_capture"),
+        closed=True,
+    ),
+    HookPoint(f"{_HYBRID}._is_plain_extend", ("forward_batch",)),
+    HookPoint(f"{_SRT}.runtime_context:attention_backends"),
+    HookPoint(
+        f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner"
+        ":PrefillCudaGraphRunner._prepare_forward_metadata_for_replay",
+        mentions=("padded_view", "input_ids", "init_forward_metadata_out_graph"),
+    ),
+    HookPoint(
+        f"{_HYBRID}.prepare_forward_metadata_for_breakable_cuda_graph_replay",
+        mentions=("refresh_prefill_graph_metadata",),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.radix_linear_attention:RadixLinearAttention.forward",
+        mentions=("_linear_extend_in_graph",),
+    ),
     HookPoint(f"{_KDA}.accept_lens_pool"),
     *(
         HookPoint(

@@ -62,6 +62,10 @@ NEEDED = {
     "patches._run_state_layers": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend.forward_extend"
     ),
+    "patches._capture_prefills": _while_there(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":MambaAttnBackendBase.supports_prefill_graph_extend"
+    ),
     "patches._follow_weights": _while_there(
         f"{_SRT}.managers.scheduler_components.weight_updater"
         ":SchedulerWeightUpdaterManager.record_weight_version_after_update"

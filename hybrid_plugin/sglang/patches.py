@@ -77,6 +77,7 @@ def hook_engine() -> None:
     _place_tokens()
     _run_commands()
     _run_state_layers(layers)
+    _capture_prefills(layers)
     _follow_weights()
     _apply()
     _ENGINE_HOOKED = True
@@ -173,6 +174,7 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
                 options.wanted_kernels,
                 self.device,
                 round_states=options.is_deterministic,
+                prefill_graphs=options.prefill_graphs,
             )
         with memory.building():
             result = original(self, **kwargs)
@@ -552,13 +554,42 @@ def _run_state_layers(layers: StateLayers) -> None:
         (f"{mamba}.forward", mamba2.forward),
         (f"{kimi}.forward_extend", kda.extend),
         (f"{kimi}.forward_decode", kda.decode),
-        (f"{kimi}.supports_prefill_graph_extend", kda.captures_prefill),
         (f"{flash}.forward_extend", lightning.extend),
         (f"{flash}.forward_decode", lightning.decode),
         (f"{_SRT}.models.lfm2.Lfm2ShortConv.forward", short_conv.forward),
         (f"{_SRT}.models.lfm2_moe.Lfm2MoeShortConv.forward", short_conv.forward),
     ):
         _hook(target, "AROUND", _given(layers, function))
+
+
+def _capture_prefills(layers: StateLayers) -> None:
+    """Symptom: a short prefill waits for the host at every state layer.
+
+    Cause: SGLang's graphs of prefills break at state layers; only the backend of Kimi
+    delta attention knows better, with SGLang's kernels.
+    Fix: where `prefill_graphs` asks for it, give the graphs sequences at addresses that
+    stay, and fill them before each replay; elsewhere keep our kernels out of graphs.
+    Delete when: SGLang finds a prefill's chunks on the device.
+    """
+    from hybrid_plugin.sglang.kernels import prefill_graphs
+
+    attention = f"{_SRT}.layers.attention"
+    linear, hybrid = f"{attention}.linear", f"{attention}.hybrid_linear_attn_backend"
+    gdn = f"{linear}.gdn_backend.GDNAttnBackend"
+    for backend in (gdn, f"{linear}.kda_backend.KDAAttnBackend"):
+        for name, function in (
+            ("supports_prefill_graph_extend", prefill_graphs.are_supported),
+            ("prefill_graph_extend_active", prefill_graphs.are_active),
+            ("init_prefill_graph_metadata", prefill_graphs.begin),
+            ("refresh_prefill_graph_metadata", prefill_graphs.refresh),
+        ):
+            _hook(f"{backend}.{name}", "AROUND", _given(layers, function))
+    _hook(f"{gdn}.__init__", "AFTER", prefill_graphs.bound)
+    _hook(
+        f"{hybrid}.HybridLinearAttnBackend.init_forward_metadata_out_graph",
+        "AROUND",
+        _given(layers, prefill_graphs.prepare_whole),
+    )
 
 
 def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,12 +22,6 @@ from tests.engines.drivers.sglang import SglangDriver
 DRIVER = SglangDriver()
 
 
-def test_an_option_of_vllm_is_not_ignored() -> None:
-    options = {"prefill_graphs": True, "kernels": "ours"}
-    refusal = DRIVER.decide(Setup(options=options)).refusal
-    assert refusal is not None and "prefill_graphs is for vLLM; leave it out" in refusal
-
-
 class View:
     """As much of SGLang's arguments as the page size depends on."""
 

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("sglang")
+
 import sglang.srt.configs as configs
 from sglang.srt.configs.gigachat35 import GigaChat35Config
 
@@ -59,6 +62,10 @@ def qwen() -> Any:
 def jet() -> Any:
     fields = {"layer_types": ["jet", "attn"]}
     return model_of(configs.JetNemotronConfig, "JetNemotronForCausalLM", fields)
+
+
+def lfm() -> Any:
+    return model_of(configs.Lfm2Config, "Lfm2ForCausalLM", {})
 
 
 def test_every_served_architecture_has_its_kind() -> None:
@@ -160,6 +167,81 @@ def test_ours_is_refused_where_whole_prefills_are_captured(
     monkeypatch.setattr(state_layers, "check_cuda_graph_backend", full)
     with pytest.raises(ConfigError, match="prefill breakable"):
         StateLayers().settle(qwen(), "ours", "cpu")
+
+
+def captures(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    """Have SGLang capture prefills in graphs of this kind."""
+    monkeypatch.setattr(
+        state_layers,
+        "check_cuda_graph_backend",
+        lambda phase, backend: (phase, backend) == ("prefill", wanted),
+    )
+
+
+def test_ours_is_refused_where_graphs_do_not_break_at_state_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def falcon() -> Any:
+        return model_of(configs.FalconH1Config, "FalconH1ForCausalLM", {})
+
+    captures(monkeypatch, "disabled")
+    StateLayers().settle(falcon(), "ours", "cpu")
+    captures(monkeypatch, "breakable")
+    StateLayers().settle(qwen(), "ours", "cpu")
+    layers = StateLayers()
+    layers.settle(falcon(), "auto", "cpu")
+    assert not any(layers.runs(Mixer.MAMBA2, phase) for phase in Phase)
+    with pytest.raises(ConfigError, match="--cuda-graph-backend-prefill disabled"):
+        layers.settle(falcon(), "ours", "cpu")
+
+
+def test_our_kernels_are_in_graphs_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures(monkeypatch, "breakable")
+    layers = StateLayers()
+    layers.settle(qwen(), "ours", "cpu")
+    assert not layers.in_prefill_graphs
+    layers.settle(qwen(), "ours", "cpu", prefill_graphs=True)
+    assert layers.in_prefill_graphs
+
+
+def test_our_kernels_are_in_graphs_of_the_whole_model_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures(monkeypatch, "full")
+    monkeypatch.setattr(state_layers, "attention_backends", lambda: ("fa3", "triton"))
+    layers = StateLayers()
+    layers.settle(qwen(), "ours", "cpu", prefill_graphs=True)
+    assert layers.in_prefill_graphs
+    monkeypatch.setattr(state_layers, "attention_backends", lambda: ("triton", "fa3"))
+    with pytest.raises(ConfigError, match="--attention-backend fa3, or --cuda-graph"):
+        StateLayers().settle(qwen(), "ours", "cpu", prefill_graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "backend", "sentence"),
+    [
+        (qwen, "auto", "breakable", 'set "kernels" to "ours"'),
+        (jet, "auto", "breakable", 'set "kernels" to "ours"'),
+        (lfm, "ours", "breakable", "keeps the short conv layers out"),
+        (qwen, "ours", "disabled", "--cuda-graph-backend-prefill breakable"),
+        (qwen, "ours", "tc_piecewise", "--cuda-graph-backend-prefill breakable"),
+    ],
+)
+def test_graphs_of_prefills_are_refused(
+    model: Any,
+    option: str,
+    backend: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures(monkeypatch, backend)
+    layers = StateLayers()
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        layers.settle(model(), option, "cpu", prefill_graphs=True)
+    assert "prefill_graphs" in str(caught.value)
+    assert not layers.in_prefill_graphs
 
 
 def test_a_registered_model_counts_by_its_backend() -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang")
+
 from sglang.srt.layers.attention.linear.lightning_backend import (
     LightningAttentionBackend,
 )

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang")
+
 from sglang.kernels.ops.mamba.triton_ops import ssu_dispatch
 from sglang.srt import runtime_context
 from sglang.srt.layers.attention import hybrid_linear_attn_backend

@@ -51,6 +51,18 @@ def mixer_of(model: Any) -> Mixer | None:
     return Mixer.GATED_DELTA_NET if registered else None
 
 
+def is_captured_as_it_is(model: Any) -> bool:
+    """Whether SGLang's graphs of prefills do not break at the model's state layers.
+
+    It captures a model whose every layer has attention, and breaks the graph there; the
+    state layers beside it are captured with the tensors of one pass.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    return isinstance(hybrid_arch.mamba2_config(model), configs.FalconH1Config)
+
+
 def _among_mamba2(config: Any) -> Mixer | None:
     if isinstance(config, _SHORT_CONV):
         return Mixer.SHORT_CONV

@@ -16,7 +16,7 @@ from hybrid_plugin.engine.kernel_choice import Mixer, Phase
 from hybrid_plugin.mixers import gated_delta_net
 from hybrid_plugin.mixers.gated_delta_net import Weights
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.sglang.kernels import passes
+from hybrid_plugin.sglang.kernels import passes, prefill_graphs
 from hybrid_plugin.sglang.kernels.decays import Decays
 from hybrid_plugin.sglang.kernels.linear_layer import output_for, pools
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
@@ -54,6 +54,7 @@ def extend(
         )
 
     run(layers.prefills(backend.forward_metadata, kwargs["forward_batch"], run))
+    prefill_graphs.clear_padding(out, backend.forward_metadata)
     return out
 
 

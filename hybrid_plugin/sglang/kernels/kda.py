@@ -16,7 +16,7 @@ from hybrid_plugin.engine.kernel_choice import Mixer, Phase
 from hybrid_plugin.mixers import kda
 from hybrid_plugin.mixers.kda import Weights
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.sglang.kernels import passes
+from hybrid_plugin.sglang.kernels import passes, prefill_graphs
 from hybrid_plugin.sglang.kernels.decays import Decays
 from hybrid_plugin.sglang.kernels.linear_layer import output_for, pools
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
@@ -62,6 +62,7 @@ def extend(
         )
 
     run(layers.prefills(metadata, batch, run))
+    prefill_graphs.clear_padding(out, metadata)
     return out
 
 
@@ -96,13 +97,6 @@ def decode(
         conv_states.transpose(-1, -2),
         states,
     )[None]
-
-
-def captures_prefill(
-    layers: StateLayers, original: Callable[..., bool], backend: Any
-) -> bool:
-    """Hook of `supports_prefill_graph_extend`: a graph has SGLang's kernels."""
-    return not layers.runs(Mixer.KDA, Phase.PREFILL) and original(backend)
 
 
 def _is_ours(backend: Any, layer: Any) -> bool:

@@ -36,8 +36,18 @@ def prefills(
     found: Prefills | None = getattr(metadata, _RECORD, None)
     if found is None:
         found = _made(metadata, batch, interior, round_states)
-        setattr(metadata, _RECORD, found)
+        keep(metadata, found)
     return found
+
+
+def keep(metadata: Any, found: Prefills) -> None:
+    """Have the layers of a pass find its sequences.
+
+    Args:
+        metadata: SGLang's `ForwardMetadata` of the pass.
+        found: its sequences.
+    """
+    setattr(metadata, _RECORD, found)
 
 
 def _made(
@@ -45,9 +55,7 @@ def _made(
 ) -> Prefills:
     bounds = metadata.query_start_loc
     count = bounds.numel() - 1
-    slots = metadata.mamba_cache_indices[:count]
-    # Slot 0 is that of all padded rows.
-    slots = torch.where(slots > 0, slots, -1)
+    slots = named(metadata.mamba_cache_indices[:count])
     computed = batch.extend_prefix_lens[:count]
     return Prefills(
         cu_seqlens=bounds,
@@ -57,6 +65,11 @@ def _made(
         boundary_slots=None if interior is None else interior.rows(slots),
         round_states=round_states,
     )
+
+
+def named(slots: torch.Tensor) -> torch.Tensor:
+    """SGLang's slots as `Prefills` has them: slot 0 is that of all padded rows."""
+    return torch.where(slots > 0, slots, -1)
 
 
 def is_plain_prefill(batch: Any, metadata: Any) -> bool:

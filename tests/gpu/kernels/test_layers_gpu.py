@@ -10,6 +10,8 @@ import torch
 from hybrid_kernels import causal_conv1d
 from hybrid_kernels._common.linear_chunk import CROWD
 
+from hybrid_plugin.mixers.fixed_prefills import FixedPrefills
+from hybrid_plugin.mixers.prefills import Prefills
 from tests.kernels.common import cu_seqlens, on, path_to, relative_error
 from tests.kernels.layers import LARGE, MANY_HEADS, Layer, names
 
@@ -184,6 +186,44 @@ def test_captured_padding_replays_a_batch(layer: Layer) -> None:
     assert torch.equal(pool, expected)
     for slot in range(9):
         assert torch.equal(pool[slot], before[slot]) == (slot not in {0, 3, 5, 6, 7})
+
+
+@some
+def test_captured_prefill_replays_tables_of_one_shape(layer: Layer) -> None:
+    """With rows of padding, and states kept inside a pass: the bits are the same."""
+    inputs, out, pool = make(layer, 300), nan(layer, 300), states(layer, 9)
+    fixed = FixedPrefills(300, 5, pool.device)
+    tables = tables_of(fixed.prefills)
+    graph = capture(lambda: layer.prefill(inputs, **tables, pool=pool, out=out))
+    for lengths, computed, kept in (
+        ([100, 20, 170], [60, 0, 127], {(0, 0): 6, (2, 1): 7}),
+        ([7], [64], {}),
+        ([300], [63], {(0, 4): 8}),
+    ):
+        given = torch.tensor([lengths, computed], device=pool.device)
+        slots = torch.arange(len(lengths), dtype=torch.int32, device=pool.device)
+        boundary_slots = torch.full((len(lengths), 5), -1, dtype=torch.int32)
+        for place, slot in kept.items():
+            boundary_slots[place] = slot
+        fixed.fill(*given, slots, boundary_slots.to(pool.device))
+        expected, tokens = pool.clone(), sum(lengths)
+        wanted = layer.prefill(
+            layer.part(inputs, slice(tokens)),
+            cu_seqlens=cu_seqlens(lengths, pool.device.type),
+            slots=slots,
+            has_initial=given[1] > 0,
+            offsets=given[1] % 64,
+            boundary_slots=boundary_slots.to(pool.device),
+            pool=expected,
+        )
+        graph.replay()
+        assert torch.equal(out[:tokens], wanted)
+        assert torch.equal(pool, expected)
+
+
+def tables_of(prefills: Prefills) -> dict[str, Any]:
+    names = ("cu_seqlens", "slots", "has_initial", "offsets", "boundary_slots")
+    return {name: getattr(prefills, name) for name in names}
 
 
 @some
