@@ -113,6 +113,11 @@ class HybridConfig:
                 f"deterministic must be {' or '.join(DETERMINISTIC)}, got "
                 f"{self.deterministic!r}."
             )
+        if self.is_deterministic and self.elastic:
+            raise ConfigError(
+                "deterministic lets nobody be preempted, and elastic pools cannot "
+                "promise that what is reserved can be mapped: leave one of them out."
+            )
         if self.is_deterministic and self.kernels == "engine":
             raise ConfigError(
                 "deterministic needs our kernels, and kernels is engine: leave one of "
@@ -142,6 +147,8 @@ class HybridConfig:
         """Whether memory moves between the pools, as far as the options say."""
         if self.elastic is not None:
             return self.elastic
+        if self.is_deterministic:
+            return False
         return self.state_memory_ratio is None
 
     @property

@@ -22,7 +22,11 @@ RULES = (
         allowed=(f"{PROJECT}.core",),
         forbidden=(*ENGINES, "torch", "triton", "transformers", "hybrid_kernels"),
     ),
-    Rule(f"{PROJECT}.mixers", allowed=(f"{PROJECT}.mixers",), forbidden=ENGINES),
+    Rule(
+        f"{PROJECT}.mixers",
+        allowed=(f"{PROJECT}.mixers", f"{PROJECT}.core"),
+        forbidden=ENGINES,
+    ),
     Rule(f"{PROJECT}.device", allowed=(f"{PROJECT}.core",), forbidden=ENGINES),
     Rule(
         f"{PROJECT}.engine",

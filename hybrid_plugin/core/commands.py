@@ -64,6 +64,9 @@ class Unmap:
 
 CHUNK: Final = 64
 """Tokens between the states that our kernels can keep inside a forward pass."""
+COLUMNS: Final = 16
+"""Tables of such states have a multiple of so many columns: kernels are compiled for
+whether a row's length is one, and a new kind of length in service would stall it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hybrid_plugin.core.commands import SaveInPass
-
-COLUMNS = 16
-"""Boundaries of a table are a multiple of so many: kernels are compiled for whether a
-row's length is one, and a new kind of length in service would stall it."""
+from hybrid_plugin.core.commands import COLUMNS, SaveInPass
 
 
 class InteriorSnapshots:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from hybrid_plugin.core.commands import CHUNK, COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 
 _PADDING = -1
-_CHUNK = 64
-"""Tokens between boundaries, as in `Prefills`."""
 
 
 class FixedPrefills:
@@ -40,7 +39,8 @@ class FixedPrefills:
             round_states: as in `Prefills`.
         """
         # One sequence may have all tokens, and lack but one for its first boundary.
-        boundaries = (tokens + _CHUNK - 1) // _CHUNK
+        most = (tokens + CHUNK - 1) // CHUNK
+        boundaries = -(-most // COLUMNS) * COLUMNS
         self._rows = torch.arange(tokens, dtype=torch.int32, device=device)
         self.padding = torch.ones(tokens, dtype=torch.bool, device=device)
         """``[tokens]``: which belong to no sequence of the pass."""
@@ -84,7 +84,7 @@ class FixedPrefills:
         for held, given, empty in (
             (record.slots, slots, _PADDING),
             (record.has_initial, computed > 0, False),
-            (record.offsets, computed % _CHUNK, 0),
+            (record.offsets, computed % CHUNK, 0),
         ):
             held[:count].copy_(given)
             held[count:].fill_(empty)

@@ -474,6 +474,46 @@ BUILDERS: Mapping[Mixer, tuple[str, ...]] = {
 """Who makes the metadata of the layers that a mixer runs."""
 
 _PASSES = "vllm.v1.attention.backend"
+_ANY_BUILDER = f"{_PASSES}:AttentionMetadataBuilder"
+_STATE_BUILDER = f"{_BACKENDS}.mamba_attn:BaseMambaAttentionMetadataBuilder"
+_CAPTURE = "build_for_cudagraph_capture"
+_INHERITED = {
+    (f"{_BACKENDS}.{builder}", method): owner
+    for builder, owner, methods in (
+        (
+            "mamba2_attn:Mamba2AttentionMetadataBuilder",
+            _STATE_BUILDER,
+            (_CAPTURE,),
+        ),
+        (
+            "short_conv_attn:ShortConvAttentionMetadataBuilder",
+            _STATE_BUILDER,
+            ("build", "update_block_table", _CAPTURE),
+        ),
+        (
+            "linear_attn:LinearAttentionMetadataBuilder",
+            _ANY_BUILDER,
+            ("update_block_table", _CAPTURE),
+        ),
+        (
+            "linear_attn:BailingLinearAttentionMetadataBuilder",
+            _ANY_BUILDER,
+            ("update_block_table",),
+        ),
+    )
+    for method in methods
+}
+"""Methods of builders that another class defines, and that class."""
+
+
+def _method(
+    builder: str, name: str, *parameters: str, closed: bool = False
+) -> HookPoint:
+    """A builder's method, where it is defined: a base class has all of them."""
+    owner = _INHERITED.get((builder, name), builder)
+    return HookPoint(f"{owner}.{name}", ("self", *parameters), closed=closed, own=True)
+
+
 _COUNTS = (
     "num_decodes",
     "num_decode_tokens",
@@ -493,11 +533,8 @@ def _builder_hooks(mixer: Mixer, *metadata: str) -> tuple[Contract, ...]:
     for builder, made in zip(BUILDERS[mixer], metadata, strict=True):
         module, _, _ = builder.partition(":")
         hooks += (
-            HookPoint(
-                f"{builder}.build",
-                ("self", "common_prefix_len", "common_attn_metadata"),
-            ),
-            HookPoint(f"{builder}.update_block_table", ("self", "metadata")),
+            _method(builder, "build", "common_prefix_len", "common_attn_metadata"),
+            _method(builder, "update_block_table", "metadata"),
             HookPoint(f"{module}:{made}", open=True),
             *_fields(f"{module}:{made}", *_COUNTS),
         )
@@ -753,6 +790,7 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
         "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
         ".prepare_attn",
         mentions=("num_reqs_after_padding", "num_tokens_after_padding", "FULL"),
+        own=True,
     ),
     HookPoint(
         "vllm.config.compilation:CUDAGraphMode.decode_mode",
@@ -782,11 +820,7 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
         ("vllm_config", "kv_cache_spec"),
     ),
     *(
-        HookPoint(
-            f"{builder}.build_for_cudagraph_capture",
-            ("self", "common_attn_metadata"),
-            closed=True,
-        )
+        _method(builder, _CAPTURE, "common_attn_metadata", closed=True)
         for builder in dict.fromkeys(b for bs in BUILDERS.values() for b in bs)
     ),
 )

@@ -244,6 +244,7 @@ def random_elastic_setup(
             "pages": budget // (page_bytes * per_page) * per_page,
             "slots": budget // (slot_bytes * per_slot) * per_slot,
             "windows": tuple((window, 0) for window, _ in fixed.windows),
+            "canonical": False,  # only fixed pools keep what is reserved
         },
         pages_per_granule=per_page,
         slots_per_granule=per_slot,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_plugin.core.commands import Pool, SaveInPass
+from hybrid_plugin.core.commands import COLUMNS, Pool, SaveInPass
 from hybrid_plugin.device.executor import Executor
-from hybrid_plugin.device.interior import COLUMNS, InteriorSnapshots
+from hybrid_plugin.device.interior import InteriorSnapshots
 
 
 def save(slot: int, boundary: int, destination: int) -> SaveInPass:

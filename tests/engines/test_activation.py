@@ -93,6 +93,10 @@ def test_deterministic_never_steps_aside(driver: Driver) -> None:
         ({"kernels": "mine"}, "kernels must be auto, ours, engine, got 'mine'"),
         ({"deterministic": "turn"}, "deterministic must be off or prefix, got 'turn'"),
         (
+            {"deterministic": "prefix", "elastic": True},
+            "deterministic lets nobody be preempted, and elastic pools cannot",
+        ),
+        (
             {"deterministic": "prefix", "kernels": "engine"},
             "deterministic needs our kernels, and kernels is engine",
         ),

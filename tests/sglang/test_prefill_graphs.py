@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 
-from hybrid_plugin.core.commands import Pool, SaveInPass
+from hybrid_plugin.core.commands import COLUMNS, Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase
 from hybrid_plugin.sglang.kernels import gated_delta_net, kda, prefill_graphs
@@ -293,8 +293,8 @@ def test_graphs_of_different_sizes_are_apart(kind: Kind) -> None:
         server.layers, not_stock, server.backend, batch_of([Row(0, 0, 4)])
     )
     assert small.fixed.prefills.slots.shape == (4,)
-    assert small.fixed.prefills.boundary_slots.shape == (4, 1)
-    assert large.fixed.prefills.boundary_slots.shape == (SEQUENCES, 4)
+    assert small.fixed.prefills.boundary_slots.shape == (4, COLUMNS)
+    assert large.fixed.prefills.boundary_slots.shape == (SEQUENCES, COLUMNS)
     rows = [Row(2, 0, 4)]
     given = inputs(kind, 4, 0)
     expected = Server(kind).eager(rows, cut(given, 4))
@@ -324,8 +324,8 @@ def test_a_pass_that_is_too_large_is_an_error() -> None:
     rows = [Row(slot, 0, 1) for slot in range(1, SEQUENCES + 2)]
     with pytest.raises(ValueError, match="a pass of 7 sequences"):
         server.replay(metadata, rows, inputs(KINDS[0], 7, 0))
-    server.interior.order([SaveInPass(Pool.STATE, 2, 4, 7)])
-    with pytest.raises(ValueError, match="keeps 5 states of one"):
+    server.interior.order([SaveInPass(Pool.STATE, 2, COLUMNS, 7)])
+    with pytest.raises(ValueError, match=f"keeps {2 * COLUMNS} states of one"):
         server.replay(metadata, [Row(2, 0, 70)], inputs(KINDS[0], 70, 0))
 
 

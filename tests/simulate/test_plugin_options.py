@@ -26,7 +26,10 @@ HONOURED = {
     "deterministic": "prefix",
 }
 OF_POOLS = frozenset(
-    {"page_size", "elastic", "gpu_memory_budget", "state_memory_ratio"}
+    {
+        *("page_size", "elastic", "gpu_memory_budget", "state_memory_ratio"),
+        "deterministic",  # its pools are fixed
+    }
 )
 
 

@@ -18,8 +18,8 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.platforms import current_platform
 
-from hybrid_plugin.core.commands import CHUNK, Pool, SaveInPass
-from hybrid_plugin.device.interior import COLUMNS, InteriorSnapshots
+from hybrid_plugin.core.commands import CHUNK, COLUMNS, Pool, SaveInPass
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.vllm import patches

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hybrid_plugin.device.interior import COLUMNS
+from hybrid_plugin.core.commands import COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 
 _COUNTS = (1, 16)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid_plugin.core.commands import CHUNK
-from hybrid_plugin.device.interior import COLUMNS
+from hybrid_plugin.core.commands import CHUNK, COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 
 _NOWHERE = -1

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_plugin.core.commands import CHUNK
-from hybrid_plugin.device.interior import COLUMNS
+from hybrid_plugin.core.commands import CHUNK, COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
 
