@@ -78,7 +78,6 @@ class HybridConfig:
         "ours where they were measured to serve as fast. With ours, a prompt is not "
         "paused for snapshots.",
     )
-
     deterministic: str = _option(
         "off",
         "`prefix`: answers and their log probabilities have the same bits alone and "

@@ -15,6 +15,7 @@ from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.engine.sizing import CachePlan
 
 
@@ -42,15 +43,20 @@ def build_cache(
     layout, pools = plan.layout, build_pools(plan)
     if options.is_deterministic:
         _check_deterministic(layout, keeps_states_inside)
-    policy = options.snapshot_policy(layout.page_size, delimiters)
-    grid = snapshot_grid(has_states=bool(layout.states), inside=keeps_states_inside)
+    policy = policy_for(
+        options,
+        layout.page_size,
+        delimiters,
+        has_states=bool(layout.states),
+        keeps_states_inside=keeps_states_inside,
+    )
     return HybridCache(
         pages=pools.pages,
         slots=pools.slots,
         windows=pools.windows,
         broker=pools.broker,
         page_size=layout.page_size,
-        policy=replace(policy, grid=grid, canonical=options.is_deterministic),
+        policy=policy,
         eviction=eviction_for(layout, device_type),
     )
 
@@ -68,17 +74,27 @@ def _check_deterministic(layout: CacheLayout, keeps_states_inside: bool) -> None
         )
 
 
-def snapshot_grid(*, has_states: bool, inside: bool) -> int:
-    """`SnapshotPolicy.grid` of a model.
+def policy_for(
+    options: HybridConfig,
+    page_size: int,
+    delimiters: Delimiters | None = None,
+    *,
+    has_states: bool,
+    keeps_states_inside: bool,
+) -> SnapshotPolicy:
+    """Where a model's snapshots are taken.
 
     Args:
+        options: of the plugin.
+        page_size: tokens in a page.
+        delimiters: what ends a message, if the options want to know.
         has_states: whether it has state layers; what attention windows need is there
             when a pass has run, at any token.
-        inside: whether the kernels of its state layers keep states inside a pass.
+        keeps_states_inside: as for `build_cache`.
     """
-    if not has_states:
-        return 1
-    return CHUNK if inside else 0
+    grid = 1 if not has_states else CHUNK if keeps_states_inside else 0
+    policy = options.snapshot_policy(page_size, delimiters)
+    return replace(policy, grid=grid, canonical=options.is_deterministic)
 
 
 def eviction_for(layout: CacheLayout, device_type: str = "cuda") -> ExpectedSaving:

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.engine.cache_assembly import policy_for
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.compare import Comparison
@@ -186,15 +187,21 @@ def _serve(
         state_memory_ratio=ratio,
     )
     serving = replace(serving, max_running=settings.max_running)
+    layout = shape.layout(settings.page_size)
     capacity = Capacity.of_layout(
-        shape.layout(settings.page_size),
+        layout,
         budget,
         requests,
         serving.chunk,
         options=options,
         concurrency=serving.most_running,
     )
-    rules = options.snapshot_policy(settings.page_size)
+    rules = policy_for(
+        options,
+        settings.page_size,
+        has_states=bool(layout.states),
+        keeps_states_inside=options.wanted_kernels == "ours",
+    )
     outcome = Simulation(capacity, rules, serving=serving).run(requests)
     return Compared(
         settings.title,

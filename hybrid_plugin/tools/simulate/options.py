@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
-from hybrid_plugin.engine.cache_assembly import snapshot_grid
+from hybrid_plugin.engine.cache_assembly import policy_for
 from hybrid_plugin.tools.plan.options import add_model_options, read_budget, read_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
@@ -204,13 +204,11 @@ def read_simulation(
         serving = replace(serving, first_measured=len(requests) // 2)
     return Simulation(
         capacity=_capacity(args, options, shape, page_size, requests, serving),
-        snapshots=replace(
-            options.snapshot_policy(page_size),
-            grid=snapshot_grid(
-                has_states=shape is None or bool(shape.layout(page_size).states),
-                inside=options.wanted_kernels == "ours",
-            ),
-            canonical=options.is_deterministic,
+        snapshots=policy_for(
+            options,
+            page_size,
+            has_states=shape is None or bool(shape.layout(page_size).states),
+            keeps_states_inside=options.wanted_kernels == "ours",
         ),
         policy=args.policy,
         serving=serving,
