@@ -69,6 +69,17 @@ COLUMNS: Final = 16
 whether a row's length is one, and a new kind of length in service would stall it."""
 
 
+def table_columns(boundaries: int) -> int:
+    """Columns of a table with room for so many states of a sequence."""
+    return -(-boundaries // COLUMNS) * COLUMNS
+
+
+def most_boundaries(tokens: int) -> int:
+    """Multiples of `CHUNK` that a sequence can reach in so many tokens."""
+    # It may lack but one token for the first.
+    return (tokens + CHUNK - 1) // CHUNK
+
+
 @dataclass(frozen=True, slots=True)
 class SaveInPass:
     """Have the next forward pass write a state from the middle of a prompt to a slot.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hybrid_plugin.core.commands import COLUMNS, SaveInPass
+from hybrid_plugin.core.commands import SaveInPass, table_columns
 
 
 class InteriorSnapshots:
@@ -69,7 +69,7 @@ class InteriorSnapshots:
     def _upload(self) -> tuple[torch.Tensor, torch.Tensor]:
         sources = list(dict.fromkeys(order.slot for order in self._orders))
         last = max(order.boundary for order in self._orders)
-        columns = (last // COLUMNS + 1) * COLUMNS
+        columns = table_columns(last + 1)
         table = torch.full((len(sources) + 1, columns), -1, dtype=torch.int32)
         row = {slot: index + 1 for index, slot in enumerate(sources)}
         for order in self._orders:

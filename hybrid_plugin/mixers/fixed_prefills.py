@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_plugin.core.commands import CHUNK, COLUMNS
+from hybrid_plugin.core.commands import CHUNK, most_boundaries, table_columns
 from hybrid_plugin.mixers.prefills import Prefills
 
 _PADDING = -1
@@ -38,9 +38,7 @@ class FixedPrefills:
             device: of the states.
             round_states: as in `Prefills`.
         """
-        # One sequence may have all tokens, and lack but one for its first boundary.
-        most = (tokens + CHUNK - 1) // CHUNK
-        boundaries = -(-most // COLUMNS) * COLUMNS
+        columns = table_columns(most_boundaries(tokens))  # one may have all tokens
         self._rows = torch.arange(tokens, dtype=torch.int32, device=device)
         self.padding = torch.ones(tokens, dtype=torch.bool, device=device)
         """``[tokens]``: which belong to no sequence of the pass."""
@@ -50,7 +48,7 @@ class FixedPrefills:
             has_initial=torch.zeros(sequences, dtype=torch.bool, device=device),
             offsets=torch.zeros(sequences, dtype=torch.int32, device=device),
             boundary_slots=torch.full(
-                (sequences, boundaries), _PADDING, dtype=torch.int32, device=device
+                (sequences, columns), _PADDING, dtype=torch.int32, device=device
             ),
             round_states=round_states,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid_plugin.core.commands import CHUNK, COLUMNS
+from hybrid_plugin.core.commands import most_boundaries, table_columns
 from hybrid_plugin.mixers.prefills import Prefills
 
 _NOWHERE = -1
@@ -49,14 +49,12 @@ class PrefillTables:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         rows = limits.sequences
-        # A sequence that goes on just before a boundary reaches one more.
-        boundaries = (CHUNK - 1 + limits.tokens) // CHUNK
         self.limits = limits
         self._cu_seqlens = room(rows + 1)
         self._slots = room(rows)
         self._has_initial = room(rows, dtype=torch.bool)
         self._offsets = room(rows)
-        columns = (boundaries + COLUMNS - 1) // COLUMNS * COLUMNS
+        columns = table_columns(most_boundaries(limits.tokens))
         self._boundary_slots = room(rows, columns)
 
     def hold(self, prefills: Prefills, *, keeps: bool) -> Prefills:
