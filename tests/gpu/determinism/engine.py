@@ -107,6 +107,8 @@ class Setup:
             os.environ |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+                # This process asked CUDA for its devices; a fork of it cannot use them.
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             }
         if self.engine == "sglang" and active:
             os.environ["HYBRID_CONFIG"] = json.dumps(dict(self.options or {}))
