@@ -58,12 +58,12 @@ class Drafts:
         missing = count - len(sequence.drafts)
         if missing <= 0 or not self._slots.needed:
             return []
-        fresh: list[int] = []
+        held = len(sequence.drafts)
         if not self.wait:
             worth = self._worth(sequence, count)
-            while len(fresh) < missing and self._free_one(worth):
-                fresh.append(self._slots.allocate_draft())
-        sequence.drafts += fresh
+            while len(sequence.drafts) < count and self._free_one(worth):
+                sequence.drafts.append(self._slots.allocate_draft())
+        fresh = sequence.drafts[held:]
         self._stats.drafts_lent += len(fresh)
         self._stats.drafts_refused += missing - len(fresh)
         return fresh
