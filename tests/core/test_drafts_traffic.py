@@ -25,8 +25,9 @@ from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.verification import Ending
 from tests.core.device import ContentError, Forward
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
-from tests.core.engine import FakeEngine, Output, Request
+from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
+from tests.core.requests import Output, Request
 from tests.core.test_invariants import EngineMachine
 from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
 
