@@ -23,12 +23,13 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     """Everything a call could have changed, but for the count of refusals."""
     tree = cache.tree
     totals = cache.stats.as_dict()
-    del totals["refusals"]
+    del totals["refusals"], totals["drafts_refused"]
     return {
         "pages": [_pool_state(pool) for pool in _page_pools(cache)],
         "mapped slots": cache.slots.ids.mapped_granules(),
         "free slots": cache.slots.free_ids(),
         "running slots": sorted(cache.slots._running),
+        "draft slots": cache.slots.draft_ids(),
         "snapshot slots": sorted(cache.slots._snapshots),
         "nodes": cached_content(cache),
         "promises": [
@@ -43,6 +44,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
             name: (
                 list(s.pages),
                 s.slot,
+                list(s.drafts),
                 s.snapshot_positions,
                 s.in_tree,
                 s.promised,
@@ -194,10 +196,14 @@ def audit_slots(cache: HybridCache) -> None:
         assert set(running) | set(snapshots) <= {0}
         return
     assert sorted(pool._running) == sorted(running)
+    drafts = [slot for one in cache._sequences.values() for slot in one.drafts]
+    assert sorted(pool._drafts) == sorted(drafts)
     assert sorted(pool._snapshots) == sorted(snapshots)
-    everything = sorted([*running, *snapshots, *pool.free_ids()])
+    everything = sorted([*running, *drafts, *snapshots, *pool.free_ids()])
     assert everything == sorted(ids_with_memory(pool.ids))
-    assert (pool.running, pool.snapshots) == (len(running), len(snapshots))
+    counts = (pool.running, pool.drafts, pool.snapshots)
+    assert counts == (len(running), len(drafts), len(snapshots))
+    assert pool.ids.live == len(running) + len(drafts)
 
 
 def audit_locks(cache: HybridCache) -> None:

@@ -24,6 +24,7 @@ from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import Evicted, Match
 from hybrid_plugin.core.tree.tokens import Pages
+from hybrid_plugin.core.verification import Ending
 from tests.core.device import ContentError
 from tests.core.traffic import Traffic
 
@@ -102,7 +103,7 @@ class KeepsWhatDecodeWrote(HybridCache):
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
@@ -139,11 +140,11 @@ class DonatesUnknownTokens(HybridCache):
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
-        known = min(computed, len(tokens))
+        known = len(tokens) if computed is None else min(computed, len(tokens))
         HybridCache.finish(self, seq_id, tokens, known, preempted=preempted)
 
 
@@ -152,10 +153,11 @@ class DonatesShort(HybridCache):
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
+        assert computed is not None
         HybridCache.finish(self, seq_id, tokens, computed - 1, preempted=preempted)
 
 
@@ -224,8 +226,8 @@ class EvictsBeforeRefusing(HybridCache):
         HybridCache.__post_init__(self)
         fits = self.memory.has_room
 
-        def broken(match: Match, *args: Any) -> bool:
-            has_room = fits(match, *args)
+        def broken(match: Match, *args: Any, **options: Any) -> bool:
+            has_room = fits(match, *args, **options)
             if not has_room:
                 self.memory.evict_snapshot()
             return has_room
@@ -239,16 +241,18 @@ class RefusesWhatFits(HybridCache):
     def __post_init__(self) -> None:
         HybridCache.__post_init__(self)
 
-        def broken(match: Match, wanted: Mapping[PoolId, int], *_: Any) -> bool:
+        def broken(match: Match, wanted: Mapping[PoolId, int], **_: Any) -> bool:
             return wanted[Pool.KV] <= self.pages.free and self.slots.free > 0
 
         self.memory.has_room = broken  # type: ignore[method-assign]
 
 
 class LosesSlots(HybridCache):
-    def _donate(self, *args: Any, exact: bool) -> tuple[Node | None, bool]:
-        node, donated = HybridCache._donate(self, *args, exact=exact)
-        return node, donated or not exact
+    def _donate(
+        self, sequence: LiveSequence, tokens: Sequence[int], ending: Ending
+    ) -> tuple[Node | None, int | None]:
+        node, kept = HybridCache._donate(self, sequence, tokens, ending)
+        return node, sequence.slot if ending.column is None else kept
 
 
 class SkipsWindowCopies(HybridCache):
@@ -400,13 +404,14 @@ def first_failure(
 
     Args:
         cache: that is broken.
-        check_every: operations between two audits.
+        check_every: operations between two audits; 10,000 for forward passes alone.
         windows: whether the model has window groups.
         guards: whether the cache's own guards count, which raise ValueError.
     """
     for seed in range(40):
         for page_size in (1, 4, 16):
             traffic = Traffic.seeded(seed, page_size, cache, windows=windows)
+            traffic.engine.counts_ends = check_every < 10_000
             try:
                 for count in range(1, 301):
                     traffic.operate()
