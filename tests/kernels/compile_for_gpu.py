@@ -25,7 +25,7 @@ import layers
 import torch
 import triton.backends.nvidia
 import triton.runtime
-from hybrid_kernels import state_copy
+from hybrid_kernels import replay, state_copy
 from hybrid_kernels._common import operation
 from triton.backends.compiler import GPUTarget
 
@@ -114,6 +114,26 @@ def steps(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
         layer.verify(rows, pool=pool, slots=slots, draft_slots=table, parents=table)
     else:
         layer.update(layer.make(2, dtype=dtype), pool=pool, slots=slots)
+    if layer.module not in (layers.rg_lru, layers.selective_scan):
+        packed(layer, dtype, extra)
+
+
+def packed(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
+    """Packed drafts with a record, and their commit; trees or chains."""
+    pool, slots = layer.states(4, dtype), torch.tensor([0, 1])
+    kept = layer.record(pool, 2, 3)
+    parents = torch.zeros(2, 3, dtype=torch.int32) if extra else None
+    layer.verify(
+        layer.make(5, dtype=dtype),
+        pool=pool,
+        slots=slots,
+        cu_seqlens=torch.tensor([0, 2, 5]),
+        record=kept.record,
+        parents=parents,
+    )
+    states = [kept] if isinstance(kept, replay.States) else []
+    windows = [kept] if isinstance(kept, replay.Windows) else []
+    replay.commit(replay.Layers(states, windows), slots, slots, parents=parents)
 
 
 def copies() -> None:
@@ -137,7 +157,7 @@ def main() -> None:
     """Compile for the shape named on the command line."""
     triton.runtime.driver.set_active(Driver())
     triton.runtime.JITFunction.__getitem__ = compile_only
-    for module in (operation, state_copy):
+    for module in (operation, replay, state_copy):
         module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
     name, width, depth, mode = sys.argv[1:]
     shape, extra = (int(depth), int(width)), mode == "extra"

@@ -39,3 +39,4 @@ def test_kernels_compile(shape: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "_step_kernel" in done.stdout
+    assert "_commit_kernel" in done.stdout

@@ -46,10 +46,12 @@ class Operands:
     def check_record(self, record: torch.Tensor, pool: torch.Tensor) -> None:
         """Require a record of drafts to suit the operands and the pool.
 
+        Only called for operations whose `verify` takes a record.
+
         Raises:
-            ValueError: if it does not, or the operation cannot be replayed.
+            ValueError: if it does not.
         """
-        require(False, f"{type(self).__module__} keeps no record of drafts")
+        raise NotImplementedError
 
     def as_single_drafts(self) -> Any:
         """The same tokens with a dimension for drafts behind the first."""

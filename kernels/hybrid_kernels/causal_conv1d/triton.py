@@ -420,8 +420,9 @@ def _path_input(
     pool,
     parents,
     parent,
-    known,
-    live,
+    channel,
+    channels,
+    main,
     x_draft,
     parents_draft,
     pool_input,
@@ -437,12 +438,11 @@ def _path_input(
     for _ in tl.static_range(WIDTH - 2 - NUMBER):
         seen += (node >= 0).to(tl.int32)
         node = ancestor(parents, node, 1, parents_draft)
-    kept = known & (node < 0)
-    if NUMBER >= WIDTH - 1:
-        kept = kept & (seen < 0)
+    wanted = tl.where(NUMBER < WIDTH - 1, channels, 0)
+    kept = channel < tl.where((node < 0) & (main >= 0), wanted, 0)
     old = tl.load(pool + (NUMBER + seen) * pool_input, mask=kept, other=0.0)
-    at = tl.maximum(node, 0)
-    fresh = tl.load(x + at * x_draft, mask=live & (node >= 0), other=0.0)
+    given = channel < tl.where(node >= 0, wanted, 0)
+    fresh = tl.load(x + tl.maximum(node, 0) * x_draft, mask=given, other=0.0)
     return tl.where(node >= 0, fresh.to(pool.dtype.element_ty), old)
 
 
@@ -531,8 +531,9 @@ def _step_kernel(
                         pool + main * pool_slot + offset,
                         parents,
                         parent,
-                        known,
-                        live,
+                        channel,
+                        channels,
+                        main,
                         x_draft,
                         parents_draft,
                         pool_input,
@@ -544,8 +545,9 @@ def _step_kernel(
                         pool + main * pool_slot + offset,
                         parents,
                         parent,
-                        known,
-                        live,
+                        channel,
+                        channels,
+                        main,
                         x_draft,
                         parents_draft,
                         pool_input,
@@ -557,8 +559,9 @@ def _step_kernel(
                         pool + main * pool_slot + offset,
                         parents,
                         parent,
-                        known,
-                        live,
+                        channel,
+                        channels,
+                        main,
                         x_draft,
                         parents_draft,
                         pool_input,
@@ -570,8 +573,9 @@ def _step_kernel(
                         pool + main * pool_slot + offset,
                         parents,
                         parent,
-                        known,
-                        live,
+                        channel,
+                        channels,
+                        main,
                         x_draft,
                         parents_draft,
                         pool_input,
@@ -609,9 +613,7 @@ def _step_kernel(
             WIDTH,
             SILU,
         )
-        tl.store(
-            out + draft * out_draft, total.to(out.dtype.element_ty), mask=live
-        )
+        tl.store(out + draft * out_draft, total.to(out.dtype.element_ty), mask=live)
         fresh = value.to(pool.dtype.element_ty)
         past0, past1, past2, past3 = _shift(past0, past1, past2, past3, fresh, WIDTH)
         if HAS_RECORD:
