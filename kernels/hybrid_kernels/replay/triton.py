@@ -355,7 +355,7 @@ def blocks_of(states: Sequence[States], windows: Sequence[Windows]) -> Blocks:
         blocks = triton.cdiv(channels, _CHANNELS)
         table += [(len(layers), block) for block in range(blocks)]
         layers.append(_fields(window, (channels, inputs, *window.pool.stride()[1:])))
-    pools = [layer.pool for layer in (*states, *windows)]
+    pools = [x.pool for x in states] + [x.pool for x in windows]
     device = pools[0].device
     return Blocks(
         torch.tensor(layers, dtype=torch.int64).to(device),
