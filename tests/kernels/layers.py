@@ -348,8 +348,16 @@ SMALL = [
 ]
 """Small enough for Triton's interpreter."""
 
-REPLAYED = [x for x in SMALL if x.module not in (rg_lru, selective_scan)]
-"""Those whose drafts can be packed, and replayed from a record."""
+REPLAYED = [
+    delta(1, 2, 12, 5, fused=False),
+    delta(2, 2, 12, 5, fused=True),
+    kimi(1, 2, 12, 5, fused=False),
+    kimi(2, 2, 12, 5, fused=True),
+    mamba2(1, 2, 12, 5),
+    lightning(1, 2, 12, 5),
+    *(convolution(70, width) for width in (2, 3, 4, 5)),
+]
+"""Layers whose drafts can be packed, and replayed from a record; smaller still."""
 
 LARGE = [
     delta(1, 1, 60, 64, fused=False),

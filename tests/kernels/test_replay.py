@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from hybrid_kernels import causal_conv1d, replay
+from hybrid_kernels.replay import reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .common import assert_near, cu_seqlens, on, path_to
-from .layers import REPLAYED, SMALL, Layer, Tensors, kimi, names
+from .common import assert_near, cu_seqlens, on
+from .layers import REPLAYED, Layer, Tensors, convolution, kimi, names
 
 Switch = Callable[[], AbstractContextManager[None]]
 layers = pytest.mark.parametrize("layer", REPLAYED, ids=names(REPLAYED))
@@ -24,17 +25,15 @@ pools = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str
 # A fixture's switch is as good for the next example.
 RUNS = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 NAN = float("nan")
+reference_nodes = reference._nodes
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence's drafts, and how many columns of them are accepted."""
+    """One sequence's drafts, and one more than the index of the last accepted."""
 
     parents: tuple[int, ...]
     accepted: int
-
-    def path(self) -> list[int]:
-        return path_to(self.accepted - 1, self.parents)
 
 
 @st.composite
@@ -111,17 +110,22 @@ class Batch:
             **tables,
         )
 
-    def update(self, row: int, drafts: list[int], state: torch.Tensor) -> torch.Tensor:
-        """Run drafts one by one in the only slot of `state`; the last one's output."""
-        zero, y = torch.tensor([0], device=self.device), torch.tensor([])
-        for draft in drafts:
+    def updates(
+        self, row: int, state: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each draft's output and state, one by one from those of its parent."""
+        zero = torch.tensor([0], device=self.device)
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for draft, parent in enumerate(self.rows[row].parents):
+            after = (state if parent < 0 else done[parent][1])[None].clone()
             index = self.token(row, draft)
             token = {
                 n: x[index][None] if n in self.layer.rows() else x
                 for n, x in self.inputs.items()
             }
-            y = self.layer.update(on(self.device, token), pool=state, slots=zero)[0]
-        return y
+            y = self.layer.update(on(self.device, token), pool=after, slots=zero)
+            done.append((y[0], after[0]))
+        return done
 
 
 @layers
@@ -145,18 +149,11 @@ def test_packed_rows_are_each_as_alone(
             out = batch.verify(pool, draft_slots=table, parents=parents)
             changed = []
             for number, row in enumerate(rows):
+                wanted = batch.updates(number, before[number + 1])
                 for draft in range(len(row.parents)):
-                    state = before[number + 1][None].clone()
-                    path = path_to(draft, row.parents)
-                    y = batch.update(number, path, state)
                     changed.append(int(table[number, draft]))
-                    mine = out[batch.token(number, draft)], pool[changed[-1]]
-                    if triton:
-                        assert torch.equal(mine[0], y)
-                        assert torch.equal(mine[1], state[0])
-                    else:
-                        assert_near("out", mine[0], y, 1e-3)
-                        assert_near("state", mine[1], state[0], 1e-3)
+                    same(out[batch.token(number, draft)], wanted[draft][0], triton)
+                    same(pool[changed[-1]], wanted[draft][1], triton)
             others = [slot for slot in range(len(pool)) if slot not in changed]
             assert torch.equal(pool[others], before[others])
             assert out[sum(len(row.parents) for row in rows) :].isnan().all()
@@ -183,31 +180,68 @@ def test_a_commit_gives_the_state_of_accepted_drafts_run_one_by_one(
         @settings(max_examples=2 if triton else 12, **RUNS)
         def check(rows: list[Row], packed: bool) -> None:
             batch = Batch(layer, rows, packed, device)
-            pool = layer.states(batch.count + 1, dtype).to(device)
-            before = pool.clone()
-            kept = layer.record(pool, batch.count + 1, batch.most)
-            parents = batch.parents(trees)
-            out = batch.verify(pool, record=kept.record, parents=parents)
-            assert torch.equal(pool, before)
-            commit(kept, batch, parents)
-            for number, row in enumerate(rows):
-                state = before[number + 1][None].clone()
-                path = row.path()
-                y = batch.update(number, path, state)
-                if not path:
-                    assert torch.equal(pool[number + 1], before[number + 1])
-                elif triton:
-                    assert torch.equal(pool[number + 1], state[0])
-                    assert torch.equal(out[batch.token(number, path[-1])], y)
-                else:
-                    # PyTorch's vectorised exp differs with the layout.
-                    bound = 1e-6 if dtype == torch.float32 else 1e-2
-                    assert_near("state", pool[number + 1], state[0], bound)
-                    assert_near("out", out[batch.token(number, path[-1])], y, bound)
-            assert torch.equal(pool[:1], before[:1])
-            assert torch.equal(pool[batch.count :], before[batch.count :])
+            check_commit(batch, dtype, trees, triton)
 
         check()
+
+
+def check_commit(batch: Batch, dtype: torch.dtype, trees: bool, triton: bool) -> None:
+    """Verify, commit, and compare outputs and all slots."""
+    pool = batch.layer.states(batch.count + 1, dtype).to(batch.device)
+    before = pool.clone()
+    kept = batch.layer.record(pool, batch.count + 1, batch.most)
+    parents = batch.parents(trees)
+    out = batch.verify(pool, record=kept.record, parents=parents)
+    assert torch.equal(pool, before)
+    commit(kept, batch, parents)
+    for number, row in enumerate(batch.rows):
+        if not row.accepted:
+            assert torch.equal(pool[number + 1], before[number + 1])
+            continue
+        last = row.accepted - 1
+        y, state = batch.updates(number, before[number + 1])[last]
+        same(pool[number + 1], state, triton)
+        same(out[batch.token(number, last)], y, triton)
+    assert torch.equal(pool[:1], before[:1])
+    assert torch.equal(pool[batch.count :], before[batch.count :])
+
+
+def _a_draft_too_few(last: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
+    return reference_nodes(last, parents)[:, :-1]
+
+
+def _backwards(last: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
+    return reference_nodes(last, parents).flip(1)
+
+
+def _along_the_tables(last: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
+    return reference_nodes(last, None)
+
+
+# A window of one input holds the last draft's, whatever the path.
+@pytest.mark.parametrize(
+    "layer",
+    [layer for layer in REPLAYED if layer.item[-1] > 1],
+    ids=lambda layer: layer.name,
+)
+@pytest.mark.parametrize("breakage", [_a_draft_too_few, _backwards, _along_the_tables])
+def test_a_broken_path_is_noticed(
+    layer: Layer, breakage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(layer, [Row((-1, 0, 0, 1, 0), 4)], packed=True, device="cpu")
+    check_commit(batch, torch.float32, trees=True, triton=False)
+    monkeypatch.setattr(reference, "_nodes", breakage)
+    with pytest.raises(AssertionError):
+        check_commit(batch, torch.float32, trees=True, triton=False)
+
+
+def same(mine: torch.Tensor, wanted: torch.Tensor, triton: bool) -> None:
+    """PyTorch's vectorised exp differs with the layout; Triton's does not."""
+    if triton:
+        assert torch.equal(mine, wanted)
+    else:
+        bound = 1e-6 if mine.dtype == torch.float32 else 1e-2
+        assert_near("values", mine, wanted, bound)
 
 
 def commit(
@@ -267,8 +301,8 @@ def test_all_layers_are_committed_in_one_launch(
     """Of one model: states, and convolutions of several sizes, in pools of a type."""
     rows = [Row((-1, 0, 1, 1, 2), 4), Row((-1, 0), 0), Row((-1, -1, 1), 3)]
     rows = rows if trees else [Row(tuple(range(-1, 4)), n) for n in (4, 0, 5)]
-    state = kimi(1, 2, 24, 20, fused=True)
-    model = [state, *SMALL[8:], state]
+    state = kimi(1, 2, 12, 5, fused=True)
+    model = [state, *REPLAYED[6:], convolution(30, 4), state]
     batches = [Batch(layer, rows, True, device) for layer in model]
     kept = []
     with on_triton() if triton else nullcontext():
@@ -278,12 +312,14 @@ def test_all_layers_are_committed_in_one_launch(
             batch.verify(pool, record=kept[-1].record, parents=batch.parents(trees))
         states = [each for each in kept if isinstance(each, replay.States)]
         windows = [each for each in kept if isinstance(each, replay.Windows)]
-        assert len(states) == 2 and len({x.pool.shape for x in windows}) == 4
+        assert len(states) == 2 and len({x.pool.shape for x in windows}) == 5
         wanted = []
         for each, batch in zip(kept, batches, strict=True):
             wanted.append(each.pool.clone())
             for number, row in enumerate(rows):
-                batch.update(number, row.path(), wanted[-1][number + 1][None])
+                if row.accepted:
+                    states_of = batch.updates(number, wanted[-1][number + 1])
+                    wanted[-1][number + 1] = states_of[row.accepted - 1][1]
         tables = {"slots": batch.slots(), "accepted": batch.accepted()}
         tables |= {"parents": batch.parents(trees)}
         together = replay.Layers(states, windows)
@@ -318,7 +354,7 @@ def test_states_of_a_hundred_steps_are_those_of_updates(
     """What one step leaves in the main slot, the next goes on from."""
     layer, steps = REPLAYED[1], 4 if triton else 100
     pool = layer.states(2, torch.float16).to(device)
-    expected = pool[1:].clone()
+    expected = pool[1].clone()
     kept = layer.record(pool, 2, 3)
     with on_triton() if triton else nullcontext():
         for step in range(steps):
@@ -326,8 +362,9 @@ def test_states_of_a_hundred_steps_are_those_of_updates(
             batch = Batch(layer, [row], packed=False, device=device)
             batch.verify(pool, record=kept.record)
             commit(kept, batch, None)
-            batch.update(0, row.path(), expected)
-    assert_near("state", pool[1], expected[0], 1e-6 if triton else 1e-2)
+            if row.accepted:
+                expected = batch.updates(0, expected)[row.accepted - 1][1]
+    same(pool[1], expected, triton)
 
 
 @layers
@@ -354,6 +391,7 @@ def test_a_record_or_slots_must_fit(layer: Layer) -> None:
         (packed, {"cu_seqlens": bounds[:2], "record": record}),
         (packed, {"cu_seqlens": bounds.float(), "record": record}),
         (packed, {"cu_seqlens": torch.arange(6)[::2], "record": record}),
+        (inputs, {"slots": torch.arange(4)[::2], "record": record}),
         (packed, {"cu_seqlens": bounds, "draft_slots": drafts[:1]}),
         (packed, {"cu_seqlens": bounds, "draft_slots": drafts[0]}),
         (packed, {"cu_seqlens": bounds, "draft_slots": drafts[:, :2]}),
@@ -362,7 +400,7 @@ def test_a_record_or_slots_must_fit(layer: Layer) -> None:
     ]
     for tokens, tables in wrong:
         with pytest.raises(ValueError):
-            layer.verify(tokens, pool=pool, slots=slots, **tables)
+            layer.verify(tokens, pool=pool, **{"slots": slots, **tables})
 
 
 def test_layers_that_do_not_fit_together_are_refused() -> None:
@@ -403,6 +441,8 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
         {"slots": torch.arange(3), "accepted": torch.arange(3)},
         {"slots": slots, "accepted": torch.arange(3)},
         {"slots": slots.float(), "accepted": accepted},
+        {"slots": torch.arange(4)[::2], "accepted": accepted},
+        {"slots": slots, "accepted": torch.zeros(4).long()[::2]},
         {"slots": slots, "accepted": torch.tensor([0, 4])},
         {"slots": slots, "accepted": torch.tensor([0, 3]), "parents": tree},
         {"slots": slots, "accepted": accepted, "parents": tree[0]},

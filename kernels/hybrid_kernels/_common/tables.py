@@ -121,6 +121,7 @@ class Drafts:
         """
         rows = self.count if self.cu_seqlens is not None else lead[0]
         check_index("slots", self.slots, (rows,))
+        check_last_contiguous("slots", self.slots)
         if self.cu_seqlens is not None:
             check_index("cu_seqlens", self.cu_seqlens, (rows + 1,))
             check_last_contiguous("cu_seqlens", self.cu_seqlens)

@@ -177,11 +177,12 @@ def commit(
         parents: ``[N, P]``, `P` up to `L`, as `verify` had them; None for chains.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or `slots` or `accepted` has gaps.
     """
     rows = slots.numel()
-    check_index("slots", slots, (rows,))
-    check_index("accepted", accepted, (rows,))
+    for name, table in (("slots", slots), ("accepted", accepted)):
+        check_index(name, table, (rows,))
+        check_last_contiguous(name, table)
     require(rows <= layers.rows, f"{rows} rows, but records of {layers.rows}")
     if parents is not None:
         require(parents.ndim == 2, "parents has not 2 dimensions")
