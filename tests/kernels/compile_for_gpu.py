@@ -10,6 +10,9 @@ It also reads the machine code for a bug of ptxas 12.8, which Triton 3.6 carries
 address of a matrix operand in shared memory may be taken from a uniform register
 that nothing has written. Seen in the output kernel with tiles 32 columns wide, whose
 results were then wrong on an H200; which tile sizes are hit cannot be foreseen.
+
+And all variants of a layer's step must sum in one order, or `verify` and `commit` would
+not give the bits of `update`: it compares the layouts of what they reduce.
 """
 
 from __future__ import annotations
@@ -70,6 +73,19 @@ def unwritten_registers(machine_code: bytes) -> set[int]:
     return read - written
 
 
+def summed(code: str) -> frozenset[str]:
+    """What a kernel reduces: element types, shapes, and which thread has which."""
+    layouts = dict(re.findall(r"^(#\w+) = (.+)$", code, re.MULTILINE))
+    types = re.findall(r"^\s*\}\) : \((tensor<.+?>)\) -> ", code, re.MULTILINE)
+    return frozenset(
+        re.sub(r"#\w+", lambda found: layouts[found.group()], each) for each in types
+    )
+
+
+SUMS: set[frozenset[str]] = set()
+"""Of the step kernels of the layer at hand."""
+
+
 def compile_only(self: Any, grid: object) -> Any:
     """In place of ``kernel[grid]``."""
 
@@ -82,6 +98,8 @@ def compile_only(self: Any, grid: object) -> Any:
         if DISASSEMBLER.exists():
             missing = unwritten_registers(compiled.asm["cubin"])
             assert not missing, f"{name} reads uniform registers {missing} unwritten"
+        if name == "_step_kernel":
+            SUMS.add(summed(compiled.asm["ttgir"]))
         print(name, used, flush=True)
 
     return launch
@@ -172,7 +190,12 @@ def main() -> None:
     ):
         dtype = getattr(torch, name)
         prefill(layer, dtype, extra)
+        SUMS.clear()
         steps(layer, dtype, extra)
+        assert len(SUMS) == 1, f"the steps of {layer.name} sum in {SUMS}"
+        known = all("blocked" in each for each in next(iter(SUMS)))
+        assert known, f"{layer.name} sums in {SUMS}, which this script cannot read"
+        print(layer.name, len(next(iter(SUMS))), "sums", flush=True)
     copies()
 
 
