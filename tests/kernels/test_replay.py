@@ -106,7 +106,7 @@ class Batch:
         return self.layer.verify(
             on(self.device, self.inputs),
             pool=pool,
-            out=self.out.to(self.device),
+            out=self.out.clone().to(self.device),
             **tables,
         )
 
