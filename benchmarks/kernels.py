@@ -23,9 +23,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from kernel_speed import copies, decode, prefill
+from kernel_speed import copies, decode, prefill, verify
 from kernel_speed.report import Report
-from kernel_speed.shapes import BATCHES, CHANNELS, DELTA, KDA, PREFILLS, SSD
+from kernel_speed.shapes import (
+    BATCHES,
+    CHANNELS,
+    DELTA,
+    KDA,
+    PREFILLS,
+    SSD,
+    VERIFY_BATCHES,
+)
 from kernel_speed.timing import Point, Row, run, tune_quickly
 
 Make = Callable[[], Point]
@@ -54,6 +62,33 @@ def decodes(batches: tuple[int, ...]) -> Iterator[tuple[str, Make]]:
         yield "conv", lambda n=batch: decode.convolution(CHANNELS, n)
 
 
+def verifies(batches: tuple[int, ...]) -> Iterator[tuple[str, Make]]:
+    """Draft tokens, and commits of accepted ones, by section."""
+    for batch in batches:
+        for wide, heads in ((False, DELTA), (True, KDA)):
+            name = "verify kda" if wide else "verify delta"
+            for head in heads:
+                for tree in (False, True):
+                    yield (
+                        name,
+                        lambda h=head, n=batch, w=wide, t=tree: verify.delta_rule(
+                            h, n, w, t
+                        ),
+                    )
+                yield (
+                    "verify commit",
+                    lambda h=head, n=batch, w=wide: verify.commit(h, CHANNELS, n, w),
+                )
+        for head in SSD:
+            for tree in (False, True):
+                yield (
+                    "verify ssd",
+                    lambda h=head, n=batch, t=tree: verify.mamba2(h, n, t),
+                )
+            yield "verify commit", lambda h=head, n=batch: verify.commit(h, CHANNELS, n)
+        yield "verify conv", lambda n=batch: verify.convolution(CHANNELS, n)
+
+
 def prefills(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Make]]:
     """Prefills, by section; each model's layers are a section of their own."""
     for size in sizes:
@@ -69,6 +104,7 @@ def prefills(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Make]]:
 def everything(compiling: bool) -> Iterator[tuple[str, Make]]:
     """All points; small ones are enough to compile."""
     yield from decodes((1, 8) if compiling else BATCHES)
+    yield from verifies((1, 8) if compiling else VERIFY_BATCHES)
     for megabytes, pairs in copies.SIZES[: 1 if compiling else None]:
         for layers in (1, 32):
             yield (

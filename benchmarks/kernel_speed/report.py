@@ -15,6 +15,9 @@ from .timing import OURS, Row
 
 NOTES = (
     "Decode bytes are the states read and written once; other operands are left out.",
+    "Verify: ours keeps a record of drafts, (slots) and the peers a state for each; "
+    "bytes are the main states read once. Commit: ours folds accepted drafts into main "
+    "states, (copies) moves a kept state; vLLM goes on from it where it is.",
     "Speed ratio: the peer's time over ours; above 1 ours is faster.",
     "(no slots): reads packed states and writes new ones, where ours updates slots in "
     "place. (no initial states): starts from zeros. (no state): reads and writes none.",

@@ -12,6 +12,9 @@ import torch
 
 from .timing import ROTATE
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where inputs lie; without a GPU points can be built, and nothing timed."""
+
 
 @dataclass(frozen=True)
 class Head:
@@ -27,8 +30,8 @@ class Head:
         """Float32 states; random without `fill`."""
         shape = (slots, self.values, self.width, self.depth)
         if fill is None:
-            return torch.randn(shape, device="cuda")
-        return torch.full(shape, fill, device="cuda")
+            return torch.randn(shape, device=DEVICE)
+        return torch.full(shape, fill, device=DEVICE)
 
 
 DELTA = [
@@ -43,6 +46,8 @@ SSD = [
 CHANNELS = 8192
 """Of the convolution: Qwen3-Next's queries, keys and values."""
 BATCHES = (1, 8, 32, 64, 128, 256, 512)
+VERIFY_BATCHES = (1, 8, 32, 128)
+"""A state for each draft of larger ones leaves no room for the peers'."""
 PREFILLS = (
     (1, 8192),  # first: peers tune themselves here
     (1, 128),
@@ -56,8 +61,8 @@ PREFILLS = (
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normal random numbers on the GPU."""
-    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+    """Normal random numbers."""
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
 def rotating_slots(batch: int, scattered: bool = True) -> tuple[int, torch.Tensor]:
@@ -67,7 +72,7 @@ def rotating_slots(batch: int, scattered: bool = True) -> tuple[int, torch.Tenso
     """
     count = ROTATE * batch
     order = torch.randperm(count) if scattered else torch.arange(count)
-    return count + 1, (order + 1).view(ROTATE, batch).int().cuda()
+    return count + 1, (order + 1).view(ROTATE, batch).int().to(DEVICE)
 
 
 def peer(module: str, name: str) -> Any:

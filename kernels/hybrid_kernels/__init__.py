@@ -24,6 +24,8 @@ tensor is met.
     Mamba-1.
 `speculative`
     parent indices of draft trees.
+`replay`
+    fold accepted drafts into main states, in all layers at once.
 
 Sequences and slots
 -------------------
@@ -73,17 +75,31 @@ allocate; it never waits for the device. It takes
 ``update`` runs one new token per sequence and advances its state in place. With
 `out` given it allocates nothing; it can be captured in a CUDA graph.
 
-``verify`` runs `L` draft tokens per sequence; the state after each gets a slot of
-its own. On a GPU it gives the bits of `update` when the path to a draft is replayed
-token by token. It can be captured like `update`. It takes
+``verify`` runs `L` draft tokens per sequence and leaves the main state as it is. What
+it keeps is either a slot for the state after each draft, or a record from which
+`replay.commit` folds accepted drafts into the main state, or nothing. On a GPU both
+give the bits of `update` when the path to a draft is run token by token. It can be
+captured like `update`. It takes
 
     pool, slots       slots ``[N]``, the main states; read only.
     draft_slots       ``[N, L]``; a negative entry keeps no state. For a chain
                       ``slots[i]`` may be among row `i`; otherwise all slots differ.
+                      None keeps no states.
     parents           ``[N, L]``, the draft each draft follows, -1 for the main
-                      state; parents come before children and keep their state in a
-                      slot. None means a chain.
-    out               written if given.
+                      state; parents come before children. With `draft_slots` they
+                      keep their state in a slot; with `record` a state is computed
+                      again along its path. None means a chain.
+    cu_seqlens        ``[N + 1]``, int32 or int64: drafts of rows of different lengths
+                      are packed along dimension 0, as `prefill` has tokens. Rows may
+                      be empty. Longer ones than tables and records have columns are
+                      refused on a CPU, undefined behaviour on a GPU. None means `L`
+                      drafts in every row.
+    record            ``[R, L, size]``, `R` at least `N`: receives the drafts of row
+                      `n` in ``record[n]``; `replay` says what it holds. Not together
+                      with `draft_slots`.
+    out               written if given; with `record` it may not overlap the tokens.
+
+RG-LRU and Mamba-1 take neither `cu_seqlens` nor `record`, and need `draft_slots`.
 
 Determinism
 -----------

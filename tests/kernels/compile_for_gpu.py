@@ -10,6 +10,9 @@ It also reads the machine code for a bug of ptxas 12.8, which Triton 3.6 carries
 address of a matrix operand in shared memory may be taken from a uniform register
 that nothing has written. Seen in the output kernel with tiles 32 columns wide, whose
 results were then wrong on an H200; which tile sizes are hit cannot be foreseen.
+
+And all variants of a layer's step must sum in one order, or `verify` and `commit` would
+not give the bits of `update`: it compares the layouts of what they reduce.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import layers
 import torch
 import triton.backends.nvidia
 import triton.runtime
-from hybrid_kernels import state_copy
+from hybrid_kernels import replay, state_copy
 from hybrid_kernels._common import operation
 from triton.backends.compiler import GPUTarget
 
@@ -70,6 +73,19 @@ def unwritten_registers(machine_code: bytes) -> set[int]:
     return read - written
 
 
+def summed(code: str) -> frozenset[str]:
+    """What a kernel reduces: element types, shapes, and which thread has which."""
+    layouts = dict(re.findall(r"^(#\w+) = (.+)$", code, re.MULTILINE))
+    types = re.findall(r"^\s*\}\) : \((tensor<.+?>)\) -> ", code, re.MULTILINE)
+    return frozenset(
+        re.sub(r"#\w+", lambda found: layouts[found.group()], each) for each in types
+    )
+
+
+SUMS: set[frozenset[str]] = set()
+"""Of the step kernels of the layer at hand."""
+
+
 def compile_only(self: Any, grid: object) -> Any:
     """In place of ``kernel[grid]``."""
 
@@ -82,6 +98,8 @@ def compile_only(self: Any, grid: object) -> Any:
         if DISASSEMBLER.exists():
             missing = unwritten_registers(compiled.asm["cubin"])
             assert not missing, f"{name} reads uniform registers {missing} unwritten"
+        if name == "_step_kernel":
+            SUMS.add(summed(compiled.asm["ttgir"]))
         print(name, used, flush=True)
 
     return launch
@@ -114,6 +132,26 @@ def steps(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
         layer.verify(rows, pool=pool, slots=slots, draft_slots=table, parents=table)
     else:
         layer.update(layer.make(2, dtype=dtype), pool=pool, slots=slots)
+    if layer.module not in (layers.rg_lru, layers.selective_scan):
+        packed(layer, dtype, extra)
+
+
+def packed(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
+    """Packed drafts with a record, and their commit; trees or chains."""
+    pool, slots = layer.states(4, dtype), torch.tensor([0, 1])
+    kept = layer.record(pool, 2, 3)
+    parents = torch.zeros(2, 3, dtype=torch.int32) if extra else None
+    layer.verify(
+        layer.make(5, dtype=dtype),
+        pool=pool,
+        slots=slots,
+        cu_seqlens=torch.tensor([0, 2, 5]),
+        record=kept.record,
+        parents=parents,
+    )
+    states = [kept] if isinstance(kept, replay.States) else []
+    windows = [kept] if isinstance(kept, replay.Windows) else []
+    replay.commit(replay.Layers(states, windows), slots, slots, parents=parents)
 
 
 def copies() -> None:
@@ -137,7 +175,7 @@ def main() -> None:
     """Compile for the shape named on the command line."""
     triton.runtime.driver.set_active(Driver())
     triton.runtime.JITFunction.__getitem__ = compile_only
-    for module in (operation, state_copy):
+    for module in (operation, replay, state_copy):
         module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
     name, width, depth, mode = sys.argv[1:]
     shape, extra = (int(depth), int(width)), mode == "extra"
@@ -152,7 +190,12 @@ def main() -> None:
     ):
         dtype = getattr(torch, name)
         prefill(layer, dtype, extra)
+        SUMS.clear()
         steps(layer, dtype, extra)
+        assert len(SUMS) == 1, f"the steps of {layer.name} sum in {SUMS}"
+        known = all("blocked" in each for each in next(iter(SUMS)))
+        assert known, f"{layer.name} sums in {SUMS}, which this script cannot read"
+        print(layer.name, len(next(iter(SUMS))), "sums", flush=True)
     copies()
 
 

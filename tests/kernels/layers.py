@@ -18,6 +18,7 @@ from hybrid_kernels import (
     gated_delta_rule,
     kda,
     lightning_attention,
+    replay,
     rg_lru,
     selective_scan,
     ssd,
@@ -105,6 +106,25 @@ class Layer:
     def verify(self, inputs: Tensors, **tables: Any) -> torch.Tensor:
         """The operation's `verify`."""
         return self.module.verify(**inputs, **tables, **self.options)
+
+    def record(
+        self, pool: torch.Tensor, rows: int, drafts: int
+    ) -> replay.States | replay.Windows:
+        """What replays drafts into a pool, its record full of NaN."""
+
+        def empty(size: int, dtype: torch.dtype) -> torch.Tensor:
+            # Apart from each other, as slices of one tensor for all layers are.
+            shape = (rows, 2, drafts + 1, size)
+            room = torch.full(shape, torch.nan, dtype=dtype, device=pool.device)
+            return room[:, 1, :drafts]
+
+        if self.module is causal_conv1d:
+            return replay.Windows(pool, empty(pool.shape[1], pool.dtype))
+        shapes = self.rows()
+        heads = shapes["B" if "B" in shapes else "k"][0]
+        wide = self.module is kda
+        size = replay.record_size(pool, heads, wide_decay=wide)
+        return replay.States(pool, empty(size, torch.float32), heads, wide)
 
     @property
     def rounding(self) -> dict[str, bool]:
@@ -327,6 +347,17 @@ SMALL = [
     *(convolution(140, width) for width in (2, 3, 4, 5)),
 ]
 """Small enough for Triton's interpreter."""
+
+REPLAYED = [
+    delta(1, 2, 12, 5, fused=False),
+    delta(2, 2, 12, 5, fused=True),
+    kimi(1, 2, 12, 5, fused=False),
+    kimi(2, 2, 12, 5, fused=True),
+    mamba2(1, 2, 12, 5),
+    lightning(1, 2, 12, 5),
+    *(convolution(70, width) for width in (2, 3, 4, 5)),
+]
+"""Layers whose drafts can be packed, and replayed from a record; smaller still."""
 
 LARGE = [
     delta(1, 1, 60, 64, fused=False),

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Triton kernel compiles for Hopper and fits its shared memory; no GPU needed.
 
-And its machine code reads no register that was never written.
+And its machine code reads no register that was never written, and all variants of a
+step sum in one order.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +41,6 @@ def test_kernels_compile(shape: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "_step_kernel" in done.stdout
+    assert "_commit_kernel" in done.stdout
+    # A layer that sums nothing would show that the layouts could not be read.
+    assert re.search(r"^delta-.* [12] sums$", done.stdout, re.MULTILINE)

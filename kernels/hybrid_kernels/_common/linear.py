@@ -102,6 +102,17 @@ class Operands(operation.Operands):
             check_shape("dt_bias", self.dt_bias, (heads, *depth))
             check_last_contiguous("dt_bias", self.dt_bias)
 
+    def check_record(self, record: torch.Tensor, pool: torch.Tensor) -> None:
+        """Require a record of keys, additions and decays, float32.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        size = record_size(pool, self.k.shape[-2], wide_decay=self.wide_g)
+        check_shape("record", record, (*record.shape[:2], size))
+        known = record.dtype == torch.float32
+        require(known, f"record is {record.dtype}, expected torch.float32")
+
     def _check_heads(self, pool: torch.Tensor) -> None:
         tensors = (self.q, self.k, self.v)
         for name, tensor in zip(self.names, tensors, strict=True):
@@ -117,6 +128,18 @@ class Operands(operation.Operands):
         )
         require(depth <= 256, f"{self.names[1]} has {depth} channels, at most 256 fit")
         check_shape("pool", pool, (pool.shape[0], values, width, depth))
+
+
+def record_size(pool: torch.Tensor, key_heads: int, *, wide_decay: bool) -> int:
+    """Numbers that a record keeps of a token: keys, then ``u``, then decays.
+
+    Args:
+        pool: ``[S, HV, V, K]``.
+        key_heads: `H`.
+        wide_decay: whether every key channel decays by itself.
+    """
+    _, heads, width, depth = pool.shape
+    return key_heads * depth + heads * (width + (depth if wide_decay else 1))
 
 
 @dataclass(frozen=True)
@@ -169,14 +192,27 @@ def finish(result: torch.Tensor, operands: Operands) -> torch.Tensor:
     return result
 
 
-def step(token: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance states ``[..., V, K]`` by one token; the output and the new states."""
-    state = state * token.g.exp()[..., None, :]
-    value = token.v
+def step(
+    token: Tokens, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Advance states ``[..., V, K]`` by one token.
+
+    Returns:
+        The output, the new states, and ``u``, what the token adds along its key.
+    """
+    decay, u = token.g.exp(), token.v
     if token.beta is not None:
-        value = token.beta * (value - _apply(state, token.k))
-    state = state + value[..., :, None] * token.k[..., None, :]
-    return _apply(state, token.q), state
+        u = token.beta * (u - _apply(state * decay[..., None, :], token.k))
+    state = fold(state, decay, token.k, u)
+    return _apply(state, token.q), state, u
+
+
+def fold(
+    state: torch.Tensor, decay: torch.Tensor, k: torch.Tensor, u: torch.Tensor
+) -> torch.Tensor:
+    """``S * decay + u k^T``: what a token does to states ``[..., V, K]``."""
+    state = state * decay[..., None, :]
+    return state + u[..., :, None] * k[..., None, :]
 
 
 def chunk(part: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,16 +260,18 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
 
 
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
-    """Run ``[N, L]`` tokens, each from its parent's state, vectorised over rows."""
-    batch = tokens(operands)
-    states, outs = DraftStates(drafts), []
-    for draft in range(out.shape[1]):
-        result, state = step(batch[:, draft], states.origin(draft))
-        outs.append(result)
+    """Run drafts, each from its parent's state, vectorised over rows."""
+    states = DraftStates(drafts, out)
+    group = operands.v.shape[-2] // operands.k.shape[-2]
+    for draft in range(states.longest):
+        mine = operands.at(states.index(draft))
+        token = tokens(mine)
+        result, state, u = step(token, states.origin(draft))
+        states.put(out, draft, finish(result, mine))
         states.append(state)
+        parts = (token.k[:, ::group], u, token.g.exp())
+        states.keep(draft, torch.cat([part.flatten(1) for part in parts], 1))
     states.write()
-    if outs:
-        out.copy_(finish(torch.stack(outs, 1), operands))
 
 
 def _apply(state: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:

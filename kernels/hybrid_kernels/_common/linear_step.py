@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hybrid_kernels._common.linear import EPSILON, Operands
-from hybrid_kernels._common.tables import Drafts
+from hybrid_kernels._common.tables import Drafts, two_strides
 
 # Fixed, whatever the batch: a row's arithmetic must not depend on other rows.
 # Small tiles: a row's products stay within one warp and its sums need no shared
@@ -38,6 +38,114 @@ def sigmoid(x):
 
 
 @triton.jit
+def _key(pointer, channel, in_k, epsilon, UNIT: tl.constexpr):
+    """A query or key, float32; of norm 1 if `UNIT`."""
+    vector = tl.load(pointer + channel, mask=in_k, other=0.0).to(tl.float32)
+    if UNIT:
+        vector *= tl.rsqrt(tl.sum(vector * vector) + epsilon)
+    return vector
+
+
+@triton.jit
+def _decay(
+    pointer, channel, in_k, b_A, b_dt_bias, HAS_A: tl.constexpr, WIDE_G: tl.constexpr
+):
+    """A token's decay, one number or one per key channel, and its time step."""
+    if WIDE_G:
+        b_g = tl.load(pointer + channel, mask=in_k, other=0.0).to(tl.float32)
+    else:
+        b_g = tl.load(pointer).to(tl.float32)
+    time = b_g
+    if HAS_A:
+        time = softplus(b_g + b_dt_bias)
+        b_g = time * b_A
+    return tl.exp(b_g), time
+
+
+@triton.jit
+def shrink(b_state, b_decay, WIDE_G: tl.constexpr):
+    """States after a token's decay."""
+    if WIDE_G:
+        b_state *= b_decay[None, :]
+    else:
+        b_state *= b_decay
+    return b_state
+
+
+@triton.jit
+def grow(b_state, b_u, b_k):
+    """States after a token's addition.
+
+    Written as one instruction, so that no kernel rounds twice where another rounds
+    once: verify and commit must give the bits of update.
+    """
+    left = tl.broadcast_to(b_u[:, None], b_state.shape)
+    right = tl.broadcast_to(b_k[None, :], b_state.shape)
+    return tl.fma(left, right, b_state)
+
+
+@triton.jit
+def ancestor(parents, node, hops, parents_draft):
+    """The draft `hops` before a draft on its path; negative beyond the first.
+
+    A parent comes before its children. Taking that for granted would make rows of
+    padding, which may hold anything, walk for ever.
+    """
+    for _ in range(hops):
+        at = tl.maximum(node, 0)
+        node = tl.minimum(tl.load(parents + at * parents_draft), at - 1)
+    return node
+
+
+@triton.jit
+def depth_of(parents, node, parents_draft):
+    """How many drafts the path to a draft has, itself included."""
+    depth = 0
+    while node >= 0:
+        depth += 1
+        node = ancestor(parents, node, 1, parents_draft)
+    return depth
+
+
+@triton.jit
+def _replay(
+    b_state,
+    k,
+    g,
+    recorded,
+    parents,
+    parent,
+    channel,
+    value,
+    in_k,
+    in_v,
+    b_A,
+    b_dt_bias,
+    epsilon,
+    k_draft,
+    g_draft,
+    record_draft,
+    parents_draft,
+    ELEMENT: tl.constexpr,
+    HAS_A: tl.constexpr,
+    WIDE_G: tl.constexpr,
+    USE_QK_L2NORM: tl.constexpr,
+):
+    """The state after a draft, from the main state and what its path added."""
+    depth = depth_of(parents, parent, parents_draft)
+    for number in range(depth):
+        node = ancestor(parents, parent, depth - 1 - number, parents_draft)
+        b_k = _key(k + node * k_draft, channel, in_k, epsilon, USE_QK_L2NORM)
+        b_decay, _ = _decay(
+            g + node * g_draft, channel, in_k, b_A, b_dt_bias, HAS_A, WIDE_G
+        )
+        b_u = tl.load(recorded + node * record_draft + value, mask=in_v, other=0.0)
+        b_state = grow(shrink(b_state, b_decay, WIDE_G), b_u, b_k)
+        b_state = b_state.to(ELEMENT).to(tl.float32)
+    return b_state
+
+
+@triton.jit
 def _step_kernel(
     q,
     k,
@@ -52,6 +160,8 @@ def _step_kernel(
     slots,
     draft_slots,
     parents,
+    cu_seqlens,
+    record,
     out,
     scale,
     epsilon,
@@ -85,6 +195,8 @@ def _step_kernel(
     draft_slots_draft,
     parents_row,
     parents_draft,
+    record_row,
+    record_draft,
     out_row,
     out_draft,
     out_head,
@@ -100,27 +212,41 @@ def _step_kernel(
     WIDE_G: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     HAS_PARENTS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_RECORD: tl.constexpr,
     USE_QK_L2NORM: tl.constexpr,
 ):
+    """The drafts of one row; `entry` is its first token where drafts are packed.
+
+    The state after each draft goes to a slot, or what it takes to make it goes to the
+    record: keys, additions and decays, in this order.
+    """
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     row = tl.program_id(1).to(tl.int64)
+    entry = row
+    if HAS_LENGTHS:
+        entry = tl.load(cu_seqlens + row).to(tl.int64)
+        drafts = (tl.load(cu_seqlens + row + 1).to(tl.int64) - entry).to(tl.int32)
     channel = tl.arange(0, BLOCK_K)
-    value = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    value = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k = channel < K
     in_v = value < V
     within = head.to(tl.int64) * pool_head
     within += value[:, None] * pool_v + channel[None, :] * pool_k
-    q += row * q_row + (head // group) * q_head
-    k += row * k_row + (head // group) * k_head
-    v += row * v_row + head * v_head
-    g += row * g_row + head * g_head
-    out += row * out_row + head * out_head
+    q += entry * q_row + (head // group) * q_head
+    k += entry * k_row + (head // group) * k_head
+    v += entry * v_row + head * v_head
+    g += entry * g_row + head * g_head
+    out += entry * out_row + head * out_head
     if HAS_BETA:
-        beta += row * beta_row + head * beta_head
+        beta += entry * beta_row + head * beta_head
     if HAS_GATE:
-        gate += row * gate_row + head * gate_head
+        gate += entry * gate_row + head * gate_head
+    b_A = 0.0
     if HAS_A:
         b_A = tl.load(A + head).to(tl.float32)
     b_dt_bias = 0.0
@@ -138,55 +264,73 @@ def _step_kernel(
     mask = (value < rows)[:, None] & in_k[None, :]
     b_state = tl.load(pool + main * pool_slot + within, mask=mask, other=0.0)
     b_state = b_state.to(tl.float32)
+    b_main = b_state
+    if HAS_PARENTS:
+        parents += row * parents_row
+    if HAS_RECORD:
+        record += row * record_row
+        o_u = (heads // group) * K + head * V
     for draft in range(drafts):
         if HAS_PARENTS:
-            parent = tl.load(parents + row * parents_row + draft * parents_draft)
+            # Rows of padding may hold anything.
+            parent = tl.minimum(tl.load(parents + draft * parents_draft), draft - 1)
             if (parent != draft - 1) & (draft > 0):
-                # Other threads of this program may have written that slot.
+                # Other threads of this program may have written what is read.
                 tl.debug_barrier()
-                entry = tl.maximum(parent, 0) * draft_slots_draft
-                origin = tl.load(draft_slots + row * draft_slots_row + entry)
-                origin = tl.where(parent < 0, main, origin.to(tl.int64))
-                rows = tl.where(origin >= 0, V, 0)
-                mask = (value < rows)[:, None] & in_k[None, :]
-                b_state = tl.load(
-                    pool + origin * pool_slot + within, mask=mask, other=0.0
-                ).to(tl.float32)
+                if HAS_RECORD:
+                    b_state = _replay(
+                        b_main,
+                        k,
+                        g,
+                        record + o_u,
+                        parents,
+                        parent,
+                        channel,
+                        value,
+                        in_k,
+                        in_v,
+                        b_A,
+                        b_dt_bias,
+                        epsilon,
+                        k_draft,
+                        g_draft,
+                        record_draft,
+                        parents_draft,
+                        pool.dtype.element_ty,
+                        HAS_A,
+                        WIDE_G,
+                        USE_QK_L2NORM,
+                    )
+                else:
+                    origin = tl.load(
+                        draft_slots
+                        + row * draft_slots_row
+                        + tl.maximum(parent, 0) * draft_slots_draft
+                    )
+                    origin = tl.where(parent < 0, main, origin.to(tl.int64))
+                    rows = tl.where(origin >= 0, V, 0)
+                    mask = (value < rows)[:, None] & in_k[None, :]
+                    b_state = tl.load(
+                        pool + origin * pool_slot + within, mask=mask, other=0.0
+                    ).to(tl.float32)
 
-        b_q = tl.load(q + draft * q_draft + channel, mask=in_k, other=0.0)
-        b_q = b_q.to(tl.float32)
-        b_k = tl.load(k + draft * k_draft + channel, mask=in_k, other=0.0)
-        b_k = b_k.to(tl.float32)
-        if USE_QK_L2NORM:
-            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + epsilon)
-            b_k *= tl.rsqrt(tl.sum(b_k * b_k) + epsilon)
+        b_q = _key(q + draft * q_draft, channel, in_k, epsilon, USE_QK_L2NORM)
+        b_k = _key(k + draft * k_draft, channel, in_k, epsilon, USE_QK_L2NORM)
         b_v = tl.load(v + draft * v_draft + value, mask=in_v, other=0.0)
         b_v = b_v.to(tl.float32)
         plain = b_v
-        if WIDE_G:
-            b_g = tl.load(g + draft * g_draft + channel, mask=in_k, other=0.0)
-            b_g = b_g.to(tl.float32)
-            if HAS_A:
-                b_g = softplus(b_g + b_dt_bias) * b_A
-            b_state *= tl.exp(b_g)[None, :]
-        else:
-            b_g = tl.load(g + draft * g_draft).to(tl.float32)
-            if HAS_A:
-                time = softplus(b_g + b_dt_bias)
-                b_g = time * b_A
-                if SCALE_V:
-                    b_v *= time
-            b_state *= tl.exp(b_g)
+        b_decay, time = _decay(
+            g + draft * g_draft, channel, in_k, b_A, b_dt_bias, HAS_A, WIDE_G
+        )
+        if SCALE_V:
+            b_v *= time
+        b_state = shrink(b_state, b_decay, WIDE_G)
         if HAS_BETA:
             b_beta = tl.load(beta + draft * beta_draft).to(tl.float32)
             if SIGMOID_BETA:
                 b_beta = sigmoid(b_beta)
             b_v = b_beta * (b_v - tl.sum(b_state * b_k[None, :], axis=1))
-        # Written as one instruction, so that no variant of this kernel rounds twice
-        # where another rounds once: verify must give the bits of update.
-        left = tl.broadcast_to(b_v[:, None], (BLOCK_V, BLOCK_K))
-        right = tl.broadcast_to(b_k[None, :], (BLOCK_V, BLOCK_K))
-        b_state = tl.fma(left, right, b_state)
+        b_state = grow(b_state, b_v, b_k)
         b_o = tl.sum(b_state * b_q[None, :], axis=1) * scale
         if HAS_SKIP:
             b_o += plain * tl.load(skip + head).to(tl.float32)
@@ -200,31 +344,39 @@ def _step_kernel(
             mask=in_v,
         )
 
-        entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
-        target = tl.load(entry).to(tl.int64)
-        rows = tl.where(target >= 0, V, 0)
-        mask = (value < rows)[:, None] & in_k[None, :]
         rounded = b_state.to(pool.dtype.element_ty)
-        tl.store(pool + target * pool_slot + within, rounded, mask=mask)
+        if HAS_SLOTS:
+            target = draft_slots + row * draft_slots_row + draft * draft_slots_draft
+            target = tl.load(target).to(tl.int64)
+            rows = tl.where(target >= 0, V, 0)
+            mask = (value < rows)[:, None] & in_k[None, :]
+            tl.store(pool + target * pool_slot + within, rounded, mask=mask)
+        if HAS_RECORD:
+            recorded = record + draft * record_draft
+            tl.store(recorded + o_u + value, b_v, mask=in_v)
+            # What all programs of a head have alike, one of them writes.
+            if block == 0:
+                if head % group == 0:
+                    tl.store(recorded + head // group * K + channel, b_k, mask=in_k)
+                recorded += heads // group * K + heads * V
+                if WIDE_G:
+                    tl.store(recorded + head * K + channel, b_decay, mask=in_k)
+                else:
+                    tl.store(recorded + head, b_decay)
         # What a replay would read back, so that both give the same bits.
         b_state = rounded.to(tl.float32)
 
 
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
-    """Run ``[N, L]`` tokens, each from its parent's state; one launch."""
+    """Run drafts, each from its parent's state; one launch."""
     q, k, v, g = operands.q, operands.k, operands.v, operands.g
-    beta, gate, dt_bias, parents = (
-        operands.beta,
-        operands.gate,
-        operands.dt_bias,
-        drafts.parents,
-    )
-    rows, count, heads, width = v.shape
-    if rows == 0 or count == 0:
+    beta, gate, dt_bias = operands.beta, operands.gate, operands.dt_bias
+    pool, heads, width = drafts.pool, *v.shape[-2:]
+    if drafts.count == 0 or v.shape[:-2].numel() == 0:
         return
     depth = k.shape[-1]
     block_v = min(_BLOCK_V, triton.next_power_of_2(width))
-    _step_kernel[(heads * triton.cdiv(width, block_v), rows)](
+    _step_kernel[(heads * triton.cdiv(width, block_v), drafts.count)](
         q,
         k,
         v,
@@ -234,27 +386,30 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         dt_bias,
         operands.skip,
         gate,
-        drafts.pool,
+        pool,
         drafts.slots,
         drafts.draft_slots,
-        parents,
+        drafts.parents,
+        drafts.cu_seqlens,
+        drafts.record,
         out,
         operands.scale,
         EPSILON,
-        count,
+        v.shape[1],
         heads,
-        heads // k.shape[2],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *g.stride()[:3],
-        *((0, 0, 0) if beta is None else beta.stride()),
-        *((0, 0, 0) if gate is None else gate.stride()[:3]),
+        heads // k.shape[-2],
+        *drafts.strides(q),
+        *drafts.strides(k),
+        *drafts.strides(v),
+        *drafts.strides(g),
+        *drafts.strides(beta),
+        *drafts.strides(gate),
         0 if dt_bias is None else dt_bias.stride(0),
-        *drafts.pool.stride(),
-        *drafts.draft_slots.stride(),
-        *((0, 0) if parents is None else parents.stride()),
-        *out.stride()[:3],
+        *pool.stride(),
+        *two_strides(drafts.draft_slots),
+        *two_strides(drafts.parents),
+        *two_strides(drafts.record),
+        *drafts.strides(out),
         K=depth,
         V=width,
         BLOCK_K=triton.next_power_of_2(depth),
@@ -267,7 +422,10 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         WIDE_G=operands.wide_g,
         HAS_SKIP=operands.skip is not None,
         HAS_GATE=gate is not None,
-        HAS_PARENTS=parents is not None,
+        HAS_SLOTS=drafts.draft_slots is not None,
+        HAS_PARENTS=drafts.parents is not None,
+        HAS_LENGTHS=drafts.cu_seqlens is not None,
+        HAS_RECORD=drafts.record is not None,
         USE_QK_L2NORM=operands.use_qk_l2norm,
         num_warps=_WARPS,
     )

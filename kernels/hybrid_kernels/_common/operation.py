@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -43,13 +43,31 @@ class Operands:
         """
         raise NotImplementedError
 
+    def check_record(self, record: torch.Tensor, pool: torch.Tensor) -> None:
+        """Require a record of drafts to suit the operands and the pool.
+
+        Only called for operations whose `verify` takes a record.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        raise NotImplementedError
+
     def as_single_drafts(self) -> Any:
         """The same tokens with a dimension for drafts behind the first."""
+        return self._map(lambda x: x[:, None])
+
+    def at(self, index: Any) -> Any:
+        """Some of the tokens, by an index of their leading dimensions."""
+        return self._map(lambda x: x[index].contiguous())
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         fields: Mapping[str, torch.Tensor | None] = {
             name: getattr(self, name) for name in self.PER_TOKEN
         }
-        views = {n: x[:, None] for n, x in fields.items() if x is not None}
-        return replace(self, **views)
+        return replace(
+            self, **{n: change(x) for n, x in fields.items() if x is not None}
+        )
 
 
 class Backend(Protocol):
@@ -59,7 +77,7 @@ class Backend(Protocol):
         """Run packed sequences."""
 
     def steps(self, operands: Any, drafts: Drafts, out: torch.Tensor) -> None:
-        """Run ``[N, L]`` tokens, each from its parent's state."""
+        """Run ``[N, L]`` or packed drafts, each from its parent's state."""
 
 
 @functools.cache
@@ -107,9 +125,12 @@ def verify(
     package: str, operands: Operands, drafts: Drafts, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Check and run draft tokens; `out`, or a new tensor."""
-    _check_dimensions(operands, 2)
+    lead = 2 if drafts.cu_seqlens is None else 1
+    _check_dimensions(operands, lead)
     operands.check(drafts.pool)
-    drafts.check(*operands.values.shape[:2])
+    drafts.check(tuple(operands.values.shape[:lead]))
+    if drafts.record is not None:
+        operands.check_record(drafts.record, drafts.pool)
     result = _output(operands, out)
     backend(package, result).steps(operands, drafts, result)
     return result

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -84,20 +85,63 @@ def write_state(pool: torch.Tensor, slot: int, state: torch.Tensor) -> None:
 class DraftStates:
     """States along drafts, vectorised over rows, as if each were run by itself."""
 
-    def __init__(self, drafts: Drafts) -> None:
-        """Read the main states; padding rows get zeros."""
+    def __init__(self, drafts: Drafts, out: torch.Tensor) -> None:
+        """Read the main states; padding rows get zeros.
+
+        Args:
+            drafts: the rows.
+            out: what the operation returns; its leading dimensions are the tokens'.
+
+        Raises:
+            ValueError: if a row has more drafts than the tables have columns.
+        """
         self._drafts = drafts
         pool, slots = drafts.pool, drafts.slots
         main = pool[slots.long().clamp(min=0)].float()
         main[slots < 0] = 0
         self._states = [main]
+        self._starts: torch.Tensor | None = None
+        if drafts.cu_seqlens is None:
+            self.longest = out.shape[1]
+            return
+        bounds = drafts.cu_seqlens.long()
+        self._starts, self._lengths = bounds[:-1], bounds.diff()
+        self._tokens = out.shape[0]
+        self.longest = max(self._lengths.tolist(), default=0)
+        for table in (drafts.draft_slots, drafts.parents, drafts.record):
+            most = self.longest if table is None else table.shape[1]
+            require(
+                self.longest <= most,
+                f"a row has {self.longest} drafts, more than {most} columns",
+            )
+
+    def index(self, draft: int) -> Any:
+        """Of the rows' tokens; of any token for a row without this draft."""
+        if self._starts is None:
+            return slice(None), draft
+        return (self._starts + draft).clamp(max=self._tokens - 1)
+
+    def put(self, out: torch.Tensor, draft: int, values: torch.Tensor) -> None:
+        """Write the rows' outputs of a draft."""
+        if self._starts is None:
+            out[:, draft] = values.to(out.dtype)
+        else:
+            live = self._live(draft)
+            out[self._starts[live] + draft] = values[live].to(out.dtype)
+
+    def keep(self, draft: int, values: torch.Tensor) -> None:
+        """Write ``[N, size]`` numbers of a draft to the record, if there is one."""
+        record = self._drafts.record
+        if record is not None:
+            live = self._live(draft).nonzero()[:, 0]
+            record[live, draft] = values[live].to(record.dtype)
 
     def origin(self, draft: int) -> torch.Tensor:
         """``[N, *state]``, float32: what each row's draft starts from."""
         parents = self._drafts.parents
         if parents is None:
             return self._states[-1]
-        column = parents[:, draft].long() + 1
+        column = parents[:, draft].long().clamp(max=draft - 1) + 1
         row = torch.arange(column.numel(), device=column.device)
         return torch.stack(self._states)[column, row]
 
@@ -108,9 +152,17 @@ class DraftStates:
     def write(self) -> None:
         """Put all states into their slots, in the order of the drafts."""
         pool, targets = self._drafts.pool, self._drafts.draft_slots
+        if targets is None:
+            return
         for draft, states in enumerate(self._states[1:]):
-            keep = targets[:, draft] >= 0
+            keep = (targets[:, draft] >= 0) & self._live(draft)
             pool[targets[keep, draft].long()] = states[keep].to(pool.dtype)
+
+    def _live(self, draft: int) -> torch.Tensor:
+        """``[N]``: which rows have this draft."""
+        if self._starts is None:
+            return torch.ones_like(self._drafts.slots, dtype=torch.bool)
+        return self._lengths > draft
 
 
 def _offsets(sequences: Sequences) -> list[int]:

@@ -119,20 +119,23 @@ def verify(
     bias: torch.Tensor | None,
     pool: torch.Tensor,
     slots: torch.Tensor,
-    draft_slots: torch.Tensor,
+    draft_slots: torch.Tensor | None = None,
     *,
     parents: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
     activation: Activation = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convolve `L` draft tokens per sequence; the state after each gets a slot.
+    """Convolve `L` draft tokens per sequence; keep states, or a record to replay.
 
     Args:
         x: ``[N, L, D]``.
         weight: ``[D, W]``.
         bias: ``[D]`` or None.
         pool: ``[S, D, W - 1]``.
-        slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
+        slots, draft_slots, parents, cu_seqlens, record: as for every `verify`, see
+        `hybrid_kernels`; packed drafts are ``[T, ...]`` instead of ``[N, L, ...]``.
         activation: "silu" or None.
         out: ``[N, L, D]``, written if given.
 
@@ -143,5 +146,5 @@ def verify(
         ValueError: if shapes do not fit.
     """
     tokens = Operands(x, weight, bias, activation)
-    drafts = Drafts(pool, slots, draft_slots, parents)
+    drafts = Drafts(pool, slots, draft_slots, parents, cu_seqlens, record)
     return operation.verify(__name__, tokens, drafts, out)

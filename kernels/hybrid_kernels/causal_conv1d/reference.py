@@ -57,6 +57,16 @@ class Operands(operation.Operands):
         known = self.activation in (None, "silu")
         require(known, f"unknown activation {self.activation!r}")
 
+    def check_record(self, record: torch.Tensor, pool: torch.Tensor) -> None:
+        """Require a record of inputs, of the pool's type.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        check_shape("record", record, (*record.shape[:2], self.x.shape[-1]))
+        same = record.dtype == pool.dtype
+        require(same, f"record is {record.dtype}, expected {pool.dtype}")
+
     def convolve(self, line: torch.Tensor) -> torch.Tensor:
         """``[..., D, W - 1 + n]`` inputs to ``[..., D, n]`` outputs, float32."""
         result = functional.conv1d(
@@ -83,12 +93,13 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
 
 
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
-    """Run ``[N, L]`` tokens, each behind its parent's state, vectorised over rows."""
-    states = DraftStates(drafts)
-    for draft in range(out.shape[1]):
-        token = operands.x[:, draft].float()[..., None]
-        line = torch.cat([states.origin(draft), token], dim=2)
+    """Run drafts, each behind its parent's state, vectorised over rows."""
+    states = DraftStates(drafts, out)
+    for draft in range(states.longest):
+        token = operands.x[states.index(draft)]
+        line = torch.cat([states.origin(draft), token.float()[..., None]], dim=2)
         if len(line):
-            out[:, draft] = operands.convolve(line)[..., 0]
+            states.put(out, draft, operands.convolve(line)[..., 0])
         states.append(line[..., 1:])
+        states.keep(draft, token)
     states.write()

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from hybrid_kernels._common.chunk_kernels import find
 from hybrid_kernels._common.linear_chunk import boundary_table, flags
-from hybrid_kernels._common.tables import Drafts, Sequences
+from hybrid_kernels._common.linear_step import ancestor
+from hybrid_kernels._common.tables import Drafts, Sequences, two_strides
 from hybrid_kernels.causal_conv1d.reference import Operands
 
 _TOKENS = 16
@@ -414,6 +415,38 @@ def _prefill_kernel(
 
 
 @triton.jit
+def _path_input(
+    x,
+    pool,
+    parents,
+    parent,
+    channel,
+    channels,
+    main,
+    x_draft,
+    parents_draft,
+    pool_input,
+    NUMBER: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Input `NUMBER` of the `WIDTH` - 1 in front of a draft that follows `parent`.
+
+    It comes from the draft's path, or from the main state where the path is shorter.
+    """
+    node = parent
+    seen = 0
+    for _ in tl.static_range(WIDTH - 2 - NUMBER):
+        seen += (node >= 0).to(tl.int32)
+        node = ancestor(parents, node, 1, parents_draft)
+    wanted = tl.where(NUMBER < WIDTH - 1, channels, 0)
+    kept = channel < tl.where((node < 0) & (main >= 0), wanted, 0)
+    old = tl.load(pool + (NUMBER + seen) * pool_input, mask=kept, other=0.0)
+    given = channel < tl.where(node >= 0, wanted, 0)
+    fresh = tl.load(x + tl.maximum(node, 0) * x_draft, mask=given, other=0.0)
+    return tl.where(node >= 0, fresh.to(pool.dtype.element_ty), old)
+
+
+@triton.jit
 def _step_kernel(
     x,
     weight,
@@ -422,6 +455,8 @@ def _step_kernel(
     slots,
     draft_slots,
     parents,
+    cu_seqlens,
+    record,
     out,
     channels,
     drafts,
@@ -437,17 +472,29 @@ def _step_kernel(
     draft_slots_draft,
     parents_row,
     parents_draft,
+    record_row,
+    record_draft,
     out_row,
     out_draft,
     out_channel,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     HAS_PARENTS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    HAS_RECORD: tl.constexpr,
     SILU: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The last up to four inputs live in ``past0`` (oldest) to ``past3``."""
-    row = tl.program_id(0)
+    """The last up to four inputs live in ``past0`` (oldest) to ``past3``.
+
+    `entry` is the row's first token where drafts are packed.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    entry = row
+    if HAS_LENGTHS:
+        entry = tl.load(cu_seqlens + row).to(tl.int64)
+        drafts = (tl.load(cu_seqlens + row + 1).to(tl.int64) - entry).to(tl.int32)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     live = channel < channels
     offset = channel.to(tl.int64) * pool_channel
@@ -469,26 +516,88 @@ def _step_kernel(
     if HAS_BIAS:
         base += tl.load(bias + channel, mask=live, other=0.0).to(tl.float32)
 
+    x += entry * x_row + channel * x_channel
+    out += entry * out_row + channel * out_channel
+    if HAS_PARENTS:
+        parents += row * parents_row
     for draft in range(drafts):
         if HAS_PARENTS:
-            parent = tl.load(parents + row * parents_row + draft * parents_draft)
+            # Rows of padding may hold anything.
+            parent = tl.minimum(tl.load(parents + draft * parents_draft), draft - 1)
             if (parent != draft - 1) | (draft == 0):
-                # Other threads of this program may have written that slot.
-                tl.debug_barrier()
-                entry = tl.maximum(parent, 0) * draft_slots_draft
-                origin = tl.load(draft_slots + row * draft_slots_row + entry)
-                origin = tl.where(parent < 0, main, origin.to(tl.int64))
-                slot = origin * pool_slot
-                known = channel < tl.where(origin >= 0, channels, 0)
-                past0 = _column(pool, slot, offset, pool_input, known, 0, WIDTH)
-                past1 = _column(pool, slot, offset, pool_input, known, 1, WIDTH)
-                past2 = _column(pool, slot, offset, pool_input, known, 2, WIDTH)
-                past3 = _column(pool, slot, offset, pool_input, known, 3, WIDTH)
-        value = tl.load(
-            x + row.to(tl.int64) * x_row + draft * x_draft + channel * x_channel,
-            mask=live,
-            other=0.0,
-        )
+                if HAS_RECORD:
+                    past0 = _path_input(
+                        x,
+                        pool + main * pool_slot + offset,
+                        parents,
+                        parent,
+                        channel,
+                        channels,
+                        main,
+                        x_draft,
+                        parents_draft,
+                        pool_input,
+                        0,
+                        WIDTH,
+                    )
+                    past1 = _path_input(
+                        x,
+                        pool + main * pool_slot + offset,
+                        parents,
+                        parent,
+                        channel,
+                        channels,
+                        main,
+                        x_draft,
+                        parents_draft,
+                        pool_input,
+                        1,
+                        WIDTH,
+                    )
+                    past2 = _path_input(
+                        x,
+                        pool + main * pool_slot + offset,
+                        parents,
+                        parent,
+                        channel,
+                        channels,
+                        main,
+                        x_draft,
+                        parents_draft,
+                        pool_input,
+                        2,
+                        WIDTH,
+                    )
+                    past3 = _path_input(
+                        x,
+                        pool + main * pool_slot + offset,
+                        parents,
+                        parent,
+                        channel,
+                        channels,
+                        main,
+                        x_draft,
+                        parents_draft,
+                        pool_input,
+                        3,
+                        WIDTH,
+                    )
+                else:
+                    # Other threads of this program may have written that slot.
+                    tl.debug_barrier()
+                    origin = tl.load(
+                        draft_slots
+                        + row * draft_slots_row
+                        + tl.maximum(parent, 0) * draft_slots_draft
+                    )
+                    origin = tl.where(parent < 0, main, origin.to(tl.int64))
+                    slot = origin * pool_slot
+                    known = channel < tl.where(origin >= 0, channels, 0)
+                    past0 = _column(pool, slot, offset, pool_input, known, 0, WIDTH)
+                    past1 = _column(pool, slot, offset, pool_input, known, 1, WIDTH)
+                    past2 = _column(pool, slot, offset, pool_input, known, 2, WIDTH)
+                    past3 = _column(pool, slot, offset, pool_input, known, 3, WIDTH)
+        value = tl.load(x + draft * x_draft, mask=live, other=0.0)
         total = _output(
             past0,
             past1,
@@ -504,27 +613,24 @@ def _step_kernel(
             WIDTH,
             SILU,
         )
-        tl.store(
-            out
-            + row.to(tl.int64) * out_row
-            + draft * out_draft
-            + channel * out_channel,
-            total.to(out.dtype.element_ty),
-            mask=live,
-        )
+        tl.store(out + draft * out_draft, total.to(out.dtype.element_ty), mask=live)
         fresh = value.to(pool.dtype.element_ty)
         past0, past1, past2, past3 = _shift(past0, past1, past2, past3, fresh, WIDTH)
-        entry = draft_slots + row * draft_slots_row + draft * draft_slots_draft
-        target = tl.load(entry).to(tl.int64)
-        p_pool = pool + target * pool_slot + offset
-        keep = channel < tl.where(target >= 0, channels, 0)
-        tl.store(p_pool, past0, mask=keep)
-        if WIDTH > 2:
-            tl.store(p_pool + pool_input, past1, mask=keep)
-        if WIDTH > 3:
-            tl.store(p_pool + 2 * pool_input, past2, mask=keep)
-        if WIDTH > 4:
-            tl.store(p_pool + 3 * pool_input, past3, mask=keep)
+        if HAS_RECORD:
+            p_record = record + row * record_row + draft * record_draft
+            tl.store(p_record + channel, fresh, mask=live)
+        if HAS_SLOTS:
+            target = draft_slots + row * draft_slots_row + draft * draft_slots_draft
+            target = tl.load(target).to(tl.int64)
+            p_pool = pool + target * pool_slot + offset
+            keep = channel < tl.where(target >= 0, channels, 0)
+            tl.store(p_pool, past0, mask=keep)
+            if WIDTH > 2:
+                tl.store(p_pool + pool_input, past1, mask=keep)
+            if WIDTH > 3:
+                tl.store(p_pool + 2 * pool_input, past2, mask=keep)
+            if WIDTH > 4:
+                tl.store(p_pool + 3 * pool_input, past3, mask=keep)
 
 
 def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None:
@@ -574,31 +680,36 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
 
 
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
-    """Run ``[N, L]`` tokens, each behind its parent's state; one launch."""
-    x, weight, parents = operands.x, operands.weight, drafts.parents
-    rows, count, channels = x.shape
-    if rows == 0 or count == 0:
+    """Run drafts, each behind its parent's state; one launch."""
+    x, weight, channels = operands.x, operands.weight, operands.x.shape[-1]
+    if drafts.count == 0 or x.shape[:-1].numel() == 0:
         return
-    _step_kernel[(rows, triton.cdiv(channels, _STEP_CHANNELS))](
+    _step_kernel[(drafts.count, triton.cdiv(channels, _STEP_CHANNELS))](
         x,
         weight,
         operands.bias,
         drafts.pool,
         drafts.slots,
         drafts.draft_slots,
-        parents,
+        drafts.parents,
+        drafts.cu_seqlens,
+        drafts.record,
         out,
         channels,
-        count,
-        *x.stride(),
+        x.shape[1],
+        *drafts.strides(x),
         *weight.stride(),
         *drafts.pool.stride(),
-        *drafts.draft_slots.stride(),
-        *((0, 0) if parents is None else parents.stride()),
-        *out.stride(),
+        *two_strides(drafts.draft_slots),
+        *two_strides(drafts.parents),
+        *two_strides(drafts.record),
+        *drafts.strides(out),
         WIDTH=operands.taps,
         HAS_BIAS=operands.bias is not None,
-        HAS_PARENTS=parents is not None,
+        HAS_SLOTS=drafts.draft_slots is not None,
+        HAS_PARENTS=drafts.parents is not None,
+        HAS_LENGTHS=drafts.cu_seqlens is not None,
+        HAS_RECORD=drafts.record is not None,
         SILU=operands.activation == "silu",
         CHANNELS=_STEP_CHANNELS,
         num_warps=_STEP_WARPS,

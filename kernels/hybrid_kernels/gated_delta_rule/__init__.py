@@ -142,16 +142,18 @@ def verify(
     beta: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
-    draft_slots: torch.Tensor,
+    draft_slots: torch.Tensor | None = None,
     *,
     parents: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
     A: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     scale: float | None = None,
     use_qk_l2norm: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `L` draft tokens per sequence; the state after each gets its own slot.
+    """Run `L` draft tokens per sequence; keep states, or a record to replay.
 
     Args:
         q: ``[N, L, H, K]``.
@@ -160,7 +162,8 @@ def verify(
         g: ``[N, L, HV]``, as for `prefill`.
         beta: ``[N, L, HV]``, as for `prefill`.
         pool: ``[S, HV, V, K]``.
-        slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
+        slots, draft_slots, parents, cu_seqlens, record: as for every `verify`, see
+        `hybrid_kernels`; packed drafts are ``[T, ...]`` instead of ``[N, L, ...]``.
         A, dt_bias, scale, use_qk_l2norm: as for `prefill`.
         out: ``[N, L, HV, V]``, written if given.
 
@@ -171,5 +174,5 @@ def verify(
         ValueError: if shapes or strides do not fit.
     """
     tokens = operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm)
-    drafts = Drafts(pool, slots, draft_slots, parents)
+    drafts = Drafts(pool, slots, draft_slots, parents, cu_seqlens, record)
     return operation.verify(__name__, tokens, drafts, out)

@@ -121,13 +121,15 @@ def verify(
     decay: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
-    draft_slots: torch.Tensor,
+    draft_slots: torch.Tensor | None = None,
     *,
     parents: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
     scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `L` draft tokens per sequence; the state after each gets its own slot.
+    """Run `L` draft tokens per sequence; keep states, or a record to replay.
 
     Args:
         q: ``[N, L, H, K]``.
@@ -135,7 +137,8 @@ def verify(
         v: ``[N, L, HV, V]``.
         decay: ``[HV]``.
         pool: ``[S, HV, V, K]``.
-        slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
+        slots, draft_slots, parents, cu_seqlens, record: as for every `verify`, see
+        `hybrid_kernels`; packed drafts are ``[T, ...]`` instead of ``[N, L, ...]``.
         scale: multiplies the output.
         out: ``[N, L, HV, V]``, written if given.
 
@@ -146,5 +149,5 @@ def verify(
         ValueError: if shapes or strides do not fit.
     """
     tokens = operands(q, k, v, decay, scale)
-    drafts = Drafts(pool, slots, draft_slots, parents)
+    drafts = Drafts(pool, slots, draft_slots, parents, cu_seqlens, record)
     return operation.verify(__name__, tokens, drafts, out)

@@ -78,7 +78,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
     """Run ``[N, L]`` tokens, each from its parent's state, vectorised over rows."""
     decay, gated = operands.gates()
-    inflow, states = _inflow(decay, gated), DraftStates(drafts)
+    inflow, states = _inflow(decay, gated), DraftStates(drafts, out)
     for draft in range(out.shape[1]):
         state = decay[:, draft] * states.origin(draft) + inflow[:, draft]
         out[:, draft] = state

@@ -17,7 +17,7 @@ import triton.language as tl
 from hybrid_kernels._common.chunk_kernels import cut, ends_at_boundary, how_many
 from hybrid_kernels._common.linear_chunk import boundary_table, flags, rounds
 from hybrid_kernels._common.linear_step import sigmoid
-from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences, two_strides
 from hybrid_kernels.rg_lru.reference import Operands
 
 _CHANNELS = 32
@@ -254,8 +254,8 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         *operands.input_gate.stride()[:2],
         *operands.recurrence_gate.stride()[:2],
         *drafts.pool.stride(),
-        *drafts.draft_slots.stride(),
-        *((0, 0) if parents is None else parents.stride()),
+        *two_strides(drafts.draft_slots),
+        *two_strides(parents),
         *out.stride()[:2],
         CHANNELS=_STEP_CHANNELS,
         HAS_PARENTS=parents is not None,

@@ -100,7 +100,7 @@ def prefill(operands: Operands, sequences: Sequences, out: torch.Tensor) -> None
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
     """Run ``[N, L]`` tokens, each from its parent's state, vectorised over rows."""
     result = torch.zeros_like(out, dtype=torch.float32)
-    time, states = operands.times(), DraftStates(drafts)
+    time, states = operands.times(), DraftStates(drafts, out)
     for draft in range(out.shape[1]):
         index = (slice(None), draft)
         result[index], state = _advance(operands, time, index, states.origin(draft))

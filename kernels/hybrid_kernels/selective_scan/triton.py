@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hybrid_kernels._common.linear_chunk import boundary_table, flags, rounds
 from hybrid_kernels._common.linear_step import sigmoid, softplus
-from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences
+from hybrid_kernels._common.tables import CHUNK, Drafts, Sequences, two_strides
 from hybrid_kernels.selective_scan.reference import Operands
 
 _CHANNELS = 32
@@ -335,8 +335,8 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         *operands.C.stride()[:2],
         *((0, 0) if gate is None else gate.stride()[:2]),
         *pool.stride(),
-        *drafts.draft_slots.stride(),
-        *((0, 0) if parents is None else parents.stride()),
+        *two_strides(drafts.draft_slots),
+        *two_strides(parents),
         *out.stride()[:2],
         CHANNELS=_CHANNELS,
         DEPTH=triton.next_power_of_2(pool.shape[2]),

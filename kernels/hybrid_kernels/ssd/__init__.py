@@ -133,15 +133,17 @@ def verify(
     C: torch.Tensor,
     pool: torch.Tensor,
     slots: torch.Tensor,
-    draft_slots: torch.Tensor,
+    draft_slots: torch.Tensor | None = None,
     *,
     parents: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    record: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `L` draft tokens per sequence; the state after each gets its own slot.
+    """Run `L` draft tokens per sequence; keep states, or a record to replay.
 
     Args:
         x: ``[N, L, H, P]``.
@@ -150,7 +152,8 @@ def verify(
         B: ``[N, L, G, D]``.
         C: ``[N, L, G, D]``.
         pool: ``[S, H, P, D]``.
-        slots, draft_slots, parents: as for every `verify`, see `hybrid_kernels`.
+        slots, draft_slots, parents, cu_seqlens, record: as for every `verify`, see
+        `hybrid_kernels`; packed drafts are ``[T, ...]`` instead of ``[N, L, ...]``.
         skip, dt_bias: as for `prefill`.
         gate: ``[N, L, H, P]`` or None.
         out: ``[N, L, H, P]``, written if given.
@@ -162,5 +165,5 @@ def verify(
         ValueError: if shapes or strides do not fit.
     """
     tokens = operands(x, dt, A, B, C, skip, gate, dt_bias)
-    drafts = Drafts(pool, slots, draft_slots, parents)
+    drafts = Drafts(pool, slots, draft_slots, parents, cu_seqlens, record)
     return operation.verify(__name__, tokens, drafts, out)
