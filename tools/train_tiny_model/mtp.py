@@ -45,46 +45,51 @@ class Head(nn.Module):
         Returns:
             For each draft j, from 0, what the output layer reads to predict token
             t + 2 at position t, in the chain that began at position t - j, which
-            positions below j lack.  As in the engines, a chain sees keys of the
-            backbone's hidden states up to where it began, then its own.
+            positions below j lack.
         """
         layer = self.layers[0]
         inputs, keys, values, outputs = hidden, [], [], []
-        for draft in range(drafts):
-            x = self.fc(
-                torch.cat(
-                    [
-                        self.pre_fc_norm_embedding(embedded),
-                        self.pre_fc_norm_hidden(inputs),
-                    ],
-                    dim=-1,
-                )
-            )
+        for _ in range(drafts):
+            both = [
+                self.pre_fc_norm_embedding(embedded),
+                self.pre_fc_norm_hidden(inputs),
+            ]
+            x = self.fc(torch.cat(both, dim=-1))
             q, k, v, gate = layer.self_attn.project(layer.input_layernorm(x))
             keys.append(k)
             values.append(v)
-            x = x + layer.self_attn.attend(
-                q,
-                torch.cat(keys, dim=2),
-                torch.cat(values, dim=2),
-                gate,
-                chain_mask(x.shape[1], draft, x.device),
-            )
+            mixed = chain_attention(q, keys, values).transpose(1, 2).flatten(2)
+            x = x + layer.self_attn.o_proj(mixed * gate)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
             outputs.append(self.norm(x))
-            inputs = functional.pad(outputs[-1][:, :-1], (0, 0, 1, 0))
+            inputs = later(outputs[-1], 1)
         return outputs
 
 
-def chain_mask(time: int, draft: int, device: torch.device) -> Tensor:
-    """Which keys draft number `draft` sees: (1, 1, time, (draft + 1) * time).
+def later(x: Tensor, steps: int) -> Tensor:
+    """`x` moved to later positions (dimension -2); zeros come in."""
+    return functional.pad(x[..., : x.shape[-2] - steps, :], (0, 0, steps, 0))
 
-    Of the keys of the backbone's hidden states those up to position t - draft; of
-    each earlier draft, and of this one, the key that its own chain has written.
+
+def chain_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """The last draft's attention, at every position (batch, heads, T, dim).
+
+    As in the engines, a chain that began at position b sees the keys of the first
+    draft up to b, and of each later draft the key that it has written itself: of
+    draft i, at position b + i.
     """
-    position = torch.arange(time, device=device)
-    distance = position[:, None] - position[None, :]
-    own = [distance == draft - j for j in range(1, draft + 1)]
-    # Positions before the first chain see a key too, or their softmax has none.
-    first = (distance >= draft) | ((distance == 0) & (position[:, None] < draft))
-    return torch.cat([first, *own], dim=1)[None, None]
+    b, heads, time, dim = q.shape
+    draft = len(keys) - 1
+    groups = q.view(b, keys[0].shape[1], -1, time, dim)
+    k, v = (x.unsqueeze(2) for x in (keys[0], values[0]))
+    open_ = torch.ones(time, time, dtype=torch.bool, device=q.device).tril(-draft)
+    open_[:draft, 0] = True  # positions without a chain see something too
+    scores = (groups @ k.transpose(-1, -2)).masked_fill(~open_, float("-inf"))
+    own = [later(x, draft - i).unsqueeze(2) for i, x in enumerate(keys)][1:]
+    each = [scores, *((groups * x).sum(-1, keepdim=True) for x in own)]
+    share = (torch.cat(each, dim=-1) * dim**-0.5).softmax(-1)
+    out = share[..., :time] @ v
+    for i, x in enumerate(values[1:], start=1):
+        column = share[..., time + i - 1, None]
+        out = out + column * later(x, draft - i).unsqueeze(2)
+    return out.reshape(b, heads, time, dim)

@@ -315,11 +315,10 @@ class Attention(nn.Module):
         )
         return q, k, v, gate.reshape(b, t, -1).sigmoid()
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, mask: Tensor
-    ) -> Tensor:
-        """Attend where `mask` (batch or 1, 1, queries, keys) is true."""
-        b, _, t, _ = q.shape
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Attend where `mask` (batch or 1, 1, time, time) is true."""
+        b, t, _ = x.shape
+        q, k, v, gate = self.project(x)
         ratio = self.heads // self.kv_heads
         k, v = (y.repeat_interleave(ratio, dim=1) for y in (k, v))
         out = functional.scaled_dot_product_attention(
@@ -327,10 +326,6 @@ class Attention(nn.Module):
         )
         result: Tensor = self.o_proj(out.transpose(1, 2).reshape(b, t, -1) * gate)
         return result
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Attend where `mask` (batch or 1, 1, time, time) is true."""
-        return self.attend(*self.project(x), mask)
 
 
 class Experts(nn.Module):
