@@ -85,7 +85,9 @@ class MtpHead(nn.Module):
         out = self._run(hidden[:, :-1], tokens[1:], cache)
         drafted = {}
         for token in range(len(tokens) - 1, first - 1, -1):
-            cache.crop(token)  # the keys that this token's chain sees
+            # keep the keys that this token's chain sees, one for each token before it
+            if later := cache.get_seq_length() - token:
+                cache.crop(-later)
             state = out[:, token - 1 : token]
             said = [self._say(state)]
             while len(said) < count:
