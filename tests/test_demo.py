@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hybrid_plugin.tools.demo import run as demo_run
 from hybrid_plugin.tools.demo import server as demo_server
 from hybrid_plugin.tools.demo.client import Answer, Client, _Reader
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
-from hybrid_plugin.tools.demo.engines import Launch, Levels, VllmEngine
+from hybrid_plugin.tools.demo.engines import Launch, Levels, VllmEngine, speculating
 from hybrid_plugin.tools.demo.measure import Peaks, Result, percentile, summarise
 from hybrid_plugin.tools.demo.metrics import Metrics
 from hybrid_plugin.tools.demo.patience import LEAST_LIMIT_S, PROBES, Patience
@@ -307,6 +307,66 @@ def test_sglang_servers_differ_in_the_cache_only() -> None:
     assert stock.pop() == "--best"
     assert plugin.pop() == "--enable-hybrid-plugin"
     assert stock == plugin
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_speculation_is_equal_on_both_servers(gpu: bool) -> None:
+    engine = speculating(VllmEngine(cache_bytes=1), 3, gpu=gpu)
+    stock = list(engine.launch(Path("m"), 1, plugin=False).command)
+    plugin = list(engine.launch(Path("m"), 1, plugin=True).command)
+    flag = '--speculative-config={"method": "mtp", "num_speculative_tokens": 3}'
+    assert flag in stock and flag in plugin
+    assert ("--no-enable-prefix-caching" in stock) == (not gpu)
+    assert ("speculates on a CPU" in engine.page_note) == (not gpu)
+    assert engine.settings()["drafts"] == 3
+
+
+def test_levels_of_vllm_count_drafts() -> None:
+    text = """
+vllm:spec_decode_num_drafts_total{engine="0"} 10.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 20.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 7.0
+"""
+    levels = VllmEngine(cache_bytes=1).levels(Metrics(text), plugin=True)
+    assert (levels.verifications, levels.accepted) == (10, 7)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        ((10, 7), (30, 37), 2.5),
+        ((None, None), (4, 0), 1.0),
+        ((10, 7), (10, 7), None),
+        ((None, None), (None, None), None),
+    ],
+)
+def test_acceptance_length_is_of_the_workload_alone(
+    first: tuple[int | None, int | None],
+    last: tuple[int | None, int | None],
+    expected: float | None,
+) -> None:
+    peaks = Peaks()
+    for verifications, accepted in (first, last):
+        peaks.note(Levels(verifications=verifications, accepted=accepted))
+    assert peaks.acceptance_length == expected
+
+
+def test_table_shows_drafts_where_there_are_any() -> None:
+    def text(of: Outcome) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(to_table("t", [of], "a page is a page"))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    plain = outcome(Tally(equal=40))
+    drafting = replace(plain, plugin=replace(plain.plugin, acceptance_length=2.25))
+    assert "tokens a step" not in text(plain)
+    assert "2.25" in text(drafting)
+
+
+def test_speculation_is_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--engine", "sglang", "--speculate"]) == 2
+    assert capsys.readouterr().err == "--speculate needs vLLM: leave --engine out.\n"
 
 
 def test_levels_of_sglang() -> None:

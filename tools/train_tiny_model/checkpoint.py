@@ -85,10 +85,14 @@ def write_checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         },
     )
     write_tokenizer(folder)
+    write_weights(folder / "model.safetensors", weights)
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write tensors in bfloat16."""
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in weights.items()
     }
-    path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)

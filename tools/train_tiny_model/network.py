@@ -304,8 +304,8 @@ class Attention(nn.Module):
             [left * cos - right * sin, right * cos + left * sin, rest], dim=-1
         )
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Attend where `mask` (batch or 1, 1, time, time) is true."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values (batch, heads, time, dim), and the output gate."""
         b, t, _ = x.shape
         q, gate = self.q_proj(x).view(b, t, self.heads, -1).chunk(2, dim=-1)
         k = self.k_proj(x).view(b, t, self.kv_heads, -1)
@@ -313,13 +313,18 @@ class Attention(nn.Module):
         q, k = (
             self.rotate(y.transpose(1, 2)) for y in (self.q_norm(q), self.k_norm(k))
         )
+        return q, k, v, gate.reshape(b, t, -1).sigmoid()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Attend where `mask` (batch or 1, 1, time, time) is true."""
+        b, t, _ = x.shape
+        q, k, v, gate = self.project(x)
         ratio = self.heads // self.kv_heads
         k, v = (y.repeat_interleave(ratio, dim=1) for y in (k, v))
         out = functional.scaled_dot_product_attention(
             q.type_as(v), k.type_as(v), v, attn_mask=mask
         )
-        out = out.transpose(1, 2).reshape(b, t, -1)
-        result: Tensor = self.o_proj(out * gate.reshape(b, t, -1).sigmoid())
+        result: Tensor = self.o_proj(out.transpose(1, 2).reshape(b, t, -1) * gate)
         return result
 
 
@@ -412,17 +417,22 @@ class Network(nn.Module):
                     std = CONFIG["initializer_range"]
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Logits (batch, time, vocabulary)."""
+    def hidden_states(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """What the output layer reads, after the final norm (batch, time, hidden)."""
         x = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             x = layer(x, mask)
-        result: Tensor = self.lm_head(self.model.norm(x))
+        result: Tensor = self.model.norm(x)
+        return result
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Logits (batch, time, vocabulary)."""
+        result: Tensor = self.lm_head(self.hidden_states(tokens, mask))
         return result
 
 
-def checkpoint_weights(network: Network) -> dict[str, Tensor]:
-    """The network's parameters under the checkpoint's names."""
+def checkpoint_weights(network: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a network, or of the MTP head, under the checkpoint's names."""
     block: int = CONFIG["moe_intermediate_size"]
     weights: dict[str, Tensor] = {}
     for name, tensor in network.state_dict().items():
@@ -438,6 +448,27 @@ def checkpoint_weights(network: Network) -> dict[str, Tensor]:
             for i, expert in enumerate(blocks[1:]):
                 weights[f"{prefix}.mlp.experts.{i}.{part}"] = expert
     return weights
+
+
+def network_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of `checkpoint_weights`: what a network's `load_state_dict` takes."""
+    merged: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        prefix, mlp, part = name.partition(".mlp.")
+        base = f"{prefix}.mlp."
+        if not mlp:
+            merged[name] = tensor
+        elif part == "gate.weight":
+            gates = [weights[f"{base}shared_expert_gate.weight"], tensor]
+            merged[f"{base}router.weight"] = torch.cat(gates)
+        elif part.startswith("shared_expert."):
+            part = part.removeprefix("shared_expert.")
+            experts = range(int(CONFIG["num_experts"]))
+            blocks = [tensor] + [weights[f"{base}experts.{i}.{part}"] for i in experts]
+            merged[f"{base}{part}"] = torch.cat(
+                blocks, dim=1 if part.startswith("down") else 0
+            )
+    return merged
 
 
 def attention_mask(window: int, near: int, hidden: Tensor, reach: Tensor) -> Tensor:

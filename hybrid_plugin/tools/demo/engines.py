@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,10 @@ class Levels:
     slots: int | None = None
     running: int | None = None
     preemptions: int | None = None
+    verifications: int | None = None
+    """Of drafts, since the server started."""
+    accepted: int | None = None
+    """Drafts, likewise."""
 
 
 class Engine(Protocol):
@@ -91,6 +96,8 @@ class VllmEngine:
     every 256 (its block here), and a state kept at every block."""
     device_flags: Sequence[str] = ("--enforce-eager",)
     """What the machine calls for; CUDA graphs take long to capture for a demo."""
+    drafts: int = 0
+    """Tokens that the model's MTP head drafts at a time; 0 for no speculation."""
 
     name: str = "vllm"
     request_extra: Mapping[str, Any] = field(
@@ -119,6 +126,7 @@ class VllmEngine:
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "stock_flags": list(self.stock_flags),
+            "drafts": self.drafts,
         }
 
     def launch(self, model: Path, port: int, *, plugin: bool) -> Launch:
@@ -138,6 +146,7 @@ class VllmEngine:
             "--enable-prefix-caching",
             "--enable-prompt-tokens-details",
             "--uvicorn-log-level=warning",
+            *self._speculation(),
             *(() if plugin else self.stock_flags),
         ]
         return Launch(
@@ -160,7 +169,15 @@ class VllmEngine:
             slots=whole(metrics.total("hybrid_cache_slots", kind="used")),
             running=whole(metrics.total("vllm:num_requests_running")),
             preemptions=whole(metrics.total("vllm:num_preemptions_total")),
+            verifications=whole(metrics.total("vllm:spec_decode_num_drafts_total")),
+            accepted=whole(metrics.total("vllm:spec_decode_num_accepted_tokens_total")),
         )
+
+    def _speculation(self) -> Sequence[str]:
+        if not self.drafts:
+            return ()
+        config = {"method": "mtp", "num_speculative_tokens": self.drafts}
+        return (f"--speculative-config={json.dumps(config)}",)
 
     def _pages(self, metrics: Metrics, plugin: bool) -> int | None:
         if plugin:
@@ -172,6 +189,30 @@ class VllmEngine:
         return round(share * (int(blocks) - 1))  # one block is never handed out
 
 
+def speculating(engine: VllmEngine, drafts: int, *, gpu: bool) -> VllmEngine:
+    """The engine with so many drafts of the model's MTP head at a time.
+
+    vLLM's CPU build has no kernel that copies states between blocks, which its prefix
+    cache needs while it speculates: there stock vLLM serves without prefix cache.
+    """
+    if gpu:
+        return replace(engine, drafts=drafts)
+    note = "stock vLLM cannot keep a prefix cache while it speculates on a CPU"
+    return replace(
+        engine,
+        drafts=drafts,
+        stock_flags=("--no-enable-prefix-caching",),
+        page_note=f"{engine.page_note}; {note}",
+    )
+
+
 def whole(value: float | None) -> int | None:
     """A count that metrics give as a float."""
     return None if value is None else round(value)
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch sees an accelerator."""
+    import torch
+
+    return bool(torch.accelerator.is_available())

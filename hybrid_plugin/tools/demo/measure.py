@@ -72,6 +72,17 @@ class Peaks:
             return None
         return self.last.preemptions - self.first.preemptions
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a verification of drafts gave, on average."""
+        first, last = self.first, self.last
+        if last.verifications is None or last.accepted is None:
+            return None
+        # The counters appear with the first verification.
+        count = last.verifications - (first.verifications or 0)
+        accepted = last.accepted - (first.accepted or 0)
+        return 1 + accepted / count if count else None
+
 
 @dataclass(frozen=True)
 class Result:
@@ -91,6 +102,8 @@ class Result:
     peak_slots: int | None
     peak_running: int | None
     preemptions: int | None
+    acceptance_length: float | None = None
+    """Tokens of a verification, on average; None without speculation."""
 
     @property
     def cached_share(self) -> float:
@@ -137,6 +150,7 @@ def summarise(
         peak_slots=peaks.slots,
         peak_running=peaks.running,
         preemptions=peaks.preemptions,
+        acceptance_length=_rounded(peaks.acceptance_length, 2),
     )
 
 
@@ -254,8 +268,8 @@ def _right(workload: Workload, answers: Sequence[Sequence[Answer]]) -> int:
     )
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 1)
+def _rounded(value: float | None, digits: int = 1) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _most(a: int | None, b: int | None) -> int | None:

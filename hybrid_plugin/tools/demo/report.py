@@ -17,6 +17,9 @@ from hybrid_plugin.tools.demo.compare import NEAR_TIE, Tally
 from hybrid_plugin.tools.demo.measure import Result
 from hybrid_plugin.tools.demo.workloads import Workload
 
+_Row = tuple[str, Callable[[Result], str]]
+"""A heading, and how its number is shown."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -59,7 +62,10 @@ def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
         outcomes: one for each workload.
         page_note: what a page is; half a sentence.
     """
+    drafts = _speculation_rows(outcomes)
     caption = _CAPTION.format(page_note=page_note, near_tie=NEAR_TIE)
+    if drafts:
+        caption += " tokens a step: of a request that verifies drafts, on average."
     table = Table(title=title, box=SIMPLE_HEAD, caption=caption)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     table.title_justify = table.caption_justify = "left"
@@ -67,7 +73,7 @@ def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
     for outcome in outcomes:
         table.add_column(f"{outcome.workload.label}\nstock", justify="right")
         table.add_column("\nplugin", justify="right", style="bold")
-    for heading, show in _ROWS:
+    for heading, show in (*_ROWS, *drafts):
         pairs = ((show(outcome.stock), show(outcome.plugin)) for outcome in outcomes)
         table.add_row(heading, *(cell for pair in pairs for cell in pair))
     verdicts = ((_verdict(o.tally), _verdict_detail(o.tally)) for o in outcomes)
@@ -105,11 +111,23 @@ def _count(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
+def _speculation_rows(outcomes: Sequence[Outcome]) -> Sequence[_Row]:
+    """The drafts' row, where any server speculated."""
+    results = [result for o in outcomes for result in (o.stock, o.plugin)]
+    if all(result.acceptance_length is None for result in results):
+        return ()
+    return (("tokens a step", lambda r: _length(r.acceptance_length)),)
+
+
+def _length(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-_ROWS: Sequence[tuple[str, Callable[[Result], str]]] = (
+_ROWS: Sequence[_Row] = (
     ("prompt tokens", lambda r: _count(r.prompt_tokens)),
     ("cached tokens", lambda r: _count(r.cached_tokens)),
     ("cached share", lambda r: f"{r.cached_share:.1%}"),

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hybrid_plugin.tools.demo.engines import Launch, Levels, whole
+from hybrid_plugin.tools.demo.engines import Launch, Levels, has_gpu, whole
 from hybrid_plugin.tools.demo.metrics import Metrics
 
 PAGE_SIZE = 16
@@ -88,7 +88,7 @@ class SglangEngine:
             *(("--enable-hybrid-plugin",) if plugin else self.stock_flags),
         ]
         environment = {"HYBRID_PLUGIN": "1" if plugin else "0", "HF_HUB_OFFLINE": "1"}
-        if not _has_gpu():
+        if not has_gpu():
             environment["SGLANG_PLATFORM"] = "hybrid_cpu"
         return Launch(command, environment)
 
@@ -111,9 +111,3 @@ class SglangEngine:
             running=whole(running),
             preemptions=whole(retracted),
         )
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
