@@ -861,7 +861,9 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "sampled_token_ids"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index"),
     # The columns of a row, in the tables of both model runners.
-    HookPoint("vllm.v1.worker.block_table:BlockTable.add_row", ("block_ids", "row_idx")),
+    HookPoint(
+        "vllm.v1.worker.block_table:BlockTable.add_row", ("block_ids", "row_idx")
+    ),
     HookPoint("vllm.v1.worker.block_table:MultiGroupBlockTable.__getitem__"),
     HookPoint("vllm.v1.worker.gpu_input_batch:CachedRequestState.block_ids"),
     HookPoint(
@@ -889,7 +891,9 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint(
-        f"{_V2_STATES}.postprocess_state", mentions=("num_accepted_tokens_gpu",), own=True
+        f"{_V2_STATES}.postprocess_state",
+        mentions=("num_accepted_tokens_gpu",),
+        own=True,
     ),
     HookPoint(
         V1_UPDATE_STATES,
@@ -905,6 +909,7 @@ GDN_CPU_ROWS = f"{_GDN_ON_CPU}:_spec_forward"
 GDN_CPU_WEIGHT = f"{_GDN_ON_CPU}:_unpacked_conv_weight"
 GDN_CPU_VERIFY = "vllm._custom_ops:fused_sigmoid_gating_delta_rule_update_spec_cpu"
 MAMBA2_CONVOLUTION = f"{_MAMBA2}:causal_conv1d_update"
+MAMBA2_UPDATE = f"{_MAMBA2}:selective_state_update"
 CPU_SPECULATION_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         GDN_CPU_ROWS,
@@ -948,6 +953,7 @@ CPU_SPECULATION_HOOKS: tuple[Contract, ...] = (
         ),
     ),
     HookPoint(MAMBA2_CONVOLUTION),
+    HookPoint(MAMBA2_UPDATE),
     HookPoint(
         MAMBA2_FORWARD,
         mentions=(
@@ -955,6 +961,11 @@ CPU_SPECULATION_HOOKS: tuple[Contract, ...] = (
             "conv_state_indices",
             "num_accepted_tokens",
             "query_start_loc",
+            "selective_state_update",
+            "state_batch_indices",
+            "dst_state_batch_indices",
+            "cu_seqlens",
+            "out",
         ),
     ),
 )

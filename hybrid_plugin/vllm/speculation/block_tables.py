@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slots of a sequence by column, in the block tables of vLLM's model runners.
 
-vLLM only ever appends to a row.  Draft slots come and go, so rows are overwritten: before
-the step that reads them, on every rank.
+vLLM only ever appends to a row.  Draft slots come and go, so rows are overwritten, on
+every rank, before the step that reads them.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def apply() -> None:
         require(contracts.CPU_SPECULATION_HOOKS)
         patch_ragged_rows_on_cpu()
         patch_mamba2_convolution_on_cpu()
+        patch_mamba2_states_on_cpu()
     patch_paused_rows()
 
 
@@ -140,6 +141,61 @@ def patch_mamba2_convolution_on_cpu() -> None:
         )
 
     wrap(contracts.MAMBA2_CONVOLUTION, update)
+
+
+def patch_mamba2_states_on_cpu() -> None:
+    """Symptom: the same answers are wrong with the right convolution.
+
+    Cause: `selective_state_update_cpu` reads a row's table of columns as if each entry
+    were a row, ignores `num_accepted_tokens`, and writes a state that goes to another
+    slot over its source as well.
+    Fix: copy each state to the token's column first, and advance it there, a token of
+    each row at a time.
+    Delete when: the operation takes tables of columns.
+    """
+
+    def update(
+        original: Callable[..., Any],
+        state: torch.Tensor,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        *rest: Any,
+        out: torch.Tensor,
+        **more: Any,
+    ) -> None:
+        accepted = more.pop("num_accepted_tokens", None)
+        if accepted is None:
+            original(state, x, dt, A, B, C, *rest, out=out, **more)
+            return
+        starts = more.pop("cu_seqlens").long()
+        more.pop("dst_state_batch_indices")
+        columns = more.pop("state_batch_indices")[: len(starts) - 1].long()
+        lengths = starts.diff()
+        source = columns.gather(1, accepted[: len(columns), None].long() - 1)[:, 0]
+        for step in range(int(lengths.max())):
+            rows = (lengths > step).nonzero()[:, 0]
+            tokens, slots = starts[rows] + step, columns[rows, step]
+            state[slots] = state[source[rows]]
+            done = torch.empty_like(out[tokens])
+            original(
+                state,
+                x[tokens],
+                dt[tokens],
+                A,
+                B[tokens],
+                C[tokens],
+                *rest,
+                out=done,
+                **more,
+                state_batch_indices=slots.to(torch.int32),
+            )
+            out[tokens] = done
+            source = columns[:, step]
+
+    wrap(contracts.MAMBA2_UPDATE, update)
 
 
 def patch_paused_rows() -> None:

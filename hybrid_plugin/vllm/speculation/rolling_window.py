@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch.nn import functional
 
@@ -59,4 +61,4 @@ def convolve(
 
 def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
     ends = starts.tolist()
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(ends))

@@ -88,9 +88,7 @@ class DraftSteps:
         }
         return {name: [noted[name].slot, *noted[name].drafts] for name in changed}
 
-    def take_outcome(
-        self, output: SchedulerOutput, model_runner_output: Any
-    ) -> None:
+    def take_outcome(self, output: SchedulerOutput, model_runner_output: Any) -> None:
         """Note how many drafts of a step were accepted, before a stop cuts them."""
         _, noted = self._noted.pop(id(output), (None, {}))
         for name, sequence in noted.items():
