@@ -856,6 +856,7 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
             "pad_spec_decode",
         ),
     ),
+    HookPoint(f"{_SCHEDULER}:Scheduler.__init__", mentions=("num_spec_tokens",)),
     HookPoint(f"{_SCHEDULED}.scheduled_spec_decode_tokens"),
     HookPoint("vllm.v1.request:Request", mentions=("spec_token_ids",)),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "sampled_token_ids"),

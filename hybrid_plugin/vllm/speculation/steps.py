@@ -77,7 +77,7 @@ class DraftSteps:
             if start < sequence.prompt_length:
                 continue
             drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            cache.verify(name, start, drafts)
+            cache.verify(name, start, drafts, known=requests[name].num_tokens)
             noted[name] = sequence
             if sequence.drafts and not drafts and cache.drafts_wanted_back:
                 cache.return_drafts(name)
