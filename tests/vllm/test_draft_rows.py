@@ -12,12 +12,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.worker.block_table import BlockTable, SlotMappingMode
 
+from hybrid_plugin.core.commands import MoveWindow, Pool
 from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts
-from hybrid_plugin.vllm.speculation import patches
+from hybrid_plugin.vllm.speculation import patches, windows
 from hybrid_plugin.vllm.speculation.block_tables import write_rows
+from tests.vllm.test_draft_serving import state
 
 STATES = 1
 """Place of the group of state layers."""
@@ -92,6 +95,33 @@ def test_v2_rows_are_staged_whole() -> None:
     assert written == [(STATES, 3, 0, [20, 5, 6])]
     assert runner.block_tables.num_blocks.np[STATES].tolist() == [9, 9, 9, 3]
     assert runner.block_tables.num_blocks.np[0].tolist() == [9] * 4
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_windows_are_those_of_convolutions(
+    channels_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear attention has none; the others' lie first among a layer's states."""
+    monkeypatch.setattr(windows, "is_conv_state_dim_first", lambda: channels_first)
+    inputs = torch.arange(4 * 6 * 2).view(4, 6, 2)
+    stored = inputs.transpose(1, 2).contiguous() if channels_first else inputs.clone()
+    kind = MambaAttentionBackendEnum
+    layers = {
+        "c": SimpleNamespace(kv_cache=(stored, None)),
+        "l": SimpleNamespace(kv_cache=(torch.zeros(4, 2),)),
+    }
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        num_speculative_tokens=3,
+    )
+    linear = state(kind.LINEAR)
+    found = windows.rolling_windows(config, {"c": state(kind.GDN_ATTN), "l": linear})
+    assert found is not None
+    found.move([MoveWindow(Pool.STATE, 1, 2, 3)])
+    seen = stored.transpose(1, 2) if channels_first else stored
+    assert torch.equal(seen[3, :3], inputs[1, 2:5])
+    assert torch.equal(seen[3, 3:], inputs[3, 3:])
+    assert windows.rolling_windows(config, {"l": linear}) is None
 
 
 # ------------------------------------------------- rows that sit out a step (V1)

@@ -309,11 +309,10 @@ def cpu_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def cpu_update(
-    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, bias: Any, **more: Any
-) -> None:
-    """The CPU build's, without what no CPU has."""
-    mamba_ssm.selective_state_update(state, x, dt, A, B, C, D, dt_bias=bias, **more)
+def cpu_update(*operands: Any, **more: Any) -> None:
+    """The CPU build's, whose operands are named where the other backends' are not."""
+    *before, bias = operands
+    mamba_ssm.selective_state_update(*before, dt_bias=bias, **more)
 
 
 @pytest.mark.usefixtures("cpu_backend")
