@@ -109,7 +109,8 @@ def serve(start_server: StartServer, chats: Chats) -> Any:
             model=chats.model,
             dtype=chats.dtype,
             flags=("--speculative-config", flags),
-            environment={oracle.FILE: str(chats.file)},
+            # n-gram search would have PyTorch's threads wait for one another.
+            environment={oracle.FILE: str(chats.file), "NUMBA_NUM_THREADS": "1"},
             **setup,
         )
 
