@@ -138,3 +138,22 @@ def test_engines_of_one_process_are_told_apart(labels: dict[str, str]) -> None:
     assert value("refusals_total", other) == 5
     assert value("pages", labels, pool="kv", kind="used") == 1
     assert value("pages", other, pool="kv", kind="used") == 6
+
+
+def test_numbers_of_drafts(labels: dict[str, str]) -> None:
+    cache = make_cache(pages=20, slots=9)
+    start(cache, "a", span(0, 10))
+    cache.advance("a", 10)
+    cache.drain_commands()
+    cache.hold_drafts("a", 3)
+    cache.verify("a", 10, 3)
+    cache.accept("a", 2)
+    found = snapshot_of(cache)
+    assert found["count/draft_slots"] == found["drafts_lent"] == 3
+    assert found["average/accepted_drafts"] == 2000
+    metrics = CacheMetrics(labels)
+    metrics.publish(found)
+    assert value("draft_slots", labels) == 3
+    assert value("accepted_drafts", labels) == 2
+    metrics.publish(found | {"count/draft_slots": 0})
+    assert value("draft_slots", labels) == 0

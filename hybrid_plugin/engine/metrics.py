@@ -35,11 +35,11 @@ _TOTALS = {
     "in_batch_prefix_waits": "Requests that waited while one computed their prefix.",
     "promised_hits": "Requests that resumed from a snapshot within its TTL.",
     "promises_broken": "TTLs that ended without a use of what they kept.",
+    "promises_evicted": "TTLs within which all that they kept was evicted.",
     "drafts_lent": "State slots lent to requests that verify drafts.",
     "drafts_refused": "State slots that such requests asked for and did not get.",
     "turn_ends_exact": "Requests that left the state after their last known token.",
     "turn_ends_missed": "Requests whose last state was overwritten before they ended.",
-    "promises_evicted": "TTLs within which all that they kept was evicted.",
     "moves": "Granules of memory that pools got or lost.",
     "moved_bytes": "Bytes of them.",
     "granules_emptied": "Granules emptied by moving what was cached in them.",
@@ -49,8 +49,12 @@ _AVERAGES = {
     "evicted_worth": "Tokens of prefill that what was evicted lately was expected to "
     "save, per GiB and admission.",
     "lifetime_admissions": "Admissions between last use and eviction, as of late.",
+    "accepted_drafts": "Drafts accepted by a step that verified some, as of late.",
 }
-_LEVEL, _MAPPED, _AVERAGE = "level", "mapped", "average"
+_COUNTS = {
+    "draft_slots": "State slots that are lent for drafts; they count as used ones too.",
+}
+_LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
 _FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
 """What is sent as whole numbers of a smaller unit, and that unit."""
 _GIB = 1 << 30
@@ -60,7 +64,8 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     """All numbers `CacheMetrics` publishes, by name; whole numbers, as engines send.
 
     `level/POOL/KIND` counts ids; `mapped/POOL`, bytes, is there where pools share
-    memory; `average/NAME` is an average of the last evictions; the others are totals.
+    memory; `average/NAME` is an average of late, `count/NAME` a number of now; the
+    others are totals.
     """
     levels = {
         f"{_LEVEL}/{pool}/{kind}": getattr(level, kind)
@@ -80,8 +85,10 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     averages = {
         "evicted_worth": memory.lost_per_byte * _GIB,
         "lifetime_admissions": memory.lifetime,
+        "accepted_drafts": cache.drafts.gain.accepted or 0.0,
     }
     sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
+    sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
     return levels | cache.stats.as_dict() | moved | sizes | sent
 
 
@@ -111,6 +118,8 @@ class CacheMetrics:
             elif what == _AVERAGE:
                 gauge = self._gauges[place].labels(**self._labels)
                 gauge.set(value * _FRACTIONS[place])
+            elif what == _COUNT:
+                self._gauges[place].labels(**self._labels).set(value)
         for name, before in self._published.items():
             grown = (numbers[name] - before) * _FRACTIONS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
@@ -138,7 +147,7 @@ def _collectors(
         [*label_names, "pool"],
         multiprocess_mode="mostrecent",
     )
-    for name, text in _AVERAGES.items():
+    for name, text in {**_AVERAGES, **_COUNTS}.items():
         gauges[name] = Gauge(
             f"hybrid_cache_{name}", text, label_names, multiprocess_mode="mostrecent"
         )

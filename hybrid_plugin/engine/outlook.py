@@ -39,7 +39,7 @@ class Outlook:
     """Of pools that share their memory; `sizes` is then the most of each."""
     max_model_len: int = 0
     note: str = ""
-    """Why there are no numbers, where there are none."""
+    """Why there are no numbers, or what they do not say."""
 
     @classmethod
     def sized(

@@ -51,6 +51,8 @@ class EngineLimits:
     """What stands against elastic pools in this engine, to follow those words."""
     chunk: int = DEFAULT_CHUNK
     """Tokens of a prefill step at most."""
+    warm_up_ids: int = 1
+    """Ids of each pool that the engine's warm-up takes at least."""
     pages: FixedCount | None = None
     """At most so many pages."""
     slots: FixedCount | None = None
@@ -213,6 +215,7 @@ def _share(
             block_bytes=limits.block_bytes,
             max_model_len=limits.max_model_len,
             max_sequences=limits.max_sequences,
+            warm_up_ids=limits.warm_up_ids,
             chunk=limits.chunk,
         )
         found = _out_of_reach(plan)

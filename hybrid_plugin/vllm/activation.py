@@ -21,6 +21,7 @@ from hybrid_plugin.config import (
 )
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.vllm import deterministic, servable
+from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -154,9 +155,17 @@ def refuse_session(vllm_config: VllmConfig) -> None:
     """Do not begin a streaming-input session that would go on from a wrong state.
 
     Raises:
-        ConfigError: where the plugin is active and steps are scheduled ahead.
+        ConfigError: where the plugin is active and steps are scheduled ahead, or
+            verify drafts.
     """
-    if is_active(vllm_config) and vllm_config.scheduler_config.async_scheduling:
+    if not is_active(vllm_config):
+        return
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "hybrid-plugin serves streaming input only without drafts: start the "
+            "server without --speculative-config."
+        )
+    if vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
             "hybrid-plugin serves streaming input only with synchronous scheduling: "
             "start the server with --no-async-scheduling."
@@ -217,8 +226,6 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield f"it does not support the platform {current_platform.device_type!r} yet."
-    if vllm_config.speculative_config is not None:
-        yield "speculative decoding is not supported yet; drop --speculative-config."
     if vllm_config.kv_transfer_config is not None:
         yield "KV connectors are not supported yet; drop --kv-transfer-config."
     if vllm_config.kv_events_config is not None and (
@@ -254,6 +261,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     if parallel.worker_cls != "auto":
         yield "it brings its own worker; drop --worker-cls."
     yield from servable.obstacles(vllm_config)
+    yield from serving.obstacles(vllm_config, read_options(vllm_config))
     if read_options(vllm_config).is_deterministic:
         yield from deterministic.obstacles(vllm_config)
 

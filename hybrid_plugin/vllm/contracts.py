@@ -832,6 +832,152 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
 )
 """For the option `prefill_graphs`."""
 
+_SCHEDULED = "vllm.v1.core.sched.output:SchedulerOutput"
+_DRAFTING = "vllm.config.speculative:SpeculativeConfig"
+_V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_V2_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_V2_STATES = "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
+V1_UPDATE_STATES = f"{_V1_RUNNER}._update_states"
+SPECULATION_HOOKS: tuple[Contract, ...] = (
+    *_fields(_DRAFTING, "method", "draft_model_config"),
+    HookPoint("vllm.config.vllm:VllmConfig.num_speculative_tokens"),
+    HookPoint("vllm.config.vllm:VllmConfig.use_v2_model_runner"),
+    HookPoint(f"{_MODEL}.get_sliding_window", ("self",)),
+    HookPoint(f"{_SPECS}:MambaSpec.mamba_type"),
+    *_fields(
+        "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum",
+        "GDN_ATTN",
+        "MAMBA2",
+        "SHORT_CONV",
+        "LINEAR",
+    ),
+    *_CONVOLUTION_HOOKS,
+    # What a step verifies, and what becomes of it.
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.schedule",
+        mentions=(
+            "running",
+            "spec_token_ids",
+            "scheduled_spec_decode_tokens",
+            "pad_spec_decode",
+        ),
+    ),
+    HookPoint(f"{_SCHEDULER}:Scheduler.__init__", mentions=("num_spec_tokens",)),
+    HookPoint(f"{_SCHEDULED}.scheduled_spec_decode_tokens"),
+    HookPoint("vllm.v1.request:Request", mentions=("spec_token_ids",)),
+    *_fields("vllm.v1.outputs:ModelRunnerOutput", "sampled_token_ids"),
+    *_fields("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index"),
+    # The columns of a row, in the tables of both model runners.
+    HookPoint(
+        "vllm.v1.worker.block_table:BlockTable.add_row", ("block_ids", "row_idx")
+    ),
+    HookPoint("vllm.v1.worker.block_table:MultiGroupBlockTable.__getitem__"),
+    HookPoint("vllm.v1.worker.gpu_input_batch:CachedRequestState.block_ids"),
+    HookPoint(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.__init__",
+        mentions=("req_id_to_index", "num_accepted_tokens_cpu", "block_table"),
+    ),
+    HookPoint(f"{_V1_RUNNER}.__init__", mentions=("requests", "input_batch")),
+    HookPoint(
+        "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write",
+        ("self", "index", "start", "x"),
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
+        mentions=("block_tables", "stage_write", "num_blocks", "np"),
+    ),
+    HookPoint(
+        f"{_V2_RUNNER}.update_requests",
+        mentions=("req_states", "req_id_to_index", "block_tables"),
+    ),
+    # A step without drafts goes on from the column that the last one left, to 0.
+    HookPoint(f"{_V1_RUNNER}._prepare_inputs", mentions=("num_decode_draft_tokens",)),
+    HookPoint(
+        f"{_V2_STATES}.prepare_attn",
+        mentions=("num_accepted_tokens_gpu", "num_decode_draft_tokens_cpu"),
+        own=True,
+    ),
+    HookPoint(
+        f"{_V2_STATES}.postprocess_state",
+        mentions=("num_accepted_tokens_gpu",),
+        own=True,
+    ),
+    HookPoint(
+        V1_UPDATE_STATES,
+        ("self", "scheduler_output"),
+        mentions=("remove_request", "add_request", "resumed_req_ids"),
+        closed=True,
+    ),
+)
+"""For speculative decoding."""
+
+_GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+GDN_CPU_ROWS = f"{_GDN_ON_CPU}:_spec_forward"
+GDN_CPU_WEIGHT = f"{_GDN_ON_CPU}:_unpacked_conv_weight"
+GDN_CPU_VERIFY = "vllm._custom_ops:fused_sigmoid_gating_delta_rule_update_spec_cpu"
+MAMBA2_CONVOLUTION = f"{_MAMBA2}:causal_conv1d_update"
+MAMBA2_UPDATE = f"{_MAMBA2}:selective_state_update"
+CPU_SPECULATION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        GDN_CPU_ROWS,
+        (
+            "layer",
+            "attn_metadata_i",
+            "mixed_qkv_spec",
+            "b_spec",
+            "a_spec",
+            "conv_buf",
+            "ssm_state",
+            "width",
+            "state_len",
+        ),
+        mentions=(
+            "num_spec_decodes",
+            "spec_state_indices_tensor",
+            "spec_query_start_loc",
+            "num_accepted_tokens",
+            "rearrange_mixed_qkv",
+            "fused_sigmoid_gating_delta_rule_update_spec_cpu",
+        ),
+        closed=True,
+    ),
+    HookPoint(GDN_CPU_WEIGHT, ("layer",)),
+    HookPoint(
+        GDN_CPU_VERIFY,
+        (
+            "A_log",
+            "dt_bias",
+            "q",
+            "k",
+            "v",
+            "a",
+            "b",
+            "initial_state_source",
+            "spec_state_indices",
+            "num_accepted_tokens",
+            "cu_seqlens",
+            "use_qk_l2norm_in_kernel",
+        ),
+    ),
+    HookPoint(MAMBA2_CONVOLUTION),
+    HookPoint(MAMBA2_UPDATE),
+    HookPoint(
+        MAMBA2_FORWARD,
+        mentions=(
+            "causal_conv1d_update",
+            "conv_state_indices",
+            "num_accepted_tokens",
+            "query_start_loc",
+            "selective_state_update",
+            "state_batch_indices",
+            "dst_state_batch_indices",
+            "cu_seqlens",
+            "out",
+        ),
+    ),
+)
+"""The same on a CPU."""
+
 ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
@@ -840,6 +986,8 @@ HOOKS: tuple[Contract, ...] = (
     *CPU_HOOKS,
     *DETERMINISTIC_HOOKS,
     *PREFILL_GRAPH_HOOKS,
+    *SPECULATION_HOOKS,
+    *CPU_SPECULATION_HOOKS,
     *dict.fromkeys(
         contract
         for hooks in (*KERNEL_HOOKS.values(), *CPU_KERNEL_HOOKS.values())

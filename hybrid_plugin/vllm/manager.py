@@ -25,6 +25,7 @@ from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.requests import VllmRequest
+from hybrid_plugin.vllm.speculation.steps import DraftSteps
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -100,6 +101,7 @@ class HybridKVCacheManager:
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()
         self.front_door = FrontDoor(self.cache, logger, clock)
+        self.draft_steps = DraftSteps(self.cache)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
@@ -181,8 +183,8 @@ class HybridKVCacheManager:
     def step_scheduled(self, requests: Iterable[Request]) -> None:
         """Note how far the step that was just scheduled takes each request."""
         for request in requests:
-            # Without drafts, which are refused, what is scheduled is final.
-            self.front_door.advance(request.request_id, request.num_computed_tokens)
+            computed = self.draft_steps.final(request)
+            self.front_door.advance(request.request_id, computed)
 
     def free(self, request: Request) -> None:
         """End the request's sequence: finished, aborted or preempted."""
@@ -202,7 +204,7 @@ class HybridKVCacheManager:
     # -------------------------------------------------------------- inspection
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All pages and the slot of a request.
+        """All pages and the slots of a request.
 
         A page that has left its window is the reserved one, vLLM's null block.
         """
@@ -296,7 +298,7 @@ class HybridKVCacheManager:
         sequence = self.cache.sequence(seq_id)
         held: dict[PoolId, Sequence[int]] = {
             Pool.KV: sequence.pages,
-            Pool.STATE: (sequence.slot,),
+            Pool.STATE: (sequence.slot, *sequence.drafts),
         }
         for index, table in enumerate(sequence.windows):
             held[Pool.window(index)] = table.pages

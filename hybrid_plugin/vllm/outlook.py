@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,4 +157,12 @@ def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook
     from hybrid_plugin.vllm import planning
 
     options, limits = activation.read_options(config), planning.limits_of(config)
-    return Outlook.sized(layout, cache_bytes, options, limits, activation.logger)
+    found = Outlook.sized(layout, cache_bytes, options, limits, activation.logger)
+    drafts = config.num_speculative_tokens
+    if not drafts or not layout.states:
+        return found
+    note = (
+        f"a sequence that verifies drafts borrows {drafts} more state slots, and "
+        "decodes without drafts where there are none"
+    )
+    return replace(found, note=note)

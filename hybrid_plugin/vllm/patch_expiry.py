@@ -9,6 +9,7 @@ from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
     BUILDERS,
     GATED_NORM_ROWS,
+    GDN_CPU_ROWS,
     GDN_FORWARD,
     KDA_FORWARD,
     LIGHTNING_FORWARD,
@@ -17,6 +18,10 @@ from hybrid_plugin.vllm.contracts import (
 )
 
 _PLATFORM = "vllm.platforms.interface:Platform"
+_CPU_OPERATIONS = "vllm.model_executor.layers.mamba.ops.cpu"
+_CPU_CONVOLUTION = f"{_CPU_OPERATIONS}.causal_conv1d:causal_conv1d_update_cpu"
+_CPU_UPDATE = f"{_CPU_OPERATIONS}.mamba_ssm:selective_state_update"
+_V1_ADD_REQUEST = "vllm.v1.worker.gpu_input_batch:InputBatch.add_request"
 _CORE = "vllm.v1.engine.core:EngineCore._initialize_kv_caches"
 
 NEEDED = {
@@ -82,4 +87,17 @@ NEEDED = {
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
     "patches._patch_short_conv": Need(HookPoint(SHORT_CONV_FORWARD[0])),
     "patches._patch_lightning": Need(HookPoint(LIGHTNING_FORWARD[0])),
+    "speculation.patches.patch_ragged_rows_on_cpu": Need(
+        HookPoint(GDN_CPU_ROWS, mentions=("keep", "new_B"))
+    ),
+    "speculation.patches.patch_mamba2_convolution_on_cpu": Need(
+        HookPoint(_CPU_CONVOLUTION, mentions=("num_accepted_tokens",)),
+        where_it_holds=False,
+    ),
+    "speculation.patches.patch_mamba2_states_on_cpu": Need(
+        HookPoint(_CPU_UPDATE, mentions=("_sbi", "_dsbi"))
+    ),
+    "speculation.patches.patch_paused_rows": Need(
+        HookPoint(_V1_ADD_REQUEST, mentions=("num_accepted_tokens_cpu",))
+    ),
 }

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All changes the plugin makes to vLLM's own functions, in one place.
+"""The changes that the plugin makes to vLLM's own functions.
+
+Those for speculative decoding are in `speculation.patches`.
 
 Every wrapper looks at the engine's configuration and passes straight through
 where the plugin is not active.  Each says what breaks without it (symptom),
@@ -8,7 +10,6 @@ why (cause), what it does (fix) and when it can be deleted.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError, switched_off_by_environment
 from hybrid_plugin.engine.kernel_choice import Mixer
-from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.upstream.hookpoints import Contract, resolve
 from hybrid_plugin.upstream.standing import untested
 from hybrid_plugin.vllm import contracts
+from hybrid_plugin.vllm.wrapping import WRAPPED, wrap, wrap_classmethod
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +36,6 @@ _ARGUMENTS = "vllm.engine.arg_utils"
 _ENGINE_CORE = "vllm.v1.engine.core"
 _INPUT = "vllm.v1.engine.input_processor"
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
-_WRAPPED = "_hybrid_plugin_original"
 
 
 def apply() -> None:
@@ -56,7 +56,7 @@ def is_applied() -> bool:
     """Whether vLLM loaded the plugin in this process."""
     from vllm.config import VllmConfig
 
-    return hasattr(VllmConfig.try_verify_and_update_config, _WRAPPED)
+    return hasattr(VllmConfig.try_verify_and_update_config, WRAPPED)
 
 
 def require(*groups: tuple[Contract, ...]) -> None:
@@ -129,7 +129,7 @@ def patch_config() -> None:
                 patch_sessions()
         original(config)
 
-    _wrap("vllm.config:VllmConfig.try_verify_and_update_config", wrapper)
+    wrap("vllm.config:VllmConfig.try_verify_and_update_config", wrapper)
 
 
 def patch_arguments() -> None:
@@ -150,7 +150,7 @@ def patch_arguments() -> None:
         return engine_args
 
     owner, name = resolve(f"{_ARGUMENTS}:EngineArgs.from_cli_args")
-    _wrap_classmethod(owner, name, build)
+    wrap_classmethod(owner, name, build)
 
 
 def patch_engine() -> None:
@@ -188,8 +188,8 @@ def patch_engine() -> None:
         vllm_config.cache_config.kv_cache_size_tokens = tokens
         vllm_config.cache_config.kv_cache_max_concurrency = sequences
 
-    _wrap(f"{_ENGINE_CORE}:get_kv_cache_configs", plan)
-    _wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
+    wrap(f"{_ENGINE_CORE}:get_kv_cache_configs", plan)
+    wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
     _patch_specs()
     _patch_builder()
 
@@ -213,7 +213,7 @@ def patch_sessions() -> None:
             activation.refuse_session(processor.vllm_config)
         return original(processor, *args, **more)
 
-    _wrap(f"{_INPUT}:InputProcessor.process_inputs", take)
+    wrap(f"{_INPUT}:InputProcessor.process_inputs", take)
 
 
 def _patch_specs() -> None:
@@ -239,7 +239,7 @@ def _patch_specs() -> None:
             )
         return specs
 
-    _wrap("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", collect)
+    wrap("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", collect)
 
 
 def _patch_builder() -> None:
@@ -263,7 +263,7 @@ def _patch_builder() -> None:
             return "hybrid_plugin.vllm.builder.HybridConfigBuilder"
         return original(vllm_config)
 
-    _wrap_classmethod(platform, "get_kv_cache_config_builder_cls", builder)
+    wrap_classmethod(platform, "get_kv_cache_config_builder_cls", builder)
 
 
 def patch_platform() -> None:
@@ -288,7 +288,7 @@ def patch_platform() -> None:
         else:
             original(vllm_config, backend_cls)
 
-    _wrap_classmethod(Platform, "_align_hybrid_block_size", align)
+    wrap_classmethod(Platform, "_align_hybrid_block_size", align)
 
 
 @contextmanager
@@ -436,10 +436,10 @@ def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
             return builder.build(0, common_attn_metadata)
         return original(builder, common_attn_metadata)
 
-    _wrap(contracts.GRAPH_CANDIDATES, candidates)
+    wrap(contracts.GRAPH_CANDIDATES, candidates)
     for mixer in mixers:
         for builder in contracts.BUILDERS[mixer]:
-            _wrap(f"{builder}.build_for_cudagraph_capture", capture)
+            wrap(f"{builder}.build_for_cudagraph_capture", capture)
 
 
 def _patch_builder_of_passes(builder: str) -> None:
@@ -480,8 +480,8 @@ def _patch_builder_of_passes(builder: str) -> None:
         layers.rebuilt(builder, metadata, made)
         return made
 
-    _wrap(f"{builder}.build", build)
-    _wrap(f"{builder}.update_block_table", update)
+    wrap(f"{builder}.build", build)
+    wrap(f"{builder}.update_block_table", update)
 
 
 def _patch_gated_delta_net() -> None:
@@ -522,9 +522,9 @@ def _patch_gated_delta_net() -> None:
         if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
             original(layer, metadata, mixed_qkv, b, a, core_attn_out)
 
-    _wrap(contracts.GDN_FORWARD, forward)
+    wrap(contracts.GDN_FORWARD, forward)
     if _platform_hooks():
-        _wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
+        wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
 
 
 def _patch_kda() -> None:
@@ -553,7 +553,7 @@ def _patch_kda() -> None:
             original(layer, mixed_qkv, g1, g2, beta, core_attn_out)
 
     owner, mark = resolve(contracts.EAGER)
-    _wrap(contracts.KDA_FORWARD, getattr(owner, mark)(forward))
+    wrap(contracts.KDA_FORWARD, getattr(owner, mark)(forward))
 
 
 def _patch_mamba2() -> None:
@@ -574,7 +574,7 @@ def _patch_mamba2() -> None:
             return None
         return original(layer, projected_states, output)
 
-    _wrap(contracts.MAMBA2_FORWARD, forward)
+    wrap(contracts.MAMBA2_FORWARD, forward)
 
 
 def _patch_lightning() -> None:
@@ -604,7 +604,7 @@ def _patch_lightning() -> None:
         return original(layer, q, k, v, kv_cache, state_indices_tensor, attn_metadata)
 
     for method in contracts.LIGHTNING_FORWARD:
-        _wrap(method, infer)
+        wrap(method, infer)
 
 
 def _patch_short_conv() -> None:
@@ -628,7 +628,7 @@ def _patch_short_conv() -> None:
         return original(layer, hidden_states, output)
 
     for method in contracts.SHORT_CONV_FORWARD:
-        _wrap(method, forward)
+        wrap(method, forward)
 
 
 _PATCHES_OF_LAYERS: Mapping[Mixer, Callable[[], None]] = {
@@ -646,40 +646,3 @@ def _metadata_of(layer: Any) -> Any:
 
     every = get_forward_context().attn_metadata
     return every.get(layer.prefix) if isinstance(every, dict) else None
-
-
-# ---------------------------------------------------------------- how to patch
-
-
-def _wrap(target: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper(original, ...)`, once."""
-    owner, name = resolve(target)
-    original = getattr(owner, name)
-    if not hasattr(original, _WRAPPED):
-        setattr(owner, name, _wrapped(original, wrapper))
-
-
-def _wrap_classmethod(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a class method by `wrapper(bound original, ...)`, once."""
-    original = getattr(owner, name)
-    if hasattr(original, _WRAPPED):
-        return
-    function = original.__func__
-
-    def method(cls: type, *args: Any, **kwargs: Any) -> Any:
-        with named():
-            return wrapper(function.__get__(cls), *args, **kwargs)
-
-    functools.update_wrapper(method, function)
-    setattr(method, _WRAPPED, function)
-    setattr(owner, name, classmethod(method))
-
-
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        with named():
-            return wrapper(original, *args, **kwargs)
-
-    setattr(function, _WRAPPED, original)
-    return function

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 # The states of a layer start at multiples of this many bytes within a slot, so
 # that kernels can load them in full vectors.
 _STATE_ALIGNMENT = 128
+
+_WARM_UP_STEPS = 5
+"""Decode steps of vLLM's warm-up."""
 
 _AUTO = -1
 """`--max-model-len auto`, as vLLM keeps it."""
@@ -264,7 +267,8 @@ def plan(
     fixed = make_layout(make_groups(worker_specs[0]))
     layout = replace(fixed, packed=page_layout.is_packed(vllm_config))
     available = min(available_memory)
-    options, limits = read_options(vllm_config), limits_of(vllm_config)
+    options = read_options(vllm_config)
+    limits = limits_of(vllm_config, make_groups(worker_specs[0]))
     model, longest = vllm_config.model_config, limits.max_model_len
     if model.original_max_model_len == _AUTO:
         limits = sizing.with_fitting_length(layout, available, options, limits)
@@ -289,14 +293,38 @@ def plan(
     ]
 
 
-def limits_of(vllm_config: VllmConfig) -> EngineLimits:
-    """What the configuration says about the cache."""
+def limits_of(
+    vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec] = ()
+) -> EngineLimits:
+    """What the configuration says about the cache.
+
+    Args:
+        vllm_config: of the engine.
+        groups: of the model's layers, if they are known.
+    """
     return EngineLimits(
         max_model_len=vllm_config.model_config.max_model_len,
         max_sequences=vllm_config.scheduler_config.max_num_seqs,
         chunk=vllm_config.scheduler_config.max_num_batched_tokens,
         block_bytes=elastic.block_bytes(vllm_config),
         hindrance=elastic_memory.obstacle(elastic.device_type()),
+        warm_up_ids=_warm_up_ids(vllm_config, groups),
+    )
+
+
+def _warm_up_ids(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Ids that vLLM's warm-up hands out to one request, one after the other.
+
+    It is given pages for a prompt and some decode steps with all drafts, and a row of
+    slots, in every group.
+    """
+    row = 1 + vllm_config.num_speculative_tokens
+    tokens = 1 + row + _WARM_UP_STEPS * row + vllm_config.num_lookahead_tokens
+    return 1 + sum(
+        -(-tokens // group.kv_cache_spec.block_size)
+        if is_page_spec(group.kv_cache_spec)
+        else row
+        for group in groups
     )
 
 

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from hybrid_plugin.engine import chat_template
+from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.vllm import deterministic, patches, reports
 from hybrid_plugin.vllm.activation import (
     carried_chat_template,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 COMMANDS = "hybrid_commands"
 """Attribute of a scheduler output that carries its commands to the workers."""
+ROWS = "hybrid_rows"
+"""Attribute of a scheduler output: slots by column where drafts got some."""
 
 
 class _OnTwoPools(Scheduler):
@@ -78,16 +81,17 @@ class _OnTwoPools(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """End a prefill chunk at the next snapshot position inside it."""
-        start = (
-            request.num_computed_tokens
-            + num_new_local_computed_tokens
-            + num_external_computed_tokens
-        )
-        return (
-            self.kv_cache_manager.chunk_end(request, start, start + num_new_tokens)
-            - start
-        )
+        """End a prefill chunk at the next snapshot position inside it.
+
+        A new request of which one token is left is not padded with drafts that nobody
+        proposed: they would need slots.  vLLM drops the padding where it is cut.
+        """
+        hit = num_new_local_computed_tokens + num_external_computed_tokens
+        start = request.num_computed_tokens + hit
+        end = start + num_new_tokens
+        if not self.kv_cache_manager.cache.is_live(request.request_id):
+            end = min(end, request.num_tokens)
+        return self.kv_cache_manager.chunk_end(request, start, end) - start
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a request may be admitted in this step."""
@@ -101,10 +105,15 @@ class _OnTwoPools(Scheduler):
             for request in self.waiting
             if not self._is_blocked_waiting_status(request.status)
         )
+        draft_steps = self.kv_cache_manager.draft_steps
+        if self.num_spec_tokens:
+            draft_steps.lend(self.running)
         output = super().schedule(*args, **kwargs)
         scheduled = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
         self.kv_cache_manager.cross(scheduled)
         setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
+        if self.num_spec_tokens:
+            setattr(output, ROWS, draft_steps.note(output, self.requests))
         notice = self.kv_cache_manager.cache.broker.notice()
         if notice is not None:
             logger.info("hybrid-plugin: %s.", notice)
@@ -122,6 +131,10 @@ class _OnTwoPools(Scheduler):
         seconds = reports.read(model_runner_output)
         if seconds is not None:
             self.kv_cache_manager.cache.broker.stats.device_seconds = seconds
+        if self.num_spec_tokens:
+            self.kv_cache_manager.draft_steps.take_outcome(
+                scheduler_output, model_runner_output
+            )
         return super().update_from_output(
             scheduler_output, model_runner_output, *args, **kwargs
         )
@@ -152,6 +165,12 @@ def create_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Scheduler:
     vLLM settles the mode after the plugin names its scheduler, hence a factory.
     """
     asynchronous = vllm_config.scheduler_config.async_scheduling
+    drafts = vllm_config.speculative_config is not None
+    if drafts and asynchronous and not vllm_config.use_v2_model_runner:
+        raise cannot_serve(
+            "vLLM's V1 model runner forgets which drafts were accepted where steps are "
+            "scheduled ahead; start the server with --no-async-scheduling."
+        )
     cls = HybridAsyncScheduler if asynchronous else HybridScheduler
     return cls(vllm_config=vllm_config, **kwargs)
 

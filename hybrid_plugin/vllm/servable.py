@@ -86,6 +86,7 @@ def find_out(
         ConfigError: for an option of the plugin that does not suit the model.
     """
     from hybrid_plugin.vllm import page_size, planning
+    from hybrid_plugin.vllm.speculation import serving
 
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         return "vLLM switched chunked prefill off for this model."
@@ -93,12 +94,13 @@ def find_out(
     before = cache.block_size
     try:
         page_size.choose(vllm_config)
-        planning.make_groups(dict(specs()))
+        found = dict(specs())
+        planning.make_groups(found)
+        return serving.obstacle_of_layers(vllm_config, found)
     except UnservableError as error:
         return str(error)
     finally:
         cache.block_size = before
-    return None
 
 
 def reason_among(specs: Sequence[Mapping[str, KVCacheSpec]]) -> str | None:

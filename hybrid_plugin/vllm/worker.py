@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.vllm import (
     activation,
@@ -18,9 +19,11 @@ from hybrid_plugin.vllm import (
 from hybrid_plugin.vllm.kernels import agreement, state_layers
 from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.pool_memory import PoolMemory
-from hybrid_plugin.vllm.scheduler import COMMANDS
+from hybrid_plugin.vllm.scheduler import COMMANDS, ROWS
+from hybrid_plugin.vllm.speculation import block_tables, windows
+from hybrid_plugin.vllm.speculation import patches as speculation_patches
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +45,8 @@ class RunsCommands:
         super().__init__(*args, **kwargs)
         self._pools = PoolMemory()
         self._layers = StateLayers({}, "engine", "cpu")
+        self._state_groups: list[int] = []
+        """Places of the groups of state layers among vLLM's."""
         self._reported = 0.0
         self._stepped_aside: str | None = None
         """Why vLLM's own code runs in this worker, None if it does not."""
@@ -56,6 +61,8 @@ class RunsCommands:
         reason = servable.find_out(self.vllm_config, self._specs)
         if reason is None:
             self._layers = state_layers.take_over(self.vllm_config, self._specs())
+            if self.vllm_config.speculative_config is not None:
+                speculation_patches.apply()
             return
         activation.refuse_if_demanded(activation.read_options(self.vllm_config), reason)
         activation.step_aside(self.vllm_config)
@@ -115,7 +122,15 @@ class RunsCommands:
         with patches.pool_allocator(self._pools.allocate):
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         # Without an executor, the cache is not ours, which is refused.
-        self._layers.interior = self._pools.executor.interior
+        executor = self._pools.executor
+        self._layers.interior = executor.interior
+        self._state_groups = [
+            group
+            for group, pool in enumerate(pools_of(kv_cache_config.kv_cache_groups))
+            if pool == Pool.STATE
+        ]
+        if self.vllm_config.speculative_config is not None:
+            executor.windows = windows.rolling_windows(self.vllm_config, self._specs())
         if self.device.type != "cpu":  # where nothing is compiled
             self._layers.warm_up(self.vllm_config.scheduler_config.max_num_seqs)
 
@@ -130,10 +145,18 @@ class RunsCommands:
         self._layers.refresh()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run the step's commands, then the step, on the same stream."""
+        """Run the step's commands, then the step, on the same stream.
+
+        Rows that got draft slots are written before: the step's own writes are of other
+        columns or rows.
+        """
         commands = getattr(scheduler_output, COMMANDS, None)
         if commands is not None:
             self._pools.executor.run(commands)
+        rows = getattr(scheduler_output, ROWS, None)
+        if rows:
+            v2 = self.vllm_config.use_v2_model_runner
+            block_tables.write_rows(self.model_runner, self._state_groups, rows, v2=v2)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

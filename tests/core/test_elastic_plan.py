@@ -180,6 +180,12 @@ def test_warm_up_has_memory_from_the_start() -> None:
     assert start_of(small) == (1, 1) and small.usable_at_start == 64
 
 
+def test_warm_up_of_one_sequence_has_memory_whatever_it_costs() -> None:
+    tight = plan(QWEN3_NEXT, budget=512 * MIB)
+    assert tight.usable_at_start == 3, "a quarter of the budget"
+    assert plan(QWEN3_NEXT, budget=512 * MIB, warm_up_ids=8).usable_at_start == 9
+
+
 def start_of(made: ElasticPlan) -> tuple[int, ...]:
     """Granules of each pool that have memory from the start."""
     return tuple(pool.start for pool in made.pools.values())

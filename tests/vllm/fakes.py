@@ -57,6 +57,7 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     extra_args: Any = None
+    spec_token_ids: list[int] = field(default_factory=list)
     over: bool = True
     """Whether it is finished, when it is freed."""
 

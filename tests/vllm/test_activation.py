@@ -92,6 +92,20 @@ def test_conflict_steps_aside_with_a_warning(
     assert decision.lines == (f"hybrid-plugin is inactive: {sentence}",)
 
 
+DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
+
+
+def test_drafts_are_served() -> None:
+    assert DRIVER.decide(Setup(flags=DRAFTS)).active
+
+
+def test_drafts_are_refused_where_our_kernels_are_demanded() -> None:
+    decision = DRIVER.decide(Setup(flags=DRAFTS, options={"kernels": "ours"}))
+    assert not decision.active
+    (line,) = decision.lines
+    assert "its kernels do not verify drafts in this engine yet" in line
+
+
 def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """They travel with the configuration, to processes without the variable too."""
     monkeypatch.setenv("HYBRID_CONFIG", '{"page_size": 64, "elastic": false}')

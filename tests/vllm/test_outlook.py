@@ -12,8 +12,9 @@ pytest.importorskip("vllm")
 
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.vllm import outlook
-from tests.vllm.hybrid_models import write
+from tests.vllm.hybrid_models import SERVED, write
 
+NEMOTRON = "NemotronHForCausalLM"
 FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
 
 WITHOUT: dict[str, dict[str, Any]] = {
@@ -42,3 +43,18 @@ def test_hybrid_model_without_an_implementation_fails(
     assert found.prospect is Prospect.FAILS
     assert architecture in found.reason
     assert "no state layers" not in found.reason
+
+
+def test_what_drafts_take_is_said(tmp_path: Path) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    found = outlook.foresee(model, (*FLAGS, "--speculative-config", drafts), 1 << 30)
+    assert found.prospect is Prospect.SERVED and found.layout is not None
+    assert found.note == (
+        "a sequence that verifies drafts borrows 3 more state slots, and decodes "
+        "without drafts where there are none"
+    )
+    without = outlook.foresee(model, FLAGS, 1 << 30)
+    assert without.note == "" and without.layout is not None
+    wider, plain = found.layout.states[0], without.layout.states[0]
+    assert wider.state_bytes > plain.state_bytes, "windows hold the drafts' inputs"

@@ -31,7 +31,9 @@ SLOT_BYTES = 1024
 SPECS: dict[str, KVCacheSpec] = {"a0": ATTENTION, "s0": STATE}
 
 
-def config_of(longest: int = 1024, *, auto: bool = False, **options: Any) -> Any:
+def config_of(
+    longest: int = 1024, *, auto: bool = False, drafts: int = 0, **options: Any
+) -> Any:
     """What planning reads of an engine's configuration."""
     return SimpleNamespace(
         additional_config={"hybrid_plugin": {"elastic": False, **options}},
@@ -44,6 +46,8 @@ def config_of(longest: int = 1024, *, auto: bool = False, **options: Any) -> Any
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+        num_speculative_tokens=drafts,
+        num_lookahead_tokens=drafts,
     )
 
 
@@ -117,3 +121,10 @@ def test_automatic_length_with_elastic_pools(monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_for_not_one_token_is_told_of() -> None:
     with pytest.raises(ConfigError, match="cannot hold one sequence of 1 tokens"):
         planned(config_of(auto=True), fitting(1) - 1)
+
+
+@pytest.mark.parametrize(("drafts", "ids"), [(0, 3), (3, 7)])
+def test_warm_up_has_a_row_of_slots_for_a_request(drafts: int, ids: int) -> None:
+    """Beside a page or two for its tokens, and one id to spare."""
+    groups = planning.make_groups(SPECS)
+    assert planning.limits_of(config_of(drafts=drafts), groups).warm_up_ids == ids

@@ -236,6 +236,7 @@ def test_a_worker_without_graphs_refuses_it() -> None:
     config: Any = SimpleNamespace(
         additional_config={"hybrid_plugin": options},
         compilation_config=SimpleNamespace(static_forward_context={}),
+        speculative_config=None,
         model_config=SimpleNamespace(multimodal_config=None),
     )
     with pytest.raises(ConfigError, match="prefill_graphs is for a GPU; leave it out"):

@@ -25,6 +25,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.kv_cache_manager = manager(pages=40)
     made.waiting = []
     made.requests = {}
+    made.num_spec_tokens = 0
     monkeypatch.setattr(
         Scheduler, "_is_blocked_waiting_status", staticmethod(lambda status: False)
     )

@@ -131,6 +131,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(
         additional_config={},
         cache_config=SimpleNamespace(block_size=128),
+        speculative_config=None,
         scheduler_config=SimpleNamespace(
             scheduler_cls=activation.SCHEDULER, enable_chunked_prefill=True
         ),

@@ -87,14 +87,15 @@ def test_a_turn_goes_on_from_the_state_that_the_session_holds() -> None:
     assert of.get_computed_blocks(plain("three", dropped))[1] == 32
 
 
-def processor(*, active: bool, asynchronous: bool) -> Any:
+def processor(*, active: bool, asynchronous: bool, drafts: bool = False) -> Any:
     """vLLM's own, without its construction, in such an engine."""
     made: Any = InputProcessor.__new__(InputProcessor)
     made.vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(
             scheduler_cls=SCHEDULER if active else None,
             async_scheduling=asynchronous,
-        )
+        ),
+        speculative_config=object() if drafts else None,
     )
     return made
 
@@ -119,13 +120,23 @@ def test_sessions_are_refused_where_steps_are_scheduled_ahead(taken: list[str]) 
     assert taken == []
 
 
+def test_sessions_are_refused_where_drafts_are_verified(taken: list[str]) -> None:
+    """vLLM would go on from column 0, whatever was accepted at the turn's end."""
+    one = processor(active=True, asynchronous=False, drafts=True)
+    with pytest.raises(ConfigError, match="only without drafts"):
+        one.process_inputs("a", resumable=True)
+    assert taken == []
+
+
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize(
     ("active", "asynchronous", "resumable"),
     [(True, False, True), (False, True, True), (True, True, False)],
 )
 def test_all_else_is_taken(
-    taken: list[str], active: bool, asynchronous: bool, resumable: bool
+    taken: list[str], active: bool, asynchronous: bool, resumable: bool, drafts: bool
 ) -> None:
-    one = processor(active=active, asynchronous=asynchronous)
+    drafts &= not (active and resumable)
+    one = processor(active=active, asynchronous=asynchronous, drafts=drafts)
     one.process_inputs("a", resumable=resumable)
     assert taken == ["a"]

@@ -136,6 +136,7 @@ def plan_elastic(
     block_bytes: int,
     max_model_len: int,
     max_sequences: int,
+    warm_up_ids: int = 1,
     chunk: int = DEFAULT_CHUNK,
 ) -> ElasticPlan:
     """Cut a budget into granules.
@@ -146,6 +147,7 @@ def plan_elastic(
         block_bytes: bytes that the device maps at a time.
         max_model_len: tokens of the longest sequence.
         max_sequences: that run at once, at most; warm-up takes that many ids.
+        warm_up_ids: that warm-up takes at least, whatever they cost.
         chunk: tokens of a prefill step at most; a window group holds them besides
             its window.
 
@@ -183,7 +185,7 @@ def plan_elastic(
             f"{budget} bytes cannot hold one sequence of {max_model_len} tokens in "
             f"granules of bytes {sizes}, which takes {needed}"
         )
-    return _with_warm_up(plan, max_sequences)
+    return _with_warm_up(plan, max_sequences, warm_up_ids)
 
 
 def _pages_per_granule(
@@ -244,13 +246,13 @@ def _granule(
         rows += 1
 
 
-def _with_warm_up(plan: ElasticPlan, max_sequences: int) -> ElasticPlan:
+def _with_warm_up(plan: ElasticPlan, max_sequences: int, least: int) -> ElasticPlan:
     """Start with ids for warm-up instead of the longest sequence, if they fit."""
     ids = max_sequences + 1
     if plan.layout.slot_bytes:
         most = plan.budget // _STATES_AT_START // plan.layout.slot_bytes
         ids = min(ids, most)
-    ids = max(ids, 2)
+    ids = max(ids, least + 1)
     pools = {
         name: replace(pool, start=max(-(-ids // pool.per_granule), pool.floor))
         for name, pool in plan.pools.items()

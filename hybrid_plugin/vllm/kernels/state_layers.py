@@ -31,10 +31,12 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
     """
     layers = vllm_config.compilation_config.static_forward_context
     options = activation.read_options(vllm_config)
+    # Ours verify no drafts: who asked for them by name is refused before.
+    verifies = vllm_config.speculative_config is not None
     device_type = elastic.device_type()
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        options.wanted_kernels,
+        "engine" if verifies else options.wanted_kernels,
         device_type,
         round_states=options.is_deterministic,
         wants_graphs=options.prefill_graphs,

@@ -114,13 +114,6 @@ CONFLICTS = {
         ("--pipeline-parallel-size=2",),
         "pipeline parallelism is not supported yet; use tensor parallelism.",
     ),
-    "speculative": (
-        (
-            "--speculative-config",
-            '{"method": "ngram", "num_speculative_tokens": 2}',
-        ),
-        "speculative decoding is not supported yet; drop --speculative-config.",
-    ),
     "scheduler class": (
         ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
         "it brings its own scheduler; drop --scheduler-cls.",

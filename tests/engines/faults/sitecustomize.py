@@ -2,9 +2,10 @@
 """Faults that tests plant into server processes, through PYTHONPATH.
 
 A test that must fail when the cache is wrong proves it by failing under
-`zero_snapshots`; a server that must refuse to run half-patched proves it under
-`exclude_workers`.  Under `refuse_pages` an engine preempts, however slowly requests
-arrive, because a sequence that grows gets no page now and then.
+`zero_snapshots`, or, where drafts are verified, under `wrong_column`; a server that
+must refuse to run half-patched proves it under `exclude_workers`.  Under `refuse_pages`
+an engine preempts, however slowly requests arrive, because a sequence that grows gets
+no page now and then.
 
 HYBRID_TEST_POOLS has pools of an exact size, for tests that count what is evicted; for
 users there is memory to divide.
@@ -50,6 +51,21 @@ def _exclude_workers() -> None:
         os.environ["SGLANG_PLUGINS"] = "hybrid_cpu"  # the platform alone
 
 
+def _wrong_column() -> None:
+    """Every turn that ends behind accepted drafts keeps the state before them."""
+    from dataclasses import replace
+
+    from hybrid_plugin.core.verification import Verification
+
+    end = Verification.end
+
+    def before(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        found = end(self, *args, **kwargs)
+        return replace(found, column=0) if found.column else found
+
+    Verification.end = before  # type: ignore[method-assign]
+
+
 def _fix_pools(pages: int, slots: int) -> None:
     from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 
@@ -70,5 +86,6 @@ if "HYBRID_TEST_POOLS" in os.environ:
 {
     "zero_snapshots": _zero_snapshots,
     "refuse_pages": _refuse_pages,
+    "wrong_column": _wrong_column,
     "exclude_workers": _exclude_workers,
 }.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With which drafts, and which models, speculative decoding is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from hybrid_plugin.config import HybridConfig
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+_METHODS = frozenset(
+    {
+        "custom_class",
+        "draft_model",
+        "eagle",
+        "eagle3",
+        "medusa",
+        "mlp_speculator",
+        "mtp",
+        "ngram",
+        "ngram_gpu",
+        "suffix",
+    }
+)
+"""Ways to propose a chain of drafts that keep no state but pages of KV."""
+
+_KEEPS_ONE_STATE_EACH = frozenset(
+    {
+        MambaAttentionBackendEnum.GDN_ATTN,
+        MambaAttentionBackendEnum.MAMBA2,
+        MambaAttentionBackendEnum.SHORT_CONV,
+    }
+)
+"""State layers that vLLM has verify drafts in both of its model runners."""
+
+
+def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
+    """Sentences about drafts that the plugin does not serve, with the way out."""
+    drafting = vllm_config.speculative_config
+    if drafting is None:
+        return
+    if drafting.method not in _METHODS:
+        yield (
+            f"speculative decoding by {drafting.method!r} is not supported yet; choose "
+            "another method, or drop --speculative-config."
+        )
+    draft = drafting.draft_model_config
+    if drafting.method == "draft_model" and draft is not None and draft.is_hybrid:
+        yield (
+            "draft models with state layers are not supported yet; choose another one, "
+            "or drop --speculative-config."
+        )
+    if draft is not None and _has_windows(draft):
+        yield (
+            "draft models with sliding windows are not supported yet; choose another "
+            "one, or drop --speculative-config."
+        )
+    if options.kernels == "ours":
+        yield (
+            'the option "kernels" is "ours", and its kernels do not verify drafts in '
+            'this engine yet; set it to "auto" or "engine", or drop '
+            "--speculative-config."
+        )
+    if options.is_deterministic:
+        yield (
+            "deterministic is not served with speculative decoding; drop "
+            "--speculative-config."
+        )
+
+
+def obstacle_of_layers(
+    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]
+) -> str | None:
+    """Why a built model's state layers cannot verify drafts, a sentence; None if so.
+
+    Args:
+        vllm_config: of the engine.
+        specs: of the model's layers.
+    """
+    if vllm_config.speculative_config is None:
+        return None
+    served = set(_KEEPS_ONE_STATE_EACH)
+    if not vllm_config.use_v2_model_runner:
+        served.add(MambaAttentionBackendEnum.LINEAR)
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        served -= {MambaAttentionBackendEnum.SHORT_CONV}
+    for layer, spec in specs.items():
+        if isinstance(spec, MambaSpec) and spec.mamba_type not in served:
+            return (
+                f"vLLM does not verify drafts in layer {layer}, of the kind "
+                f"{spec.mamba_type.name}; drop --speculative-config."
+            )
+    return None
+
+
+def _has_windows(model: ModelConfig) -> bool:
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    named = {"sliding_attention", "chunked_attention"} & set(kinds)
+    return bool(named) or model.get_sliding_window() is not None

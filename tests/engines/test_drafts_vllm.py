@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts change no answer in vLLM, and every turn goes on where it ended.
+
+Drafts are an oracle's, which knows the stock engine's answers (see `oracle`), or come
+of the prompt itself ("ngram").
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engines import oracle, slow_decay
+from tests.engines.compare import compare
+from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
+from tests.engines.drivers.driver import MODEL
+from tests.engines.messages import Answer, Ask
+from tests.engines.server import Server
+from tests.engines.traffic import Mix, mixed, next_turns
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = 40
+DRAFTS = 3
+ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Two turns of each chat, and the stock engine's answers without drafts."""
+
+    model: Path
+    dtype: str
+    bound: float
+    stray: int
+    first: Sequence[Ask]
+    second: Sequence[Ask]
+    answers: Sequence[Answer]
+    """To the first turns, then to the second ones."""
+    file: Path
+    """What the oracle reads."""
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Chats]:
+    """Those made so far, by model."""
+    return {}
+
+
+@pytest.fixture(params=["gated delta net, bfloat16", "mamba-2, float32"])
+def chats(
+    request: pytest.FixtureRequest,
+    made: dict[str, Chats],
+    start_server: StartServer,
+    driver: Driver,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Chats:
+    """Chats with a model, four at a time."""
+    name = request.param
+    if name not in made:
+        entry, folder = driver.models[name], tmp_path_factory.mktemp("chats")
+        model = (
+            MODEL
+            if entry.kind == "bundled"
+            else getattr(slow_decay, f"write_{entry.kind}")(folder / "model")
+        )
+        first = _plain(mixed(Mix(driver.page_size, requests=REQUESTS)))
+        with start_server(
+            "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model
+        ) as stock:
+            answers = stock.ask_all(first, concurrency=4)
+            second = _plain(next_turns(first, answers, seed=1))
+            answers += stock.ask_all(second, concurrency=4)
+        file = folder / "oracle.json"
+        oracle.write(file, [*first, *second], answers)
+        made[name] = Chats(
+            model, entry.dtype, entry.bound, entry.stray, first, second, answers, file
+        )
+    return made[name]
+
+
+def _plain(asks: Sequence[Ask]) -> list[Ask]:
+    """Without aborts, and with what tells a near tie."""
+    return [replace(ask, abort_after=None, logprobs=5) for ask in asks]
+
+
+@pytest.fixture
+def serve(start_server: StartServer, chats: Chats) -> Any:
+    """Start a server that verifies drafts of the chats."""
+
+    def start(
+        name: str, drafting: dict[str, Any], **setup: Any
+    ) -> AbstractContextManager[Server]:
+        flags = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
+        return start_server(
+            name,
+            model=chats.model,
+            dtype=chats.dtype,
+            flags=("--speculative-config", flags),
+            # n-gram search would have PyTorch's threads wait for one another.
+            environment={oracle.FILE: str(chats.file), "NUMBA_NUM_THREADS": "1"},
+            **setup,
+        )
+
+    return start
+
+
+def ask(server: Server, chats: Chats, concurrency: int = 16) -> list[Answer]:
+    """All first turns, then all second ones."""
+    answers = server.ask_all(chats.first, concurrency)
+    return answers + server.ask_all(chats.second, concurrency)
+
+
+def wrong(chats: Chats, answers: Sequence[Answer]) -> tuple[str, ...]:
+    """Answers that differ from the stock engine's beyond the bound."""
+    return compare(chats.answers, answers, chats.bound).wrong
+
+
+def lost(chats: Chats, answers: Sequence[Answer]) -> list[int]:
+    """Tokens of each chat's first turn that its second did not restore.
+
+    Chats whose first answer was another one than the stock engine's are left out.
+    """
+    known, second = chats.answers[:REQUESTS], answers[REQUESTS:]
+    return [
+        len(first.prompt) + len(answer.tokens) - later.cached_tokens
+        for first, expected, answer, later in zip(
+            chats.first, known, answers, second, strict=False
+        )
+        if answer.tokens == expected.tokens
+    ]
+
+
+@pytest.mark.parametrize("drafting", [ORACLE, NGRAM], ids=["oracle", "ngram"])
+def test_answers_and_turn_ends(
+    serve: Any, chats: Chats, drafting: dict[str, Any]
+) -> None:
+    """Turns end exactly: but for the last token, which may be sampled alone, all of a
+    first turn is restored.
+    """
+    with serve("drafts", drafting) as server:
+        answers = ask(server, chats)
+        metrics = server.metrics()
+    assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
+    missing = lost(chats, answers)
+    assert len(missing) > 0.8 * REQUESTS
+    assert set(missing) <= {0, 1}
+    # A stop token that was a draft is restored, too.
+    assert 0 in missing
+    assert metrics["turn_ends_exact"] == 2 * REQUESTS
+    assert metrics["turn_ends_missed"] == 0
+    assert metrics["drafts_lent"] > 0
+    assert metrics["draft_slots"] == metrics["state{used}"] == 0
+    if drafting is ORACLE:
+        # A quarter of the chats accepts nothing, a quarter all, the rest half.
+        assert 0.5 < metrics["accepted_drafts"] < 2.5
+
+
+def test_answers_change_when_a_wrong_column_is_kept(serve: Any, chats: Chats) -> None:
+    """Negative control: hits are as long, and the comparison sees the difference."""
+    with serve("wrong", ORACLE, fault="wrong_column") as server:
+        answers = ask(server, chats)
+    assert set(lost(chats, answers)) <= {0, 1}
+    assert len(wrong(chats, answers)) > max(3, 2 * chats.stray)
+
+
+SLOTS = 6
+
+
+def test_drafts_take_no_sequence_its_place(serve: Any, chats: Chats) -> None:
+    """With slots for six, six run at once: drafts make way, and come again."""
+    done = threading.Event()
+    with (
+        serve("pressed", ORACLE, pools=(200, SLOTS + 1)) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def most_running() -> float:
+            most = 0.0
+            while not done.is_set():
+                now = server.metrics()
+                if "state{used}" in now:
+                    most = max(most, now["state{used}"] - now["draft_slots"])
+            return most
+
+        watch = pool.submit(most_running)
+        answers = ask(server, chats)
+        done.set()
+        metrics = server.metrics()
+    assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
+    assert watch.result() == SLOTS
+    assert metrics["preemptions"] == 0
+    assert metrics["drafts_lent"] > 0 and metrics["drafts_refused"] > 0
+    assert metrics["turn_ends_exact"] == 2 * REQUESTS
+
+
+def test_preempted_requests_go_on(serve: Any, chats: Chats) -> None:
+    """Preempted in the middle of verified drafts: the state they left is exact."""
+    with serve("preempted", ORACLE, fault="refuse_pages") as server:
+        answers = ask(server, chats)
+        metrics = server.metrics()
+    assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
+    assert metrics["preemptions"] > 0
+    assert metrics["turn_ends_missed"] == 0
+
+
+def test_aborted_requests_leave_what_is_exact(serve: Any, chats: Chats) -> None:
+    """Dropped in the middle of an answer, and asked again from the beginning."""
+    with serve("aborted", ORACLE) as server:
+        cut = [replace(ask, abort_after=1 + i % 6) for i, ask in enumerate(chats.first)]
+        assert any(a.aborted for a in server.ask_all(cut, 8))
+        answers = ask(server, chats)
+        metrics = server.metrics()
+    assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
+    assert metrics["state{used}"] == metrics["draft_slots"] == 0

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drafts are served, and the sentence about each of the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.vllm import scheduler
+from hybrid_plugin.vllm.speculation.serving import obstacle_of_layers, obstacles
+
+Kind = MambaAttentionBackendEnum
+
+
+def draft(*, hybrid: bool = False, window: int | None = None, **text: Any) -> Any:
+    """A draft model's configuration."""
+    return SimpleNamespace(
+        is_hybrid=hybrid,
+        hf_text_config=SimpleNamespace(**text),
+        get_sliding_window=lambda: window,
+    )
+
+
+def said(method: str, model: Any = None, **options: Any) -> list[str]:
+    drafting = SimpleNamespace(method=method, draft_model_config=model)
+    config: Any = SimpleNamespace(speculative_config=drafting)
+    return list(obstacles(config, HybridConfig.from_mapping(options)))
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["ngram", "ngram_gpu", "suffix", "mtp", "eagle", "eagle3", "draft_model"],
+)
+def test_served(method: str) -> None:
+    assert said(method, draft()) == []
+    # A model with state layers is its own draft: their MTP layers have none.
+    assert method == "draft_model" or said(method, draft(hybrid=True)) == []
+
+
+def test_without_drafts_nothing_is_said() -> None:
+    config: Any = SimpleNamespace(speculative_config=None)
+    assert list(obstacles(config, HybridConfig(kernels="ours"))) == []
+    assert obstacle_of_layers(config, {"s": state(Kind.MAMBA1)}) is None
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_methods_that_keep_states_of_their_own(method: str) -> None:
+    assert said(method) == [
+        f"speculative decoding by '{method}' is not supported yet; choose another "
+        "method, or drop --speculative-config."
+    ]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        draft(window=128),
+        draft(layer_types=["full_attention", "sliding_attention"]),
+        draft(layer_types=["chunked_attention"]),
+    ],
+)
+def test_draft_models_with_windows(model: Any) -> None:
+    (sentence,) = said("eagle3", model)
+    assert "windows" in sentence
+
+
+def test_draft_models_with_states() -> None:
+    (sentence,) = said("draft_model", draft(hybrid=True))
+    assert "state layers" in sentence
+
+
+def test_our_kernels_verify_nothing_yet() -> None:
+    (sentence,) = said("ngram", kernels="ours")
+    assert 'set it to "auto" or "engine"' in sentence
+    assert said("ngram", kernels="engine") == said("ngram", kernels="auto") == []
+
+
+def test_deterministic() -> None:
+    assert said("ngram", deterministic="prefix", elastic=False) == [
+        "deterministic is not served with speculative decoding; drop "
+        "--speculative-config."
+    ]
+
+
+def state(kind: Kind) -> MambaSpec:
+    return MambaSpec(
+        block_size=1024, shapes=((3, 5),), dtypes=(torch.float32,), mamba_type=kind
+    )
+
+
+PAGES = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.half)
+
+
+@pytest.mark.parametrize(
+    ("kind", "served_by"),
+    [
+        (Kind.GDN_ATTN, "V1 V2"),
+        (Kind.MAMBA2, "V1 V2"),
+        (Kind.SHORT_CONV, "" if current_platform.is_cpu() else "V1 V2"),
+        (Kind.LINEAR, "V1"),
+        (Kind.MAMBA1, ""),
+    ],
+)
+@pytest.mark.parametrize("v2", [False, True])
+def test_kinds_of_layers(kind: Kind, served_by: str, v2: bool) -> None:
+    config: Any = SimpleNamespace(speculative_config=object(), use_v2_model_runner=v2)
+    found = obstacle_of_layers(config, {"a": PAGES, "s": state(kind)})
+    if ("V2" if v2 else "V1") in served_by:
+        assert found is None
+    else:
+        assert found == (
+            f"vLLM does not verify drafts in layer s, of the kind {kind.name}; drop "
+            "--speculative-config."
+        )
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_scheduling_ahead_needs_the_v2_runner(
+    drafts: bool, v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+        speculative_config=object() if drafts else None,
+        use_v2_model_runner=v2,
+    )
+    made: Any = lambda **arguments: "made"  # noqa: E731
+    monkeypatch.setattr(scheduler, "HybridAsyncScheduler", made)
+    if drafts and not v2:
+        with pytest.raises(ConfigError, match="--no-async-scheduling"):
+            scheduler.create_scheduler(config)
+    else:
+        assert scheduler.create_scheduler(config) == "made"
