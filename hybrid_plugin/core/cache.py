@@ -25,6 +25,7 @@ from hybrid_plugin.core.commands import (
     SaveInPass,
     Zero,
 )
+from hybrid_plugin.core.drafts import Drafts
 from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
@@ -47,8 +48,13 @@ from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, as_tokens
+from hybrid_plugin.core.verification import Ending, VerifyingStep
 
 __all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
+
+
+NO_MATCH = Match(0, None, array("i"), None, 0)
+"""The hit of a sequence that shares nothing."""
 
 
 @dataclass(slots=True)
@@ -78,6 +84,7 @@ class HybridCache:
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
+    drafts: Drafts = field(init=False)
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _concurrency: ConcurrencyTradeoff = field(
         init=False, default_factory=ConcurrencyTradeoff
@@ -109,6 +116,7 @@ class HybridCache:
             promised_pages=self.promised_pages,
         )
         register_pools(self.memory)
+        self.drafts = Drafts(self.memory, self._concurrency, self.stats)
 
     # ----------------------------------------------------------------- look up
 
@@ -167,9 +175,8 @@ class HybridCache:
         Unless it is admitted with `cacheable=False`, what it computes enters
         the tree all the same: under `namespace`.
         """
-        match = Match(0, None, array("i"), None, 0)
         ids = as_tokens(tokens)
-        return LookUp(len(tokens), namespace, match, {}, self.tree.version, ids, ttl)
+        return LookUp(len(tokens), namespace, NO_MATCH, {}, self.tree.version, ids, ttl)
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -281,6 +288,7 @@ class HybridCache:
             slots=1,
         )
         if not self.memory.has_room(match, wanted) or self._must_wait(wanted):
+            self.drafts.refused(match, wanted, running=self.live)
             self.memory.unshare(match)
             self.stats.refusals += 1
             return None
@@ -319,6 +327,7 @@ class HybridCache:
             window_demand=window_demand,
             is_last_turn=found.ttl == 0,
             promise=_promise_of(found) if cacheable else None,
+            admitted_at=self.tree.clock,
         )
         return Admission(pages[:], room.slot, match.length)
 
@@ -333,7 +342,9 @@ class HybridCache:
         count = self._pages_for(num_tokens) - len(sequence.pages)
         if count <= 0:  # most steps of a decode end inside a page
             return array("i")
-        if not self.broker.provide(dict.fromkeys(self.memory.page_pools, count)):
+        wanted = dict.fromkeys(self.memory.page_pools, count)
+        if not self.broker.provide(wanted):
+            self.drafts.refused(NO_MATCH, wanted, running=0)
             self.stats.refusals += 1
             return None
         fresh = self.pages.allocate(count)
@@ -402,6 +413,101 @@ class HybridCache:
             first = group.window.first_needed(computed) // self.page_size
             group.pages.release(table.trim(first))
 
+    # ------------------------------------------------------------- speculation
+
+    def hold_drafts(self, seq_id: str, count: int) -> list[int]:
+        """Lend a live sequence slots for the states after its drafts.
+
+        They are free slots, or those of snapshots worth less.  Call it before each step
+        that verifies: what it holds already stays.  The step may verify as many drafts
+        as the sequence holds slots, its columns 1, 2, ... behind its own slot.
+
+        Args:
+            seq_id: a live sequence.
+            count: drafts that the next step should verify.
+
+        Returns:
+            The new slots, in the order of columns.  Fewer than are missing, or none, if
+            they cannot be had or an admission waits for them; no sequence or slot has
+            changed if none.
+        """
+        return self.drafts.hold(self._sequences[seq_id], count, self.live)
+
+    def return_drafts(self, seq_id: str) -> None:
+        """Take a live sequence's draft slots back.
+
+        Call it when a step without drafts was noted with `verify`: that one leaves
+        everything in the sequence's own slot.  The next owner's commands run behind it.
+
+        Raises:
+            ValueError: if the last step noted verifies drafts: the next one reads them.
+        """
+        self.drafts.give_back(self._sequences[seq_id])
+
+    @property
+    def drafts_held(self) -> int:
+        """Slots lent for drafts now."""
+        return self.slots.drafts
+
+    @property
+    def drafts_wanted_back(self) -> bool:
+        """Whether an admission or growth waits for memory that drafts hold.
+
+        The next step should verify no drafts, and then `return_drafts` is due.
+        """
+        return self.slots.drafts > 0 and self.drafts.wait
+
+    def verify(
+        self, seq_id: str, start: int | None, drafts: int, *, row: int | None = None
+    ) -> None:
+        """Note that a step was scheduled which verifies drafts of a sequence.
+
+        The step takes one token that is known when it runs, and the drafts.  From the
+        first call on, every step of the sequence must be noted, without drafts too, in
+        the order in which they run, and `accept` says what became of each.  Call it
+        after the step's commands were drained.
+
+        Args:
+            seq_id: a live sequence whose prompt is computed but for one token, at most.
+            start: tokens computed before the step, as the engine counts: with all
+                drafts of steps in flight.  None where it does not count ahead; the
+                first step must have it.
+            drafts: number of drafts.
+            row: where the engine verifies in a scratch and then commits to the slot,
+                the row of the scratch; otherwise draft slots are needed.
+
+        Raises:
+            ValueError: if the count differs from the cache's, or slots are missing.
+        """
+        step = VerifyingStep(drafts, row)
+        self.drafts.verify(self._sequences[seq_id], start, step)
+
+    def accept(
+        self, seq_id: str, accepted: int, columns: Sequence[int] | None = None
+    ) -> None:
+        """Note the outcome of the oldest step in flight that was noted with `verify`.
+
+        Call it for every one of them, before a sequence is ended by what it generated,
+        with what was accepted before the output was cut at a stop.
+
+        Args:
+            seq_id: a live sequence.
+            accepted: number of accepted drafts.
+            columns: steps of the scratch that have the states after each of them, if
+                the drafts were a tree; a chain's are 1, 2, ...
+
+        Raises:
+            ValueError: if the step cannot have had that outcome.
+        """
+        path = None if columns is None else tuple(columns)
+        self.drafts.accept(self._sequences[seq_id], accepted, path)
+
+    def is_verifying(self, seq_id: str) -> bool:
+        """Whether steps of a live sequence were noted with `verify`."""
+        return self._sequences[seq_id].steps is not None
+
+    # ------------------------------------------------------------- time and end
+
     def pass_time(self, now: float) -> None:
         """Set the time, by which the TTLs of sequences end.
 
@@ -414,43 +520,48 @@ class HybridCache:
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
         """End a sequence, finished, aborted or preempted alike.
 
-        Its KV enters the tree, and its slot too, as the snapshot of `computed`
-        tokens: nothing is copied.  If nobody will continue it, nothing enters.
+        Its KV enters the tree, and the slot with its state too, as the snapshot of its
+        known tokens: nothing is copied but, where drafts were accepted, the window of a
+        convolution.  If nobody will continue it, nothing enters.
 
         Args:
             seq_id: a live sequence.
             tokens: all its tokens that are known.
             computed: tokens that its KV and state cover, with every step that was
                 scheduled.  Where that is more than are known (a step in flight
-                has consumed a token nobody has seen), a state is worthless.
+                has consumed a token nobody has seen), a state is worthless.  None for
+                a sequence whose steps were noted with `verify`: they say it.
             preempted: whether the sequence itself will be resumed.
+
+        Raises:
+            ValueError: if the steps noted and the known tokens do not fit together.
         """
+        ending = self._ending(seq_id, len(tokens), computed)
         sequence = self._sequences.pop(seq_id)
-        self._concurrency.ended(max(computed - sequence.prompt_length, 0))
-        donated, end = False, None
+        self._concurrency.ended(max(ending.length - sequence.prompt_length, 0))
+        kept, end = None, None
         if (
             sequence.cacheable
-            and computed > 0
+            and ending.length > 0
             and (preempted or not sequence.is_last_turn)
         ):
-            known = min(len(tokens), computed)
-            if self.policy.canonical:
-                known = min(known, sequence.prompt_length)
-            end, donated = self._donate(
-                sequence, tokens, known, exact=known == computed
-            )
+            self._count_turn_end(ending)
+            if self.policy.canonical and ending.length > sequence.prompt_length:
+                ending = Ending(sequence.prompt_length, None)
+            end, kept = self._donate(sequence, tokens, ending)
         if sequence.promise is not None:
             self.promises.begin_ttl(sequence.promise, end)
         self.pages.release(sequence.pages)
         for group, table in zip(self.windows, sequence.windows, strict=True):
             group.pages.release(table.held())
-        if not donated:
+        self.drafts.free(sequence)
+        if kept != sequence.slot:
             self.slots.free_running(sequence.slot)
         if sequence.locked is not None:
             self.tree.unlock(sequence.locked)
@@ -482,6 +593,7 @@ class HybridCache:
             if node.snapshot is snapshot
         ]
         self._interior = []
+        self.drafts.step_planned()
         return commands
 
     # ------------------------------------------------------------- inspection
@@ -521,7 +633,8 @@ class HybridCache:
             for name, pool in self.memory.page_pools.items()
         }
         slots = self.slots
-        found[Pool.STATE] = PoolLevel(slots.running, slots.snapshots, slots.free)
+        used = slots.running + slots.drafts
+        found[Pool.STATE] = PoolLevel(used, slots.snapshots, slots.free)
         return found
 
     # ---------------------------------------------------- internal: admission
@@ -764,30 +877,50 @@ class HybridCache:
             self.promises.give(sequence.promise, node)
         self.stats.snapshots_taken += 1
 
+    def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
+        """Where a live sequence ends, if so many tokens of it are known."""
+        steps = self._sequences[seq_id].steps
+        if steps is not None:
+            if computed is not None:
+                raise ValueError(f"the steps of {seq_id!r} say what is computed")
+            return steps.end(known)
+        if computed is None:
+            raise ValueError(f"no step of {seq_id!r} was noted")
+        length = min(known, computed)
+        return Ending(length, 0 if length == computed else None)
+
+    def _count_turn_end(self, ending: Ending) -> None:
+        if not self.slots.needed or self.policy.canonical:
+            return
+        if ending.column is None:
+            self.stats.turn_ends_missed += 1
+        else:
+            self.stats.turn_ends_exact += 1
+
     def _donate(
-        self, sequence: LiveSequence, tokens: Sequence[int], length: int, *, exact: bool
-    ) -> tuple[Node | None, bool]:
+        self, sequence: LiveSequence, tokens: Sequence[int], ending: Ending
+    ) -> tuple[Node | None, int | None]:
         """Put an ending sequence into the tree.
 
         Args:
             sequence: that ends.
             tokens: at least those that count.
-            length: tokens that count.
-            exact: whether the running state was taken after just as many.
+            ending: tokens that count, and where the state after them is.
 
         Returns:
-            Where its tokens end in the tree, and whether its slot stays there.
+            Where its tokens end in the tree, and the slot of its that stays there.
         """
+        length = ending.length
         resumable = self.tree.needs_snapshots and (
-            exact or self._holds_windows(sequence, length)
+            ending.column is not None or self._holds_windows(sequence, length)
         )
         if self.policy.canonical:
             resumable = resumable and self.policy.is_interior(length)
         if not resumable and length < self.page_size:
-            return None, False
+            return None, None
         node = self._insert_pages(sequence, tokens, length)
         if not resumable:
-            return node, False
+            return node, None
         rest: Tokens = as_tokens(tokens[node.end : length])
         if rest:
             page = sequence.pages[node.end // self.page_size]
@@ -796,10 +929,10 @@ class HybridCache:
                 self.pages.adopt((page,))
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
-            return node, False
-        self.slots.donate(sequence.slot)
-        self._attach(node, sequence, sequence.slot, SnapshotKind.TURN_END)
-        return node, True
+            return node, None
+        slot = self.drafts.keep(sequence, ending)
+        self._attach(node, sequence, slot, SnapshotKind.TURN_END)
+        return node, slot
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
         """Whether a sequence without states can be resumed at `length`.

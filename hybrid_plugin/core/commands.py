@@ -95,4 +95,34 @@ class SaveInPass:
     destination: int
 
 
-Command = Zero | Copy | Map | Unmap | SaveInPass
+@dataclass(frozen=True, slots=True)
+class MoveWindow:
+    """Complete the state in a draft slot with the inputs that its convolutions need.
+
+    Where one rolling window in column 0 serves all drafts, slot `source` has the inputs
+    after `offset` accepted drafts, `offset` tokens further on.  They go to where slot
+    `destination` has those of an ordinary state; nothing else changes.
+    """
+
+    pool: PoolId
+    source: int
+    offset: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Copy a whole state from the scratch of the last verification to a slot.
+
+    The step that wrote `row` of the scratch was the last forward pass: the next one
+    may write the row for another sequence.
+    """
+
+    pool: PoolId
+    row: int
+    step: int
+    """Token of the verified ones: 0 is the known one, or a tree's root."""
+    destination: int
+
+
+Command = Zero | Copy | Map | Unmap | SaveInPass | MoveWindow | Take

@@ -13,6 +13,7 @@ from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import Match
 from hybrid_plugin.core.tree.snapshot import SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
+from hybrid_plugin.core.verification import Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ class LiveSequence:
     """Whether the application says that nobody will continue it."""
     promise: Promise | None = None
     """That it will be continued."""
+    admitted_at: int = 0
+    """Clock value of the tree."""
+    drafts: list[int] = field(default_factory=list)
+    """Slots lent for the states after its drafts: columns 1, 2, ..."""
+    steps: Verification | None = None
+    """Its steps, once the first was noted with `HybridCache.verify`."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:

@@ -35,6 +35,16 @@ class CacheStats:
     promises_evicted: int = 0
     """Promises of which all that they kept was evicted within their TTL."""
 
+    drafts_lent: int = 0
+    """Slots lent to sequences that verify drafts."""
+    drafts_refused: int = 0
+    """Slots that such sequences asked for and did not get."""
+    turn_ends_exact: int = 0
+    """Sequences that ended with the state after their last known token."""
+    turn_ends_missed: int = 0
+    """Sequences that ended after that state was overwritten: a later turn resumes from
+    the snapshot before."""
+
     def record_hit(self, queried: int, hit: int, *, resumed: bool) -> None:
         """Count one admission."""
         if resumed:

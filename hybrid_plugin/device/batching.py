@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hybrid_plugin.core.commands import Command, Copy, Map, SaveInPass, Unmap, Zero
+from hybrid_plugin.core.commands import (
+    Command,
+    Copy,
+    Map,
+    MoveWindow,
+    SaveInPass,
+    Take,
+    Unmap,
+    Zero,
+)
 
 
 def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
@@ -45,8 +54,10 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
     match command:
         case Zero(_, index):
             return set(), {index}
-        case Copy(_, source, destination):
+        case Copy(_, source, destination) | MoveWindow(_, source, _, destination):
             return {source}, {destination}
+        case Take(_, _, _, destination):
+            return set(), {destination}
         case SaveInPass(_, slot, _, destination):
             return {slot}, {destination}
         case Map() | Unmap():

@@ -6,19 +6,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hybrid_plugin.core.commands import (
     Command,
     Copy,
     Map,
+    MoveWindow,
     PoolId,
     SaveInPass,
+    Take,
     Unmap,
     Zero,
 )
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.batching import batches
 from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.device.verified import RollingWindows, VerificationScratch
 from hybrid_plugin.device.virtual_arena import Refusal
 
 
@@ -51,6 +55,10 @@ class Executor:
         """
         self._arenas = dict(arenas)
         self.interior = interior
+        self.windows: RollingWindows | None = None
+        """Where `MoveWindow` works; set it where draft slots are lent."""
+        self.scratch: VerificationScratch | None = None
+        """Where `Take` takes from; set it where verifications write a scratch."""
         self.moves = MappingStats()
 
     def run(self, commands: Iterable[Command]) -> None:
@@ -68,7 +76,7 @@ class Executor:
             self.interior.clear()
         for batch in batches(commands):
             first = batch[0]
-            if isinstance(first, SaveInPass):
+            if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
                 continue
             arena = self._arenas[first.pool]
@@ -85,10 +93,21 @@ class Executor:
                     if refusal is not None:
                         raise MemoryError(str(refusal))
 
-    def _keep(self, orders: list[SaveInPass]) -> None:
-        if self.interior is None:
-            raise TypeError("forward passes keep no interior states here")
-        self.interior.order(orders)
+    def _keep(self, batch: list[Any]) -> None:
+        """Run commands about what forward passes keep, or have kept."""
+        match batch[0]:
+            case SaveInPass():
+                if self.interior is None:
+                    raise TypeError("forward passes keep no interior states here")
+                self.interior.order(batch)
+            case MoveWindow():
+                if self.windows is None:
+                    raise TypeError("no convolution windows move here")
+                self.windows.move(batch)
+            case Take():
+                if self.scratch is None:
+                    raise TypeError("verifications write no scratch here")
+                self.scratch.take(batch)
 
     def _move(self, command: Map | Unmap, arena: ElasticArena) -> Refusal | None:
         begin = time.perf_counter()

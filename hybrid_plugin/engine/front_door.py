@@ -261,15 +261,17 @@ class FrontDoor:
 
         Args:
             request: that the engine lets go.
-            computed: tokens that all steps scheduled so far compute.
+            computed: tokens that all steps scheduled so far compute; not used for a
+                request whose steps were noted with `HybridCache.verify`.
         """
         self.forget(request.seq_id)
         if self.cache.is_live(request.seq_id):
             self._pass_time()
+            noted = self.cache.is_verifying(request.seq_id)
             self.cache.finish(
                 request.seq_id,
                 request.tokens(),
-                computed,
+                None if noted else computed,
                 preempted=not request.is_over,
             )
 

@@ -194,10 +194,14 @@ def audit_slots(cache: HybridCache) -> None:
         assert set(running) | set(snapshots) <= {0}
         return
     assert sorted(pool._running) == sorted(running)
+    drafts = [slot for one in cache._sequences.values() for slot in one.drafts]
+    assert sorted(pool._drafts) == sorted(drafts)
     assert sorted(pool._snapshots) == sorted(snapshots)
-    everything = sorted([*running, *snapshots, *pool.free_ids()])
+    everything = sorted([*running, *drafts, *snapshots, *pool.free_ids()])
     assert everything == sorted(ids_with_memory(pool.ids))
-    assert (pool.running, pool.snapshots) == (len(running), len(snapshots))
+    counts = (pool.running, pool.drafts, pool.snapshots)
+    assert counts == (len(running), len(drafts), len(snapshots))
+    assert pool.ids.live == len(running) + len(drafts)
 
 
 def audit_locks(cache: HybridCache) -> None:

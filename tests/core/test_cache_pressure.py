@@ -291,6 +291,10 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "promised_hits": 0,
         "promises_broken": 0,
         "promises_evicted": 0,
+        "drafts_lent": 0,
+        "drafts_refused": 0,
+        "turn_ends_exact": 2,
+        "turn_ends_missed": 0,
     }
 
 

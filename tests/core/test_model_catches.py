@@ -24,6 +24,7 @@ from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import Evicted, Match
 from hybrid_plugin.core.tree.tokens import Pages
+from hybrid_plugin.core.verification import Ending
 from tests.core.device import ContentError
 from tests.core.traffic import Traffic
 
@@ -102,7 +103,7 @@ class KeepsWhatDecodeWrote(HybridCache):
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
@@ -139,11 +140,11 @@ class DonatesUnknownTokens(HybridCache):
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
-        known = min(computed, len(tokens))
+        known = len(tokens) if computed is None else min(computed, len(tokens))
         HybridCache.finish(self, seq_id, tokens, known, preempted=preempted)
 
 
@@ -152,10 +153,11 @@ class DonatesShort(HybridCache):
         self,
         seq_id: str,
         tokens: Sequence[int],
-        computed: int,
+        computed: int | None = None,
         *,
         preempted: bool = False,
     ) -> None:
+        assert computed is not None
         HybridCache.finish(self, seq_id, tokens, computed - 1, preempted=preempted)
 
 
@@ -246,9 +248,11 @@ class RefusesWhatFits(HybridCache):
 
 
 class LosesSlots(HybridCache):
-    def _donate(self, *args: Any, exact: bool) -> tuple[Node | None, bool]:
-        node, donated = HybridCache._donate(self, *args, exact=exact)
-        return node, donated or not exact
+    def _donate(
+        self, sequence: LiveSequence, tokens: Sequence[int], ending: Ending
+    ) -> tuple[Node | None, int | None]:
+        node, kept = HybridCache._donate(self, sequence, tokens, ending)
+        return node, sequence.slot if ending.column is None else kept
 
 
 class SkipsWindowCopies(HybridCache):

@@ -10,7 +10,7 @@ There are two brokers: `FixedBroker`, where each pool keeps its memory, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -77,12 +77,14 @@ class MemoryBroker(Protocol):
         self,
         wanted: Mapping[PoolId, int],
         pinned: Mapping[PoolId, Iterable[int]] | None = None,
+        returned: Mapping[PoolId, Sequence[int]] | None = None,
     ) -> bool:
         """Whether pools can have that many free ids each; changes nothing.
 
         Args:
             wanted: ids by pool.
             pinned: cached ids that must stay, by pool.
+            returned: live ids that count as if they were free, by pool.
         """
 
     def provide(
@@ -143,10 +145,12 @@ class FixedBroker:
         self,
         wanted: Mapping[PoolId, int],
         pinned: Mapping[PoolId, Iterable[int]] | None = None,
+        returned: Mapping[PoolId, Sequence[int]] | None = None,
     ) -> bool:
         """See `MemoryBroker.fits`."""
         for pool, count in wanted.items():
             ids = self._pools[pool][0]
+            count -= len(returned.get(pool, ())) if returned else 0
             if count <= ids.free:
                 continue
             kept = len(set(pinned.get(pool, ()))) if pinned else 0

@@ -136,7 +136,11 @@ class CacheMemory:
     # ---------------------------------------------------------------- admission
 
     def has_room(
-        self, match: Match, wanted: Mapping[PoolId, int], kept: Iterable[int] = ()
+        self,
+        match: Match,
+        wanted: Mapping[PoolId, int],
+        kept: Iterable[int] = (),
+        returned: Sequence[int] = (),
     ) -> bool:
         """Whether a sequence whose hit is shared already can get the rest.
 
@@ -147,15 +151,16 @@ class CacheMemory:
             match: the sequence's hit.
             wanted: ids by pool.
             kept: slots of snapshots that must stay.
+            returned: draft slots that count as if they were free.
         """
-        kept = set(kept)
+        kept, free = set(kept), {Pool.STATE: returned}
         pinned = self._pinned(match, kept)
-        if self.broker.fits(wanted, pinned):
+        if self.broker.fits(wanted, pinned, free):
             return True
         snapshot = _snapshot_of(match)
         if snapshot is None or snapshot.slot in kept:
             return False
-        return self.broker.fits(self._without_own(match, wanted), pinned)
+        return self.broker.fits(self._without_own(match, wanted), pinned, free)
 
     def obtain(
         self,

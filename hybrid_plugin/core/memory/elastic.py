@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.commands import Command, Map, PoolId, Unmap
@@ -64,10 +64,15 @@ class PoolState:
         """Bytes of an id."""
         return self.budget.granule_bytes / self.ids.per_granule
 
-    def least_granules(self, wanted: int, pinned: Iterable[int]) -> int:
-        """Granules that hold `wanted` more ids, once all else is evicted."""
-        ids = self.ids.live + 1 + wanted
-        granules = self.ids.pinned_granules
+    def least_granules(
+        self, wanted: int, pinned: Iterable[int], returned: Sequence[int] = ()
+    ) -> int:
+        """Granules that hold `wanted` more ids, once all else is evicted.
+
+        Live ids that are `returned` are evicted as well.
+        """
+        ids = self.ids.live - len(returned) + 1 + wanted
+        granules = self.ids.pinned_granules - self.ids.pinned_by(returned)
         if pinned := list(pinned):
             ids += len(pinned)
             granules += self.ids.newly_pinned(pinned)
@@ -175,19 +180,23 @@ class ElasticBroker:
         self,
         wanted: Mapping[PoolId, int],
         pinned: Mapping[PoolId, Iterable[int]] | None = None,
+        returned: Mapping[PoolId, Sequence[int]] | None = None,
     ) -> bool:
         """Whether pools can have so many free ids each; changes nothing.
 
         Args:
             wanted: ids per pool.
             pinned: cached ids that must stay, per pool.
+            returned: live ids that count as if they were free, per pool.
         """
         if self._are_free(wanted):
             return True
-        pinned = pinned or {}
+        pinned, returned = pinned or {}, returned or {}
         total = 0
         for pool, member in self._members.items():
-            granules = member.least_granules(wanted.get(pool, 0), pinned.get(pool, ()))
+            granules = member.least_granules(
+                wanted.get(pool, 0), pinned.get(pool, ()), returned.get(pool, ())
+            )
             if granules > member.ids.granules:
                 return False
             total += granules * member.budget.granule_bytes

@@ -138,6 +138,11 @@ class IdSpace:
         touched = {i // self.per_granule for i in ids}
         return sum(not self._live[granule] for granule in touched)
 
+    def pinned_by(self, ids: Sequence[int]) -> int:
+        """How many granules have no live ids but these, which are all live."""
+        counts = self._by_granule(ids)
+        return sum(self._live[granule] == count for granule, count in counts)
+
     def free_in(self, granule: int) -> int:
         """Free ids of one granule."""
         first = granule * self.per_granule

@@ -125,7 +125,10 @@ class PagePool:
 
 
 class SlotPool:
-    """Ids of state slots: each is free, a live sequence's, or a snapshot."""
+    """Ids of state slots: free, running, draft or snapshot.
+
+    A live sequence owns one running slot, and draft slots while it verifies drafts.
+    """
 
     needed = True
     """Whether a sequence needs a slot at all."""
@@ -146,6 +149,7 @@ class SlotPool:
         self.ids = IdSpace(capacity, per_granule)
         self.capacity = capacity
         self._running: set[int] = set()
+        self._drafts: set[int] = set()
         self._snapshots: set[int] = set()
 
     @property
@@ -160,8 +164,17 @@ class SlotPool:
 
     @property
     def running(self) -> int:
-        """Slots of live sequences."""
+        """Slots of live sequences, one for each."""
         return len(self._running)
+
+    @property
+    def drafts(self) -> int:
+        """Slots lent to live sequences for their drafts."""
+        return len(self._drafts)
+
+    def draft_ids(self) -> list[int]:
+        """Every slot lent for drafts, ascending."""
+        return sorted(self._drafts)
 
     @property
     def snapshots(self) -> int:
@@ -184,6 +197,24 @@ class SlotPool:
         self.ids.to_cached([slot])
         self._snapshots.add(slot)
         return slot
+
+    def allocate_draft(self) -> int:
+        """Lend the lowest free slot to a sequence for a draft."""
+        slot = self._pop()
+        self._drafts.add(slot)
+        return slot
+
+    def promote(self, slot: int) -> None:
+        """Turn a draft slot into a snapshot."""
+        self._drafts.remove(slot)
+        self.ids.to_cached([slot])
+        self._snapshots.add(slot)
+
+    def free_drafts(self, slots: Sequence[int]) -> None:
+        """Give back draft slots."""
+        for slot in slots:
+            self._drafts.remove(slot)
+        self.ids.free_live(slots)
 
     def donate(self, slot: int) -> None:
         """Turn a sequence's slot into a snapshot."""

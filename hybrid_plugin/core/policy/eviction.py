@@ -64,6 +64,16 @@ class LeastRecentlyUsed:
         """Bytes of pages and snapshots; 0 where the policy does not know."""
         return 0.0
 
+    def worth_of_drafts(self, saved: float, slots: int, since: int) -> float:
+        """What the slots are worth in which a sequence verifies its drafts.
+
+        Args:
+            saved: tokens, by admission, whose prefill takes as long as what they save.
+            slots: that it needs for that.
+            since: clock value of its admission: here, older content is worth less.
+        """
+        return float(since)
+
     def repays_pass(
         self,
         kind: SnapshotKind,
@@ -147,6 +157,10 @@ class ExpectedSaving(LeastRecentlyUsed):
         age = admissions_between(snapshot.used_at, now)
         rate = self.reuse.rate(class_of(snapshot), age)
         return rate * (node.end - node.resume_before())
+
+    def worth_of_drafts(self, saved: float, slots: int, since: int) -> float:
+        """What they save by byte and admission, as for all content."""
+        return saved / max(slots * self.slot_bytes, 1.0)
 
     def held_bytes(self, pages: float, snapshots: float, page_size: int) -> float:
         """Bytes of pages and snapshots."""
