@@ -4,7 +4,8 @@
 A test that must fail when the cache is wrong proves it by failing under
 `zero_snapshots`; a server that must refuse to run half-patched proves it under
 `exclude_workers`.  Under `refuse_pages` an engine preempts, however slowly requests
-arrive, because a sequence that grows gets no page now and then.
+arrive, because a sequence that grows gets no page now and then.  `wrong_drafts` has
+turns end on the state after another draft than the last accepted one.
 
 HYBRID_TEST_ORACLE lets SGLang find the plugin whose drafts are as right as wanted, by
 the metadata beside this file.
@@ -47,6 +48,21 @@ def _refuse_pages() -> None:
     HybridCache.grow = seldom  # type: ignore[method-assign]
 
 
+def _wrong_drafts() -> None:
+    """Turns end with the state after another draft than the last accepted one."""
+    from dataclasses import replace
+
+    from hybrid_plugin.core.commands import Take
+    from hybrid_plugin.sglang.speculation.scratch import DraftScratch
+
+    take = DraftScratch.take
+
+    def wrongly(self, commands: list[Take]) -> None:  # type: ignore[no-untyped-def]
+        take(self, [replace(one, step=one.step + 1) for one in commands])
+
+    DraftScratch.take = wrongly  # type: ignore[method-assign]
+
+
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
@@ -76,5 +92,6 @@ if "HYBRID_TEST_POOLS" in os.environ:
 {
     "zero_snapshots": _zero_snapshots,
     "refuse_pages": _refuse_pages,
+    "wrong_drafts": _wrong_drafts,
     "exclude_workers": _exclude_workers,
 }.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()
