@@ -48,7 +48,7 @@ from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, as_tokens
-from hybrid_plugin.core.verification import Ending, VerifyingStep
+from hybrid_plugin.core.verification import Ending
 
 __all__ = ["Admission", "HybridCache", "LiveSequence", "LookUp"]
 
@@ -116,7 +116,9 @@ class HybridCache:
             promised_pages=self.promised_pages,
         )
         register_pools(self.memory)
-        self.drafts = Drafts(self.memory, self._concurrency, self.stats)
+        self.drafts = Drafts(
+            self.memory, self._sequences, self._concurrency, self.stats
+        )
 
     # ----------------------------------------------------------------- look up
 
@@ -288,7 +290,7 @@ class HybridCache:
             slots=1,
         )
         if not self.memory.has_room(match, wanted) or self._must_wait(wanted):
-            self.drafts.refused(match, wanted, running=self.live)
+            self.drafts.refused(match, wanted, waits=True)
             self.memory.unshare(match)
             self.stats.refusals += 1
             return None
@@ -344,7 +346,7 @@ class HybridCache:
             return array("i")
         wanted = dict.fromkeys(self.memory.page_pools, count)
         if not self.broker.provide(wanted):
-            self.drafts.refused(NO_MATCH, wanted, running=0)
+            self.drafts.refused(NO_MATCH, wanted, waits=False)
             self.stats.refusals += 1
             return None
         fresh = self.pages.allocate(count)
@@ -431,7 +433,7 @@ class HybridCache:
             they cannot be had or an admission waits for them; no sequence or slot has
             changed if none.
         """
-        return self.drafts.hold(self._sequences[seq_id], count, self.live)
+        return self.drafts.hold(self._sequences[seq_id], count)
 
     def return_drafts(self, seq_id: str) -> None:
         """Take a live sequence's draft slots back.
@@ -458,7 +460,13 @@ class HybridCache:
         return self.slots.drafts > 0 and self.drafts.wait
 
     def verify(
-        self, seq_id: str, start: int | None, drafts: int, *, row: int | None = None
+        self,
+        seq_id: str,
+        start: int | None,
+        drafts: int,
+        *,
+        row: int | None = None,
+        known: int | None = None,
     ) -> None:
         """Note that a step was scheduled which verifies drafts of a sequence.
 
@@ -475,12 +483,14 @@ class HybridCache:
             drafts: number of drafts.
             row: where the engine verifies in a scratch and then commits to the slot,
                 the row of the scratch; otherwise draft slots are needed.
+            known: tokens of the sequence known now, for a check of what was accepted;
+                an engine that does not count ahead has no other.
 
         Raises:
-            ValueError: if the count differs from the cache's, or slots are missing.
+            ValueError: if the counts differ from the cache's, or slots are missing.
         """
-        step = VerifyingStep(drafts, row)
-        self.drafts.verify(self._sequences[seq_id], start, step)
+        sequence = self._sequences[seq_id]
+        self.drafts.verify(sequence, start=start, drafts=drafts, row=row, known=known)
 
     def accept(
         self, seq_id: str, accepted: int, columns: Sequence[int] | None = None
@@ -883,7 +893,7 @@ class HybridCache:
         if steps is not None:
             if computed is not None:
                 raise ValueError(f"the steps of {seq_id!r} say what is computed")
-            return steps.end(known)
+            return self.drafts.ending(steps, known)
         if computed is None:
             raise ValueError(f"no step of {seq_id!r} was noted")
         length = min(known, computed)

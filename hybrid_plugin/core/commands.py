@@ -114,8 +114,7 @@ class MoveWindow:
 class Take:
     """Copy a whole state from the scratch of the last verification to a slot.
 
-    The step that wrote `row` of the scratch was the last forward pass: the next one
-    may write the row for another sequence.
+    No forward pass verified anything after the one that wrote `row`.
     """
 
     pool: PoolId

@@ -25,42 +25,45 @@ class Drafts:
     """Draft slots of one cache, and the steps that use them."""
 
     def __init__(
-        self, memory: CacheMemory, concurrency: ConcurrencyTradeoff, stats: CacheStats
+        self,
+        memory: CacheMemory,
+        sequences: Mapping[str, LiveSequence],
+        concurrency: ConcurrencyTradeoff,
+        stats: CacheStats,
     ) -> None:
         """Lend from a cache's memory.
 
         Args:
             memory: where slots are.
+            sequences: that are live, always.
             concurrency: knows how long sequences decode, and who must wait.
             stats: where lent and refused slots are counted.
         """
         self._memory = memory
         self._slots = memory.slots
+        self._sequences = sequences
         self._concurrency = concurrency
         self._stats = stats
         self.gain = DraftGain()
         self._refused_now = False
         self._refused_before = False
+        self._passes = 0
+        self._scratch_pass = 0
+        """The last forward pass that wrote the scratch."""
 
     # ------------------------------------------------------------------- slots
 
-    def hold(self, sequence: LiveSequence, count: int, running: int) -> list[int]:
-        """Lend a sequence slots until it holds `count`, or no more can be had.
-
-        Args:
-            sequence: that verifies.
-            count: drafts in a step.
-            running: number of live sequences.
-        """
+    def hold(self, sequence: LiveSequence, count: int) -> list[int]:
+        """Lend a sequence slots until it holds `count`, or no more can be had."""
         missing = count - len(sequence.drafts)
         if missing <= 0 or not self._slots.needed:
             return []
-        fresh: list[int] = []
+        held = len(sequence.drafts)
         if not self.wait:
-            worth = self._worth(sequence, count, running)
-            while len(fresh) < missing and self._free_one(worth):
-                fresh.append(self._slots.allocate_draft())
-        sequence.drafts += fresh
+            worth = self._worth(sequence, count)
+            while len(sequence.drafts) < count and self._free_one(worth):
+                sequence.drafts.append(self._slots.allocate_draft())
+        fresh = sequence.drafts[held:]
         self._stats.drafts_lent += len(fresh)
         self._stats.drafts_refused += missing - len(fresh)
         return fresh
@@ -81,38 +84,51 @@ class Drafts:
         self._slots.free_drafts(sequence.drafts)
         sequence.drafts = []
 
-    def _worth(self, sequence: LiveSequence, count: int, running: int) -> float:
-        saved = self.gain.saved_tokens(count, self._concurrency.answer, running)
+    def _worth(self, sequence: LiveSequence, count: int) -> float:
+        answer, running = self._concurrency.answer, len(self._sequences)
+        saved = self.gain.saved_tokens(count, answer, running)
         eviction = self._memory.tree.eviction
         return eviction.worth_of_drafts(saved, count, sequence.admitted_at)
 
     def _free_one(self, worth: float) -> bool:
         """Have one slot free, if it is nobody's or its content is worth less."""
-        promised = {
-            pool: self._memory.promised_pages(pool) for pool in self._memory.page_pools
-        }
-        if self._memory.broker.moves_memory and not self._memory.broker.fits(
-            {**promised, Pool.STATE: 1}
-        ):
+        if not self._leaves_pages(slots=1):
             return False
         return bool(self._slots.free) or self._memory.broker.offer(Pool.STATE, worth)
+
+    def _leaves_pages(self, slots: int) -> bool:
+        """Whether all sequences find their pages, if so many more slots are lent.
+
+        Where memory moves, drafts could hold what their own sequences grow into.  They
+        are given back within two steps, in which sequences may verify once more.
+        """
+        memory = self._memory
+        if not memory.broker.moves_memory:
+            return True
+        sequences, size = self._sequences.values(), memory.tree.page_size
+        pages = sum([-(-2 * (1 + len(one.drafts)) // size) for one in sequences])
+        pages += -(-2 * slots // size)
+        wanted = {
+            pool: memory.promised_pages(pool) + pages for pool in memory.page_pools
+        }
+        return memory.broker.fits({**wanted, Pool.STATE: slots})
 
     # ---------------------------------------------------------------- pressure
 
     @property
     def wait(self) -> bool:
-        """Whether an admission or growth waits for a slot or its memory."""
+        """Whether a sequence waits for memory that drafts have, or would get."""
         return self._refused_now or self._refused_before
 
     def refused(
-        self, match: Match, wanted: Mapping[PoolId, int], *, running: int
+        self, match: Match, wanted: Mapping[PoolId, int], *, waits: bool
     ) -> None:
         """Note a refusal: whether it wanted what drafts have, or would get.
 
         Args:
             match: the hit of an admission, shared; an empty one of a growth.
             wanted: ids by pool.
-            running: number of live sequences that it may wait for; 0 if it may not.
+            waits: whether it leaves memory to content that is worth more.
         """
         if not self._slots.needed:
             return
@@ -123,24 +139,35 @@ class Drafts:
             return
         others[Pool.STATE] -= len(drafts)
         lost = self._memory.price(others)
+        running = len(self._sequences) if waits else 0
         if not (lost > 0 and self._concurrency.should_wait(lost, running)):
             self._refused_now = True
 
     def step_planned(self) -> None:
         """Begin to plan another step: what was refused before the last one is over."""
-        self._refused_before, self._refused_now = self._refused_now, False
+        lacks_pages = self._slots.drafts > 0 and not self._leaves_pages(slots=0)
+        self._refused_before = self._refused_now or lacks_pages
+        self._refused_now = False
+        self._passes += 1
 
     # ------------------------------------------------------------------- steps
 
     def verify(
-        self, sequence: LiveSequence, start: int | None, step: VerifyingStep
+        self,
+        sequence: LiveSequence,
+        *,
+        start: int | None,
+        drafts: int,
+        row: int | None,
+        known: int | None,
     ) -> None:
         """Note a step of a sequence; see `HybridCache.verify`."""
         steps = sequence.steps
-        if step.row is None and self._slots.needed:
-            held = len(sequence.drafts)
-            if step.drafts > held:
-                raise ValueError(f"{step.drafts} drafts are verified in {held} slots")
+        step = VerifyingStep(drafts, row, self._passes)
+        if row is None and self._slots.needed and drafts > len(sequence.drafts):
+            raise ValueError(
+                f"{drafts} drafts are verified in {len(sequence.drafts)} slots"
+            )
         if steps is None:
             if start is None or start + 1 < sequence.prompt_length:
                 raise ValueError(
@@ -148,10 +175,12 @@ class Drafts:
                     f"prompt of {sequence.prompt_length}"
                 )
             steps = Verification(start)
-        elif (newest := steps.newest) and (newest.row is None) != (step.row is None):
+        elif (newest := steps.newest) and (newest.row is None) != (row is None):
             raise ValueError("a sequence verifies in slots, or in a scratch")
-        steps.schedule(start, step)
+        steps.schedule(start, step, known)
         sequence.steps = steps
+        if row is not None:
+            self._scratch_pass = self._passes
 
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None
@@ -161,6 +190,17 @@ class Drafts:
             raise ValueError("an outcome came, but no step was noted")
         if sequence.steps.accept(accepted, columns):
             self.gain.observe(accepted)
+
+    def ending(self, steps: Verification, known: int) -> Ending:
+        """Where a sequence ends, if so many of its tokens are known.
+
+        Raises:
+            ValueError: if so many cannot be known.
+        """
+        ending = steps.end(known)
+        if ending.step is not None and ending.step.number != self._scratch_pass:
+            return Ending(ending.length, None)  # another pass wrote the row since
+        return ending
 
     def keep(self, sequence: LiveSequence, ending: Ending) -> int:
         """Turn the slot with the state of an ending sequence into a snapshot.
@@ -172,8 +212,8 @@ class Drafts:
         if not self._slots.needed:
             return slot
         assert column is not None, "a state that is lost is not kept"
-        if ending.row is not None:
-            enqueue(Take(Pool.STATE, ending.row, column, slot))
+        if ending.step is not None and ending.step.row is not None:
+            enqueue(Take(Pool.STATE, ending.step.row, column, slot))
         elif column:
             slot = sequence.drafts.pop(column - 1)
             enqueue(MoveWindow(Pool.STATE, sequence.slot, column, slot))

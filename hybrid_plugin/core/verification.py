@@ -16,6 +16,17 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyingStep:
+    """A step that was scheduled."""
+
+    drafts: int
+    row: int | None
+    """Row of the scratch that it writes; None where it writes draft slots."""
+    number: int = 0
+    """Of the forward pass that it is part of."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """Where a sequence ends."""
 
@@ -23,17 +34,9 @@ class Ending:
     """Tokens that are known and have KV."""
     column: int | None
     """Column with the state after exactly `length` tokens; None if no column has it."""
-    row: int | None = None
-    """Row of the verification scratch with that column; None if it is a slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyingStep:
-    """A step that was scheduled."""
-
-    drafts: int
-    row: int | None
-    """Row of the scratch that it writes; None where it writes draft slots."""
+    step: VerifyingStep | None = None
+    """The step whose row of the verification scratch has that column; None if it is in
+    a slot."""
 
 
 @dataclass(slots=True)
@@ -61,17 +64,25 @@ class Verification:
         """The step scheduled last."""
         return self.in_flight[-1] if self.in_flight else self.last
 
-    def schedule(self, start: int | None, step: VerifyingStep) -> None:
+    def schedule(
+        self, start: int | None, step: VerifyingStep, known: int | None = None
+    ) -> None:
         """Note a step.
 
         Args:
             start: tokens computed before it, as the engine counts: with all drafts in
                 flight.  None if the engine does not count ahead.
             step: what it verifies.
+            known: tokens of the sequence that are known now; None if it is not said.
 
         Raises:
-            ValueError: if the engine's count is not the cache's.
+            ValueError: if the engine's counts are not the cache's.
         """
+        if known is not None and self.last is not None and known != self.final + 1:
+            raise ValueError(
+                f"{known} tokens are known, but what was accepted makes {self.final} "
+                "computed and one more"
+            )
         if start is not None and start != self.counted:
             raise ValueError(
                 f"a step starts behind {start} tokens, but those before it compute "
@@ -134,7 +145,11 @@ class Verification:
             if self.last.row is not None and length == self.final:
                 return Ending(length, 0)  # the scratch was committed to the slot
             column = self.columns[length - self.last_start - 1]
-            return Ending(length, column, self.last.row)
+            return _ending(length, column, self.last)
         if len(self.in_flight) == 1 and known == self.final + 1:
-            return Ending(known, 0, self.in_flight[0].row)
+            return _ending(known, 0, self.in_flight[0])
         return Ending(known, None)
+
+
+def _ending(length: int, column: int, step: VerifyingStep) -> Ending:
+    return Ending(length, column, None if step.row is None else step)

@@ -23,12 +23,13 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     """Everything a call could have changed, but for the count of refusals."""
     tree = cache.tree
     totals = cache.stats.as_dict()
-    del totals["refusals"]
+    del totals["refusals"], totals["drafts_refused"]
     return {
         "pages": [_pool_state(pool) for pool in _page_pools(cache)],
         "mapped slots": cache.slots.ids.mapped_granules(),
         "free slots": cache.slots.free_ids(),
         "running slots": sorted(cache.slots._running),
+        "draft slots": cache.slots.draft_ids(),
         "snapshot slots": sorted(cache.slots._snapshots),
         "nodes": cached_content(cache),
         "promises": [
@@ -43,6 +44,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
             name: (
                 list(s.pages),
                 s.slot,
+                list(s.drafts),
                 s.snapshot_positions,
                 s.in_tree,
                 s.promised,

@@ -12,7 +12,15 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Copy, Pool, SaveInPass, Zero
+from hybrid_plugin.core.commands import (
+    Command,
+    Copy,
+    MoveWindow,
+    Pool,
+    SaveInPass,
+    Take,
+    Zero,
+)
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
 from hybrid_plugin.core.tree.node import Node, Snapshot
 
@@ -23,6 +31,18 @@ ZEROED = 0
 
 class Variant(int):
     """Content whose bits depend on how it was computed, though it means the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Content of a slot."""
+
+    recurrent: int
+    inputs: tuple[int, ...]
+    """What a convolution needs, by offset in its window; 0 is that of a plain state."""
+
+
+ZERO_STATE = State(ZEROED, (ZEROED,))
 
 
 class ContentError(AssertionError):
@@ -63,6 +83,29 @@ class Forward:
     """Its pages in each window group."""
     prompt: int = 0
     """Tokens of it that were known when it was admitted."""
+    columns: tuple[int, ...] = ()
+    """Slots of its drafts."""
+    selected: int = 0
+    """Column that has its state, of a chain: the drafts accepted in its last step."""
+    verified: tuple[int, ...] = ()
+    """Numbers of the prefixes after each token that it verifies, the known one first;
+    `end` is `start` and so many then.  Empty for a step that is not noted."""
+    written: tuple[int, ...] = ()
+    """The same as they come to lie in its KV: what is accepted first."""
+    accepted: tuple[int, ...] = ()
+    """Which of them were right, besides the known one."""
+    row: int | None = None
+    """Row of the scratch that it verifies in; None if in its slots."""
+
+    @property
+    def row_of_slots(self) -> tuple[int, ...]:
+        """Its slot and those of its drafts that the step reads or writes."""
+        used = 0 if self.row is not None else max(len(self.verified) - 1, self.selected)
+        return (self.slot, *self.columns[:used])
+
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the prefixes after each token that it computes."""
+        return self.written or self.history[self.start + 1 : self.end + 1]
 
     def pages(self, page_size: int) -> set[int]:
         """Pages that it reads or writes."""
@@ -101,7 +144,9 @@ class FakeDevice:
         self.grid = grid
         self.orders: list[SaveInPass] = []
         self.pages = _garbage(pages, page_size)
-        self.slots = [GARBAGE] * slots
+        self.slots = [State(GARBAGE, (GARBAGE,))] * slots
+        self.scratch: dict[int, tuple[int, ...]] = {}
+        """By row, the states that the last verification left."""
         self.spans = [span for span, _ in windows]
         self.windows = [_garbage(count, page_size) for _, count in windows]
         self.window_names = [Pool.window(i) for i in range(len(windows))]
@@ -114,6 +159,7 @@ class FakeDevice:
         twin.orders = list(self.orders)
         twin.pages = [list(cells) for cells in self.pages]
         twin.slots = list(self.slots)
+        twin.scratch = dict(self.scratch)
         twin.spans, twin.window_names = self.spans, self.window_names
         twin.windows = [[list(cells) for cells in group] for group in self.windows]
         return twin
@@ -123,9 +169,16 @@ class FakeDevice:
         for command in commands:
             match command:
                 case Zero(Pool.STATE, index):
-                    self._store(index, ZEROED)
+                    self._store(index, ZERO_STATE)
                 case Copy(Pool.STATE, source, destination):
                     self._store(destination, self.slots[source])
+                case MoveWindow(Pool.STATE, source, offset, destination):
+                    recurrent = self.slots[destination].recurrent
+                    moved = self.slots[source].inputs[offset]
+                    self._store(destination, State(recurrent, (moved,)))
+                case Take(Pool.STATE, row, step, destination):
+                    taken = self.scratch[row][step]
+                    self._store(destination, State(taken, (taken,)))
                 case SaveInPass(Pool.STATE):
                     self.orders.append(command)
                 case Copy(Pool.KV, source, destination):
@@ -144,6 +197,9 @@ class FakeDevice:
         for part in batch:
             self._check(part)
         self._keep(batch)
+        self.scratch = {
+            row: (GARBAGE,) * len(left) for row, left in self.scratch.items()
+        }
         for part in batch:
             self._write(part)
 
@@ -159,7 +215,8 @@ class FakeDevice:
             part = parts[order.slot]
             position = (part.start // self.grid + 1 + order.boundary) * self.grid
             self._require(part.start < position < part.end, f"{order}: outside")
-            self._store(order.destination, self._kind(part)(part.history[position]))
+            state = self._kind(part)(part.history[position])
+            self._store(order.destination, State(state, (state,)))
         self.orders = []
 
     def check_tree(self, cache: HybridCache, prefixes: Prefixes) -> None:
@@ -176,7 +233,7 @@ class FakeDevice:
 
     # ---------------------------------------------------------------- internal
 
-    def _store(self, slot: int, content: int) -> None:
+    def _store(self, slot: int, content: State) -> None:
         self._require(slot != 0, "slot 0 is nobody's")
         self.slots[slot] = content
 
@@ -190,7 +247,7 @@ class FakeDevice:
                 self._require(touched[page] == 1, f"written page {page} is shared")
         for index in range(len(self.windows)):
             self._check_windows_apart(index, batch)
-        slots = [part.slot for part in batch]
+        slots = [slot for part in batch for slot in part.row_of_slots]
         unshared = not self.slots or len(set(slots)) == len(slots)
         self._require(unshared, f"a slot is shared: {slots}")
 
@@ -203,11 +260,14 @@ class FakeDevice:
 
     def _check(self, part: Forward) -> None:
         if self.slots:
-            state = self.slots[part.slot]
+            self._require(part.selected < len(part.row_of_slots), f"no column: {part}")
+            slot = part.row_of_slots[part.selected]
+            inputs = self.slots[part.slot].inputs[part.selected :][:1]
+            state = (self.slots[slot].recurrent, *inputs)
             expected = part.history[part.start]
             self._require(
-                state == expected,
-                f"slot {part.slot} holds {state}, not {expected} ({part.start} tokens)",
+                state == (expected, expected),
+                f"slot {slot} holds {state}, not {expected} ({part.start} tokens)",
             )
         for index, table in enumerate(part.windows):
             self._check_window(index, table, part.history, part.start)
@@ -239,7 +299,7 @@ class FakeDevice:
         )
         alone = part.end - part.start == 1 < part.prompt  # a decode step for kernels
         prefills = part.end <= part.prompt and aligned and not alone
-        resumes = self.slots and isinstance(self.slots[part.slot], Variant)
+        resumes = self.slots and isinstance(self.slots[part.slot].recurrent, Variant)
         return int if prefills and not resumes else Variant
 
     def _write(self, part: Forward) -> None:
@@ -247,15 +307,29 @@ class FakeDevice:
         groups = [(self.pages, part.table)]
         groups += list(zip(self.windows, part.windows, strict=True))
         for memory, table in groups:
-            for position in range(part.start, part.end):
+            for position, number in enumerate(part.numbers(), part.start):
                 page = table[position // self.page_size]
                 self._require(page != 0, "page 0 is nobody's")
-                content = kind(part.history[position + 1])
-                memory[page][position % self.page_size] = content
-        if self.slots:
+                memory[page][position % self.page_size] = kind(number)
+        if self.slots and part.verified:
+            self._write_columns(part)
+        elif self.slots:
             whole = self.canonical == 0 or part.end % self.canonical == 0
             state = kind(part.history[part.end])
-            self._store(part.slot, state if whole else Variant(state))
+            state = state if whole else Variant(state)
+            self._store(part.slot, State(state, (state,)))
+
+    def _write_columns(self, part: Forward) -> None:
+        """Leave a state after each verified token, right or wrong."""
+        if part.row is not None:
+            self.scratch[part.row] = part.verified
+            state = part.verified[(0, *part.accepted)[-1]]
+            self._store(part.slot, State(state, (state,)))
+            return
+        # One window for all columns, in the first; those of the others are not touched.
+        self._store(part.slot, State(part.verified[0], part.verified))
+        for slot, number in zip(part.columns, part.verified[1:], strict=False):
+            self._store(slot, State(number, self.slots[slot].inputs))
 
     def _check_node(
         self,
@@ -286,11 +360,11 @@ class FakeDevice:
         if self.slots:
             state = self.slots[snapshot.slot]
             self._require(
-                state == history[-1],
+                (state.recurrent, state.inputs[0]) == (history[-1], history[-1]),
                 f"the tree offers slot {snapshot.slot} for {node.end} tokens, but it "
                 f"holds {state}, not {history[-1]}",
             )
-            self._require_canonical(state, f"slot {snapshot.slot}", node)
+            self._require_canonical(state.recurrent, f"slot {snapshot.slot}", node)
         for index, (span, pages) in enumerate(
             zip(self.spans, snapshot.windows, strict=True)
         ):

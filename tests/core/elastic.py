@@ -17,9 +17,9 @@ from hybrid_plugin.core.commands import Command, Map, Pool, PoolId, Unmap
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
-from tests.core.device import ZEROED, ContentError, FakeDevice
+from tests.core.device import ZERO_STATE, ZEROED, ContentError, FakeDevice
 from tests.core.engine import FakeEngine, Setup
-from tests.core.traffic import Traffic, random_setup, with_windows
+from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
 
 HOLE = object()
 
@@ -83,7 +83,7 @@ class ElasticSetup(Setup):
             self.pages // self.pages_per_granule,
         )
         pages = granules * self.pages_per_granule - 1
-        return pages * self.page_size - self.lookahead
+        return pages * self.page_size - self.lookahead - self.overrun
 
     def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
         """The cache under test."""
@@ -137,6 +137,7 @@ class ElasticDevice(FakeDevice):
         twin.orders = list(self.orders)
         twin.pages = _copy(self.pages)
         twin.slots = _Memory(self.slots)
+        twin.scratch = dict(self.scratch)
         twin.windows = [_copy(group) for group in self.windows]
         twin.mapped = {pool: set(granules) for pool, granules in self.mapped.items()}
         return twin
@@ -183,7 +184,7 @@ class ElasticDevice(FakeDevice):
         for granule in granules:
             for index in range(granule * per, (granule + 1) * per):
                 page = [ZEROED] * self.setup.page_size
-                cleared = ZEROED if pool == Pool.STATE else page
+                cleared = ZERO_STATE if pool == Pool.STATE else page
                 memory.turn(index, cleared if mapped else HOLE)
 
 
@@ -225,16 +226,19 @@ class ElasticEngine(FakeEngine):
 
 
 def random_elastic_setup(
-    rng: random.Random, page_size: int, *, windows: bool = False
+    rng: random.Random, page_size: int, *, windows: bool = False, drafts: bool = False
 ) -> ElasticSetup:
     """A small elastic engine, mostly short of memory."""
     fixed = random_setup(rng, page_size)
+    if drafts:
+        fixed = with_drafts(rng, fixed)
     if windows:
         fixed = with_windows(rng, fixed)
     per_page, per_slot = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3))
     page_bytes, slot_bytes = rng.choice(((1, 3), (2, 2), (3, 1), (1, 8)))
     floors = rng.choice(((1, 1), (1, 1), (2, 3)))
     kv = rng.randint(4, 5 + 24 // (page_size * per_page))
+    kv += -(-fixed.overrun // (page_size * per_page))
     states = rng.randint(max(2, floors[1]), 5)
     each = per_page * (page_bytes + len(fixed.windows))
     budget = kv * each + states * per_slot * slot_bytes
@@ -262,8 +266,9 @@ def seeded_traffic(
     cache: type[HybridCache] = HybridCache,
     *,
     windows: bool = False,
+    drafts: bool = False,
 ) -> Traffic:
     """Traffic on a random elastic engine."""
     rng = random.Random(f"elastic/{seed}/{page_size}")
-    setup = random_elastic_setup(rng, page_size, windows=windows)
+    setup = random_elastic_setup(rng, page_size, windows=windows, drafts=drafts)
     return Traffic(rng, ElasticEngine(setup, cache))

@@ -14,8 +14,9 @@ so that a sequence may end when more of its tokens are computed than known.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import TypeVar
@@ -37,6 +38,9 @@ from tests.core.device import FakeDevice, Forward, Prefixes
 from tests.core.support import ByMinimum, Economical, Tokens
 
 T = TypeVar("T")
+
+ANY_TOKEN, WRONG_TOKEN = 7, -1
+"""What comes behind the end of a request, and what comes nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,17 @@ class Setup:
     """Tokens for which a sequence waits for another one's prefill; 0 for never."""
     hears_first: bool = field(default=False, repr=False)
     """Whether outputs that come late come between a step's plan and its launch."""
+    drafts: int = field(default=0, repr=False)
+    """Drafts of a sequence in a step, at most; 0 for no speculation."""
+    scratch: bool = field(default=False, repr=False)
+    """Whether they are verified in a scratch, as trees, and not in draft slots."""
+    acceptance: float = field(default=0.6, repr=False)
+    """Chance of each draft to be right, if the one before it was."""
+
+    @property
+    def overrun(self) -> int:
+        """Tokens that steps in flight may compute beyond a sequence's end."""
+        return 3 * (1 + self.drafts) if self.drafts else 0
 
     @property
     def window_pools(self) -> list[tuple[AttentionWindow, int]]:
@@ -78,7 +93,7 @@ class Setup:
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence that fits alone."""
-        return (self.pages - 1) * self.page_size - self.lookahead
+        return (self.pages - 1) * self.page_size - self.lookahead - self.overrun
 
     @property
     def chunk(self) -> int:
@@ -143,10 +158,40 @@ class Request:
     preemptions: int = 0
     table: list[int] = field(default_factory=list)
     slot: int = 0
+    columns: list[int] = field(default_factory=list)
+    """Slots of its drafts, as far as the engine wrote them into its table."""
+    selected: int = 0
+    """Column with its state: on the device, known to nobody else."""
+    counted: int = 0
+    """Tokens that the engine counts as computed: with all drafts in flight."""
+    final: int = 0
+    """Tokens computed by steps that are noted and whose outputs came."""
+    heard: bool = False
+    """Whether any of these outputs came."""
+    last_pass: int = 0
+    """The last forward pass that verified its drafts."""
+    trimmed: int = 0
+    """Final tokens, as the cache was told last."""
 
     @property
     def known_tokens(self) -> Tokens:
         return self.tokens[: self.known]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step generates for one request."""
+
+    request: Request
+    drafts: int | None = None
+    """Drafts that it verified; None if the step was not noted."""
+    steps: tuple[int, ...] = ()
+    """Steps of the scratch, or columns, with the states after its accepted drafts."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens generated."""
+        return 1 + len(self.steps)
 
 
 class FakeEngine:
@@ -167,14 +212,20 @@ class FakeEngine:
         self.prefixes = Prefixes()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.outputs: list[list[Request]] = []
-        """Per step in flight, the requests that it generates a token for."""
+        self.outputs: list[list[Output]] = []
+        """What each step in flight generates."""
+        self.luck = random.Random(repr(setup))
+        """Decides how many drafts there are, and which are right."""
+        self.passes = self.scratch_pass = 0
+        """Forward passes, and the last of them that verified in the scratch."""
         self.finished = 0
         self.watch_refusals = True
         """Whether to compare the full state around calls that may refuse."""
         self.now = 0.0
         self._submitted = 0
         self._work: dict[Request, int] = {}
+        self._drafts: dict[Request, int] = {}
+        """Of requests in `_work` whose step is noted, the drafts that it verifies."""
 
     # -------------------------------------------------------------- operations
 
@@ -194,7 +245,8 @@ class FakeEngine:
         self._submitted += 1
         seq_id = f"r{self._submitted}"
         meaning = (seq_id,) if access is Access.PRIVATE else namespace
-        history = self.prefixes.history(meaning, tokens)
+        beyond = (ANY_TOKEN,) * self.setup.overrun
+        history = self.prefixes.history(meaning, (*tokens, *beyond))
         self.waiting.append(
             Request(
                 seq_id,
@@ -218,7 +270,7 @@ class FakeEngine:
         """
         if len(self.outputs) > int(self.setup.lagging):
             self.receive()
-        self._work = {}
+        self._work, self._drafts = {}, {}
         preempted, budget = self._schedule_running(budget, victim)
         if not preempted:
             self._schedule_waiting(budget)
@@ -227,17 +279,59 @@ class FakeEngine:
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
         self.device.run(self.cache.drain_commands())
-        self.device.forward([self._forward(r, end) for r, end in self._work.items()])
-        for request, end in self._work.items():
-            request.computed = end
-        for request in self._work:
-            if self.cache.is_prefilling(request.seq_id):
-                self.cache.advance(request.seq_id, request.computed)
-            else:
-                self.cache.trim(request.seq_id, request.computed)
-        self.outputs.append([r for r in self._work if self._has_sampled(r)])
+        work = enumerate(self._work.items())
+        parts = {one: self._forward(one, end, row) for row, (one, end) in work}
+        self.device.forward(list(parts.values()))
+        self.passes += 1
+        self.outputs.append([])
+        for request, part in parts.items():
+            self._launched(request, part)
         if not self.setup.lagging:
             self.receive()
+
+    def _launched(self, request: Request, part: Forward) -> None:
+        """Note that a request's part of a step runs."""
+        drafts = self._drafts.get(request)
+        if drafts is None:
+            request.computed = part.end
+            if self._has_sampled(request):
+                self.outputs[-1].append(Output(request))
+            self._advance(request, part.end)
+            return
+        if not self.cache.is_verifying(request.seq_id):
+            request.counted = request.final = part.start
+        self._verify(request, part, drafts)
+        last_of_prompt = self.cache.is_prefilling(request.seq_id)
+        self._advance(request, part.start + 1 if last_of_prompt else request.final)
+        if drafts == 0 and request.columns and self._gives_back():
+            self.cache.return_drafts(request.seq_id)
+            request.columns = []
+
+    def _verify(self, request: Request, part: Forward, drafts: int) -> None:
+        steps = part.accepted
+        self._note(request, drafts, part.row)
+        request.counted += 1 + drafts
+        request.computed += 1 + len(steps)
+        request.unseen += 1 + len(steps)
+        request.selected = 0 if self.setup.scratch else len(steps)
+        request.last_pass = self.passes
+        if self.setup.scratch:
+            self.scratch_pass = self.passes
+        self.outputs[-1].append(Output(request, drafts, steps))
+
+    def _note(self, request: Request, drafts: int, row: int | None) -> None:
+        seq_id, known = request.seq_id, request.known if request.heard else None
+        self.cache.verify(seq_id, request.counted, drafts, row=row, known=known)
+
+    def _gives_back(self) -> bool:
+        return self.cache.drafts_wanted_back or self.luck.random() < 0.3
+
+    def _advance(self, request: Request, final: int) -> None:
+        request.trimmed = final = max(final, request.trimmed)
+        if self.cache.is_prefilling(request.seq_id):
+            self.cache.advance(request.seq_id, final)
+        else:
+            self.cache.trim(request.seq_id, final)
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass; it only changes what is worth how much."""
@@ -248,34 +342,75 @@ class FakeEngine:
 
     def receive(self) -> None:
         """Take the outputs of the oldest step in flight."""
-        for request in self.outputs.pop(0) if self.outputs else ():
-            request.unseen -= 1
-            request.known += 1
+        for output in self.outputs.pop(0) if self.outputs else ():
+            request = output.request
+            if output.drafts is not None:
+                self._accept(request, output)
+                request.counted -= self._rejected(output)
+                request.final += output.tokens
+                request.heard = True
+            request.unseen -= output.tokens
+            request.known = min(request.known + output.tokens, len(request.tokens))
             if request.known == len(request.tokens):
                 self.end(request)
                 self.finished += 1
 
+    def _accept(self, request: Request, output: Output) -> None:
+        columns = output.steps if self.setup.scratch else None
+        self.cache.accept(request.seq_id, len(output.steps), columns)
+
+    def _rejected(self, output: Output) -> int:
+        return (output.drafts or 0) - len(output.steps)
+
     def end(self, request: Request) -> None:
         """Finish or abort a request, wherever it is."""
-        self._forget_outputs(request)
         if request in self.waiting:
             self.waiting.remove(request)
             return
-        self._work.pop(request, None)
-        self.running.remove(request)
-        self.cache.finish(request.seq_id, request.known_tokens, request.computed)
+        self._finish(request, preempted=False)
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to the queue."""
-        self._forget_outputs(request)
-        self._work.pop(request, None)
-        self.running.remove(request)
-        self.cache.finish(
-            request.seq_id, request.known_tokens, request.computed, preempted=True
-        )
+        self._finish(request, preempted=True)
         request.computed, request.table, request.slot = 0, [], 0
+        request.columns, request.selected, request.heard = [], 0, False
         request.preemptions += 1
         self.waiting.insert(0, request)
+
+    def _finish(self, request: Request, *, preempted: bool) -> None:
+        noted = self.cache.is_verifying(request.seq_id)
+        stats, exact = self.cache.stats, self._has_exact_state(request, noted=noted)
+        expected = {
+            "turn_ends_exact": stats.turn_ends_exact + (exact is True),
+            "turn_ends_missed": stats.turn_ends_missed + (exact is False),
+        }
+        if request.ttl == 0 and not preempted:
+            exact = None
+        self._forget_outputs(request)
+        self._work.pop(request, None)
+        self._drafts.pop(request, None)
+        self.running.remove(request)
+        computed = None if noted else request.computed
+        self.cache.finish(
+            request.seq_id, request.known_tokens, computed, preempted=preempted
+        )
+        if exact is not None:
+            done = stats.as_dict()
+            found = {name: done[name] for name in expected}
+            assert expected == found, (expected, found, noted, request)
+
+    def _has_exact_state(self, request: Request, *, noted: bool) -> bool | None:
+        """Whether there is a state of all known tokens; None if nobody wants one."""
+        setup, known = self.setup, request.known
+        if not setup.has_states or setup.canonical or request.access is Access.PRIVATE:
+            return None
+        if not noted:
+            return request.computed <= known if request.computed else None
+        in_flight = [o.request for step in self.outputs for o in step].count(request)
+        intact = not setup.scratch or request.last_pass == self.scratch_pass
+        if not in_flight:
+            return intact or known >= request.final
+        return intact and in_flight == 1 and known == request.final + 1
 
     def flush(self) -> None:
         """Forget what is cached; refused while a request runs."""
@@ -296,7 +431,7 @@ class FakeEngine:
         """No page is held that no token to come looks at."""
         tables = self.cache.sequence(request.seq_id).windows
         for group, table in zip(self.cache.windows, tables, strict=True):
-            first = group.window.first_needed(request.computed) // self.setup.page_size
+            first = group.window.first_needed(request.trimmed) // self.setup.page_size
             assert table.first == min(first, len(table.pages)), "a window grows"
 
     # ---------------------------------------------------------------- schedule
@@ -309,7 +444,8 @@ class FakeEngine:
             end = self._next_end(request, request.computed, budget)
             if end == request.computed:
                 continue
-            while (fresh := self._grow(request, end)) is None:
+            drafts = self._plan_drafts(request, end)
+            while (fresh := self._grow(request, end, drafts)) is None:
                 loser = self.running[victim % len(self.running)]
                 budget += self._work.get(loser, loser.computed) - loser.computed
                 assert not self.setup.canonical, "a sequence has no room reserved"
@@ -319,13 +455,45 @@ class FakeEngine:
                     break
             if fresh is not None:
                 request.table += fresh
-                self._work[request] = end
+                self._plan(request, end, drafts)
                 budget -= end - request.computed
         return preempted, budget
 
-    def _grow(self, request: Request, end: int) -> Pages | None:
+    def _plan(self, request: Request, end: int, drafts: int | None) -> None:
+        """Take a request into the step; it verifies as many drafts as it has slots."""
+        self._work[request] = end
+        if drafts and not self.setup.scratch:
+            drafts = min(drafts, len(self._hold(request, drafts)))
+        if drafts is not None:
+            self._drafts[request] = drafts
+
+    def _plan_drafts(self, request: Request, end: int) -> int | None:
+        """How many drafts a step should verify; None if it is not to be noted."""
+        one, luck = request.computed + 1, self.luck
+        if not self.setup.drafts or not end == one == request.known + request.unseen:
+            return None
+        if self.cache.drafts_wanted_back or luck.random() < 0.2:
+            drafts = 0
+        else:
+            drafts = luck.randint(1, self.setup.drafts)
+        noted = self.cache.is_verifying(request.seq_id)
+        return drafts if drafts or noted or luck.random() < 0.3 else None
+
+    def _hold(self, request: Request, drafts: int) -> list[int]:
+        """Slots of the request's drafts, with those that can be had besides."""
+        fixed = not self.cache.broker.moves_memory
+        before = full_state(self.cache) if self.watch_refusals and fixed else None
+        fresh = self.cache.hold_drafts(request.seq_id, drafts)
+        assert fresh or before is None or full_state(self.cache) == before
+        assert not (fresh and self.cache.drafts_wanted_back), "lent, though wanted back"
+        request.columns += fresh
+        return request.columns
+
+    def _grow(self, request: Request, end: int, drafts: int | None) -> Pages | None:
         attempt = self.cache.grow
-        num_tokens = end + self.setup.lookahead
+        if drafts is not None and request.counted:
+            end = request.counted + 1
+        num_tokens = end + (drafts or 0) + self.setup.lookahead
         fresh = self._watch(lambda: attempt(request.seq_id, num_tokens))
         alone = len(self.running) == 1
         assert fresh is not None or not alone, "a sequence alone finds no room"
@@ -349,12 +517,31 @@ class FakeEngine:
                 assert self.setup.canonical and budget <= self.setup.chunk
                 return
             assert end > 1 or whole == 1, "a split leaves a first chunk of one token"
-            admission = self._admit(request, found, end)
+            drafts = self._plan_first_drafts(request, hit, end)
+            admission = self._admit(request, found, end + (drafts or 0))
             if admission is None:
                 assert self.running, "a sequence alone is refused"
+                self._check_refusal(request, found, end + (drafts or 0))
                 return
-            self._take_in(request, admission, end)
+            self._take_in(request, admission, end, drafts)
             budget -= end - hit
+
+    def _check_refusal(self, request: Request, found: LookUp, end: int) -> None:
+        """Whoever is refused for want of a slot alone gets one that drafts hold."""
+        cache, size = self.cache, self.setup.page_size
+        if cache.broker.moves_memory or cache.windows or not cache.drafts_held:
+            return
+        tokens = max(end + self.setup.lookahead, self._reserve(request))
+        pages = -(-tokens // size) + self.setup.watermark + cache.promised_pages()
+        if cache.pages.free >= pages:
+            assert cache.drafts_wanted_back, "an admission waits for drafts"
+
+    def _plan_first_drafts(self, request: Request, hit: int, end: int) -> int | None:
+        """Drafts of a request's first step, if its hit leaves a single token."""
+        wants = self.setup.drafts and end == hit + 1 == request.known
+        if not wants or self.cache.drafts_wanted_back:
+            return None
+        return self.luck.randint(0, self.setup.drafts)
 
     def _plan_following(self) -> None:
         normal = [r for r in self.waiting if r.access is Access.NORMAL]
@@ -395,15 +582,20 @@ class FakeEngine:
             return len(request.tokens) + self.setup.lookahead
         return request.known if self.setup.full_fit else 0
 
-    def _take_in(self, request: Request, admission: Admission, end: int) -> None:
+    def _take_in(
+        self, request: Request, admission: Admission, end: int, drafts: int | None
+    ) -> None:
         self.waiting.remove(request)
         self.running.append(request)
         request.table, request.slot = list(admission.pages), admission.slot
-        request.computed = admission.hit
-        self._work[request] = end
+        request.computed = request.trimmed = admission.hit
+        request.counted = 0
+        self._plan(request, end, drafts)
 
     def _next_end(self, request: Request, start: int, budget: int) -> int:
-        target = min(request.known + request.unseen, len(request.tokens))
+        target = request.known + request.unseen
+        if not self.cache.is_verifying(request.seq_id):
+            target = min(target, len(request.tokens))
         stops = self.cache.snapshot_positions_of(request.seq_id)
         end = min(start + budget, target)
         return self.cache.chunk_end(stops, start, end, request.known)
@@ -420,13 +612,49 @@ class FakeEngine:
             assert full_state(self.cache) == before
         return result
 
-    def _forward(self, request: Request, end: int) -> Forward:
-        table, slot = tuple(request.table), request.slot
-        groups = self.cache.sequence(request.seq_id).windows
-        windows = tuple(tuple(group.pages) for group in groups)
-        prompt = self.cache.sequence(request.seq_id).prompt_length
-        start, history = request.computed, request.history
-        return Forward(table, slot, history, start, end, windows, prompt)
+    def _forward(self, request: Request, end: int, row: int) -> Forward:
+        sequence = self.cache.sequence(request.seq_id)
+        plain = Forward(
+            tuple(request.table),
+            request.slot,
+            request.history,
+            request.computed,
+            end,
+            tuple(tuple(group.pages) for group in sequence.windows),
+            sequence.prompt_length,
+        )
+        drafts = self._drafts.get(request)
+        if drafts is None:
+            return plain
+        columns = replace(
+            plain, columns=tuple(request.columns), selected=request.selected
+        )
+        return self._with_drafts(columns, drafts, row)
+
+    def _with_drafts(self, part: Forward, drafts: int, row: int) -> Forward:
+        """The same, with drafts of which some are right."""
+        luck, count = self.luck, 0
+        while count < drafts and luck.random() < self.setup.acceptance:
+            count += 1
+        written = list(part.history[part.start + 1 : part.start + 2 + count])
+        while len(written) <= drafts:
+            written.append(self.prefixes.extend(written[-1], None, WRONG_TOKEN))
+        tree = self.setup.scratch
+        steps = (
+            luck.sample(range(1, drafts + 1), count) if tree else range(1, count + 1)
+        )
+        accepted = sorted(steps)
+        wrong = [step for step in range(1, drafts + 1) if step not in accepted]
+        order = [0, *accepted, *wrong]
+        verified = [number for _, number in sorted(zip(order, written, strict=True))]
+        return replace(
+            part,
+            end=part.end + drafts,
+            written=tuple(written),
+            verified=tuple(verified),
+            accepted=tuple(accepted),
+            row=row if tree else None,
+        )
 
     def _has_sampled(self, request: Request) -> bool:
         sampled = request.computed == request.known + request.unseen
@@ -437,6 +665,6 @@ class FakeEngine:
 
     def _forget_outputs(self, request: Request) -> None:
         request.unseen = 0
-        for step in self.outputs:
-            if request in step:
-                step.remove(request)
+        self.outputs = [
+            [o for o in s if o.request is not request] for s in self.outputs
+        ]

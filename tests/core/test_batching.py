@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Unmap, Zero
+from hybrid_plugin.core.commands import (
+    Command,
+    Copy,
+    Map,
+    MoveWindow,
+    Pool,
+    Take,
+    Unmap,
+    Zero,
+)
 from hybrid_plugin.device.batching import batches
 
 KV, STATE = Pool.KV, Pool.STATE
@@ -52,3 +61,12 @@ def test_nothing_is_lost_or_reordered() -> None:
 def test_what_is_no_command() -> None:
     with pytest.raises(TypeError, match="'zero' is not a command"):
         split("zero")  # type: ignore[arg-type]
+
+
+def test_what_completes_a_state_keeps_its_place() -> None:
+    moves = [MoveWindow(STATE, 1, 2, 3), MoveWindow(STATE, 4, 1, 5)]
+    takes = [Take(STATE, 1, 2, 6), Take(STATE, 2, 0, 7)]
+    assert split(*moves, *takes) == [moves, takes]
+    for later in (Copy(STATE, 3, 9), MoveWindow(STATE, 3, 1, 9), Zero(STATE, 1)):
+        assert split(moves[0], later) == [[moves[0]], [later]]
+    assert split(takes[0], Take(STATE, 1, 3, 6)) == [[takes[0]], [Take(STATE, 1, 3, 6)]]

@@ -7,16 +7,30 @@ import pytest
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import MoveWindow, Pool, Take
-from tests.core.audit import audit
-from tests.core.support import make_cache, prefill, span, start
+from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.policy.costs import STEP_TOKENS
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.policy.speculation import DraftGain
+from tests.core.audit import audit, full_state
+from tests.core.support import (
+    ByMinimum,
+    Economical,
+    admit,
+    make_cache,
+    prefill,
+    serve,
+    span,
+    start,
+)
 
 
-def decoding(slots: int = 9) -> HybridCache:
+def decoding(slots: int = 9, pages: int = 33) -> HybridCache:
     """Sequence `a` in slot 1 has computed its prompt of 8 tokens."""
-    cache = make_cache(slots=slots)
+    cache = make_cache(slots=slots, pages=pages)
     start(cache, "a", span(0, 8))
     prefill(cache, "a", span(0, 8))
-    assert cache.grow("a", 30) is not None
+    assert cache.grow("a", 16) is not None
     cache.drain_commands()
     return cache
 
@@ -94,3 +108,306 @@ def test_drafts_are_given_back_behind_a_step_without_drafts() -> None:
     cache.return_drafts("a")
     assert cache.drafts_held == 0
     audit(cache)
+
+
+def step(cache: HybridCache, seq_id: str, drafts: int, accepted: int) -> None:
+    """A step whose outcome is known before the next."""
+    cache.drain_commands()
+    steps = cache.sequence(seq_id).steps
+    length = cache.sequence(seq_id).prompt_length
+    cache.verify(seq_id, length if steps is None else steps.counted, drafts)
+    cache.accept(seq_id, accepted)
+
+
+def test_slots_that_are_held_stay_and_are_not_lent_again() -> None:
+    cache = decoding()
+    assert cache.hold_drafts("a", 2) == [2, 3]
+    assert cache.hold_drafts("a", 2) == []
+    assert cache.hold_drafts("a", 4) == [4, 5]
+    assert cache.drafts_held == 4
+    assert cache.levels()[Pool.STATE].used == 5
+    assert (cache.stats.drafts_lent, cache.stats.drafts_refused) == (4, 0)
+
+
+def test_a_preempted_sequence_keeps_its_state_in_a_draft_slot() -> None:
+    cache = decoding()
+    cache.hold_drafts("a", 2)
+    step(cache, "a", 2, 1)
+    cache.finish("a", span(0, 11), preempted=True)
+    admission = start(cache, "a", span(0, 11), resumed=True)
+    assert admission.hit == 10
+    assert cache.drain_commands()[0] == MoveWindow(Pool.STATE, 1, 1, 2)
+    audit(cache)
+
+
+def test_a_turn_that_nobody_continues_leaves_no_slot_behind() -> None:
+    cache = decoding(slots=4)
+    cache.hold_drafts("a", 2)
+    step(cache, "a", 2, 2)
+    cache.sequence("a").is_last_turn = True
+    cache.finish("a", span(0, 12))
+    assert cache.slots.free_ids() == [1, 2, 3]
+    assert cache.drain_commands() == []
+    assert cache.stats.turn_ends_exact == 0
+
+
+def test_a_turn_that_ends_where_another_did_leaves_no_slot_behind() -> None:
+    cache = make_cache()
+    serve(cache, "first", span(0, 8), answer=span(8, 11))  # a snapshot at 10 tokens
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.grow("a", 16) is not None
+    cache.hold_drafts("a", 1)
+    step(cache, "a", 1, 1)
+    free = cache.slots.free
+    cache.finish("a", span(0, 11))
+    assert cache.slots.free == free + 2
+    assert not any(isinstance(one, MoveWindow) for one in cache.drain_commands())
+    audit(cache)
+
+
+# -------------------------------------------------------------------- who gets slots
+
+
+def test_an_admission_waits_for_drafts_for_one_step() -> None:
+    cache = decoding(slots=5)
+    assert len(cache.hold_drafts("a", 3)) == 3
+    assert not cache.drafts_wanted_back
+    assert admit(cache, "b", span(50, 54)) is None
+    assert cache.drafts_wanted_back
+    step(cache, "a", 3, 1)  # planned before
+    assert cache.drafts_wanted_back
+    assert admit(cache, "b", span(50, 54)) is None
+    step(cache, "a", 0, 0)  # the one step that it waits for
+    cache.return_drafts("a")
+    assert not cache.drafts_wanted_back
+    assert cache.hold_drafts("a", 3) == [], "b comes first"
+    start(cache, "b", span(50, 54))
+    cache.drain_commands()
+    assert cache.hold_drafts("a", 3) == [3, 4], "what b left"
+    audit(cache)
+
+
+def test_a_slot_that_becomes_free_is_for_who_waits() -> None:
+    cache = make_cache(slots=3)
+    start(cache, "a", span(0, 8))
+    start(cache, "b", span(20, 28))
+    cache.drain_commands()
+    assert admit(cache, "c", span(50, 54)) is None
+    cache.finish("b", span(20, 28), 0)
+    assert cache.hold_drafts("a", 1) == []
+    start(cache, "c", span(50, 54))
+
+
+def test_drafts_do_not_help_who_waits_for_pages() -> None:
+    cache = decoding(slots=5, pages=5)
+    cache.hold_drafts("a", 3)
+    assert admit(cache, "b", span(50, 54)) is None
+    assert cache.grow("a", 17) is None
+    assert not cache.drafts_wanted_back
+
+
+def test_a_refusal_is_forgotten_after_the_next_step() -> None:
+    cache = decoding(slots=3)
+    cache.hold_drafts("a", 1)
+    assert admit(cache, "b", span(50, 54)) is None
+    for wanted in (True, True, False):
+        assert cache.drafts_wanted_back == wanted
+        cache.drain_commands()
+
+
+def with_snapshots(policy: ByMinimum | Economical | None = None) -> HybridCache:
+    """Four snapshots of 8 tokens in 5 slots; then `a` came and one was used again."""
+    cache = make_cache(slots=6, pages=60, policy=policy)
+    for first in (100, 200, 300, 400):
+        serve(cache, "cold", span(first, first + 8))
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    cache.drain_commands()
+    start(cache, "hot", span(400, 410))
+    cache.finish("hot", (), 0)
+    return cache
+
+
+def test_drafts_take_no_slot_of_content_that_was_used_since() -> None:
+    cache = with_snapshots()
+    cache.hold_drafts("a", 9)
+    hits = [cache.look_up(span(n, n + 9)).match.length for n in (100, 200, 300, 400)]
+    assert hits == [0, 0, 0, 8]
+    assert (cache.stats.drafts_lent, cache.stats.drafts_refused) == (3, 6)
+    state = full_state(cache)
+    assert cache.hold_drafts("a", 9) == [], "and a refusal changes nothing"
+    assert full_state(cache) == state
+
+
+def test_drafts_take_no_slot_of_content_that_saves_more() -> None:
+    kept = {}
+    for accepted in (0.0, 0.1, 4.0):
+        cache = with_snapshots(Economical())
+        cache.drafts.gain.accepted = accepted
+        cache._concurrency.answer = 0.7
+        for number in range(20):  # so many share a decode step
+            cache._sequences[f"other{number}"] = cache.sequence("a")
+        worth = cache.drafts._worth(cache.sequence("a"), 4)
+        lent = len(cache.hold_drafts("a", 4))
+        kept[accepted] = (lent, cache.slots.snapshots)
+        assert lent == 4 or (cache.tree.snapshot_worth() or 0) >= worth
+    # Of three snapshots and a free slot.
+    assert kept == {0.0: (1, 3), 0.1: (2, 2), 4.0: (4, 0)}
+
+
+def test_what_drafts_save() -> None:
+    gain = DraftGain()
+    assert gain.saved_tokens(3, None, 1) == 0
+    assert gain.saved_tokens(3, 100, 1) == 75 * STEP_TOKENS, "all count as accepted"
+    for _ in range(3):
+        gain.observe(1)
+    assert gain.saved_tokens(3, 100, 1) == 50 * STEP_TOKENS
+    assert gain.saved_tokens(3, 100, 5) == 2 * STEP_TOKENS
+    for _ in range(3000):
+        gain.observe(0)
+    assert gain.saved_tokens(3, 100, 1) < STEP_TOKENS
+
+
+def test_acceptance_is_learned_from_steps_with_drafts() -> None:
+    cache = decoding()
+    cache.hold_drafts("a", 3)
+    step(cache, "a", 0, 0)
+    assert cache.drafts.gain.accepted is None
+    step(cache, "a", 3, 2)
+    assert cache.drafts.gain.accepted == 2.0
+
+
+# --------------------------------------------------------------------- elastic pools
+
+
+def elastic(budget: int) -> HybridCache:
+    """Pages of 4 tokens and 1 byte, slots of 4 bytes."""
+    pools = {Pool.KV: PoolBudget(1), Pool.STATE: PoolBudget(4)}
+    return HybridCache(
+        PagePool(60, 1),
+        SlotPool(12, 1),
+        4,
+        SnapshotPolicy(4),
+        eviction=ByMinimum(),
+        broker=ElasticBroker(budget, pools),
+    )
+
+
+def test_drafts_leave_pages_to_grow_into() -> None:
+    cache = elastic(budget=5 + 3 * 4)  # id 0 of both pools, 4 pages and 2 slots
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.hold_drafts("a", 1) == [2], "two pages are left"
+    assert not cache.drafts_wanted_back
+    assert len(cache.grow("a", 12) or ()) == 1
+    cache.drain_commands()
+    assert not cache.drafts_wanted_back, "8 tokens may come, in the page and a new one"
+    cache = elastic(budget=4 + 3 * 4)
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.hold_drafts("a", 1) == [], "one page is not enough"
+
+
+def test_drafts_are_wanted_back_before_pages_run_out() -> None:
+    cache = elastic(budget=6 + 3 * 4)
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.hold_drafts("a", 1) == [2]
+    cover = 8
+    while not cache.drafts_wanted_back:
+        cover += 2
+        assert cache.grow("a", cover) is not None
+        step(cache, "a", 1, 1)
+        cache.drain_commands()
+    assert cache.slots.ids.mapped == 3 and cache.pages.usable == 5
+    step(cache, "a", 0, 0)  # takes the last page, if any
+    assert cache.grow("a", cover + 1) is not None
+    cache.return_drafts("a")
+    assert cache.grow("a", 21) is not None, "in the memory of the draft"
+
+
+def test_without_states_no_slots_are_needed() -> None:
+    cache = HybridCache(PagePool(33), NoSlots(), 4, SnapshotPolicy(4))
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.grow("a", 16) is not None
+    assert cache.hold_drafts("a", 3) == []
+    step(cache, "a", 3, 2)
+    cache.finish("a", span(0, 12))
+    assert cache.look_up(span(0, 20)).match.length == 8
+    assert (cache.stats.turn_ends_exact, cache.stats.drafts_refused) == (0, 0)
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def test_wrong_counts_are_refused() -> None:
+    cache = decoding()
+    with pytest.raises(ValueError, match="no step was noted"):
+        cache.accept("a", 0)
+    with pytest.raises(ValueError, match="no step of 'a' was noted"):
+        cache.finish("a", span(0, 9))
+    with pytest.raises(ValueError, match="3 drafts are verified in 0 slots"):
+        cache.verify("a", 8, 3)
+    cache.hold_drafts("a", 3)
+    for first in (None, 6):
+        with pytest.raises(ValueError, match="of a prompt of 8"):
+            cache.verify("a", first, 3)
+    cache.verify("a", 8, 3)
+    with pytest.raises(ValueError, match="in slots, or in a scratch"):
+        cache.verify("a", 12, 3, row=0)
+    with pytest.raises(ValueError, match="those before it compute 12"):
+        cache.verify("a", 11, 3)
+    for accepted in (-1, 4):
+        with pytest.raises(ValueError, match=f"{accepted} of 3 drafts"):
+            cache.accept("a", accepted)
+    with pytest.raises(ValueError, match="hold a chain"):
+        cache.accept("a", 1, columns=[2])
+    cache.accept("a", 1)
+    with pytest.raises(ValueError, match="no step is in flight"):
+        cache.accept("a", 1)
+    with pytest.raises(ValueError, match="12 tokens are known"):
+        cache.verify("a", 10, 3, known=12)
+    with pytest.raises(ValueError, match="the steps of 'a' say"):
+        cache.finish("a", span(0, 11), 10)
+    for known in (8, 12):
+        with pytest.raises(ValueError, match=f"{known} tokens are known"):
+            cache.finish("a", span(0, known))
+    assert cache.is_live("a"), "a refusal changes nothing"
+    cache.finish("a", span(0, 11))
+    assert cache.look_up(span(0, 20)).match.length == 10
+
+
+@pytest.mark.parametrize("columns", [(2, 1), (0, 1), (1, 1), (1,), (1, 6), (1, 2, 3)])
+def test_wrong_paths_are_refused(columns: tuple[int, ...]) -> None:
+    cache = decoding()
+    cache.verify("a", 8, 5, row=2)
+    with pytest.raises(ValueError, match="are no columns of 2 of 5 drafts"):
+        cache.accept("a", 2, columns=columns)
+
+
+def test_two_steps_in_flight_have_no_exact_state() -> None:
+    cache = decoding()
+    cache.hold_drafts("a", 3)
+    cache.verify("a", 8, 3)
+    cache.verify("a", 12, 3)
+    cache.finish("a", span(0, 9))
+    assert cache.stats.turn_ends_missed == 1
+    assert cache.look_up(span(0, 20)).match.length == 0
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_rows_that_a_later_pass_wrote_are_not_taken(in_flight: bool) -> None:
+    cache = decoding()
+    start(cache, "b", span(50, 58))
+    prefill(cache, "b", span(50, 58))
+    cache.drain_commands()
+    cache.verify("a", 8, 3, row=0)
+    if not in_flight:
+        cache.accept("a", 2)
+    cache.drain_commands()
+    cache.verify("b", 8, 3, row=0)
+    cache.finish("a", span(0, 9 if in_flight else 10))
+    assert cache.stats.turn_ends_missed == 1
+    assert cache.drain_commands() == []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
+from hybrid_plugin.core.memory.broker import FixedBroker
 from hybrid_plugin.core.memory.elastic import (
     BATCHES_IN_POOL,
     STEPS_IN_BUDGET,
@@ -303,6 +304,31 @@ def test_live_ids_pin_their_granule() -> None:
     pools.kv.ids.free_live([4, 16])
     assert pools.provide(slots=1)
     assert pools.drain() == [Unmap(KV, (1, 4)), Map(STATE, (2,))]
+
+
+def test_returned_ids_count_as_room_with_their_granules() -> None:
+    pools = full_pools()
+    pools.states.ids.allocate(1)
+    pools.kv.ids.allocate(19)
+    fits = pools.controller.fits
+    assert not fits({STATE: 1})
+    assert fits({STATE: 1}, returned={STATE: [1]})
+    assert not fits({STATE: 2}, returned={STATE: [1]})
+    assert fits({KV: 8}, returned={STATE: [1]}), "two granules of pages in its memory"
+    assert not fits({KV: 9}, returned={STATE: [1]})
+    assert not fits({STATE: 1}, returned={KV: [5, 6, 7, 8]}), "no granule as a whole"
+    assert fits({STATE: 1}, returned={KV: [*range(4, 12)]})
+
+
+@pytest.mark.parametrize("free", [0, 2])
+def test_returned_ids_are_free_ones_where_nothing_moves(free: int) -> None:
+    ids = IdSpace(6)
+    broker = FixedBroker()
+    broker.register(STATE, ids, Content(ids))
+    ids.allocate(5 - free)
+    assert broker.fits({STATE: free + 2}, returned={STATE: [1, 2]})
+    assert not broker.fits({STATE: free + 3}, returned={STATE: [1, 2]})
+    assert not broker.fits({STATE: free + 1}, returned={KV: [1, 2]})
 
 
 def test_no_pool_goes_below_its_floor() -> None:

@@ -197,6 +197,14 @@ class SpaceMachine(RuleBasedStateMachine):
         (self.space.free_cached if to_free else self.space.to_live)(ids)
         self._turn(ids, FREE if to_free else LIVE)
 
+    @rule(data=st.data())
+    def pinned_by(self, data: st.DataObject) -> None:
+        ids = self._some(data, LIVE)
+        others = {RESERVED_ID, *self._all(LIVE)} - set(ids)
+        pinning = {i // self.space.per_granule for i in ids}
+        pinning -= {i // self.space.per_granule for i in others}
+        assert self.space.pinned_by(ids) == len(pinning)
+
     def _some(self, data: st.DataObject, what: str) -> list[int]:
         ids = self._all(what)
         return data.draw(st.lists(st.sampled_from(ids), unique=True)) if ids else []

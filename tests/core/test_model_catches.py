@@ -226,8 +226,8 @@ class EvictsBeforeRefusing(HybridCache):
         HybridCache.__post_init__(self)
         fits = self.memory.has_room
 
-        def broken(match: Match, *args: Any) -> bool:
-            has_room = fits(match, *args)
+        def broken(match: Match, *args: Any, **options: Any) -> bool:
+            has_room = fits(match, *args, **options)
             if not has_room:
                 self.memory.evict_snapshot()
             return has_room
@@ -241,7 +241,7 @@ class RefusesWhatFits(HybridCache):
     def __post_init__(self) -> None:
         HybridCache.__post_init__(self)
 
-        def broken(match: Match, wanted: Mapping[PoolId, int], *_: Any) -> bool:
+        def broken(match: Match, wanted: Mapping[PoolId, int], **_: Any) -> bool:
             return wanted[Pool.KV] <= self.pages.free and self.slots.free > 0
 
         self.memory.has_room = broken  # type: ignore[method-assign]

@@ -109,6 +109,25 @@ class TestSlots:
         pool.take_over(slot)
         assert (pool.running, pool.snapshots, pool.free) == (1, 0, 1)
 
+    def test_a_draft_slot_is_promoted_or_given_back(self) -> None:
+        pool = SlotPool(6)
+        assert pool.allocate_running() == 1
+        assert [pool.allocate_draft() for _ in range(3)] == [2, 3, 4]
+        pool.promote(3)
+        assert pool.draft_ids() == [2, 4]
+        assert (pool.running, pool.drafts, pool.snapshots, pool.free) == (1, 2, 1, 1)
+        assert (pool.ids.live, pool.ids.cached) == (3, 1)
+        pool.free_drafts([4, 2])
+        assert (pool.running, pool.drafts, pool.snapshots, pool.free) == (1, 0, 1, 3)
+        pool.free_drafts([])
+
+    @pytest.mark.parametrize("move", ["promote", "free_drafts"])
+    def test_only_a_draft_slot(self, move: str) -> None:
+        pool = SlotPool(3)
+        slot = pool.allocate_running()
+        with pytest.raises(KeyError):
+            getattr(pool, move)([slot] if move == "free_drafts" else slot)
+
     @pytest.mark.parametrize("move", ["donate", "free_running"])
     def test_only_a_running_slot(self, move: str) -> None:
         pool = SlotPool(3)

@@ -81,6 +81,20 @@ def with_windows(rng: random.Random, setup: Setup) -> Setup:
     )
 
 
+def with_drafts(rng: random.Random, setup: Setup) -> Setup:
+    """The same with speculation, in draft slots or in a scratch."""
+    drafts = rng.choice((1, 2, 3, 3, 5))
+    setup = replace(
+        setup,
+        slots=setup.slots + rng.choice((0, drafts, 3 * drafts)),
+        drafts=drafts,
+        scratch=rng.random() < 0.25,
+        acceptance=rng.choice((0.2, 0.6, 0.9)),
+        canonical=False,  # a verified token's bits depend on what was verified with it
+    )
+    return replace(setup, pages=setup.pages + -(-setup.overrun // setup.page_size))
+
+
 @dataclass(slots=True)
 class Traffic:
     """Random operations on one fake engine."""
@@ -99,12 +113,23 @@ class Traffic:
         cache: type[HybridCache] = HybridCache,
         *,
         windows: bool = False,
+        drafts: bool = False,
     ) -> Traffic:
-        """Traffic on a random engine, for a model with window groups or without."""
+        """Traffic on a random engine.
+
+        Args:
+            seed: of all randomness.
+            page_size: tokens in a page.
+            cache: under test.
+            windows: whether the model has window groups.
+            drafts: whether sequences verify drafts.
+        """
         rng = random.Random(f"{seed}/{page_size}")
         setup = random_setup(rng, page_size)
         if windows:
             setup = with_windows(rng, setup)
+        if drafts:
+            setup = with_drafts(rng, setup)
         return cls(rng, FakeEngine(setup, cache))
 
     def run(self, operations: int, check_every: int) -> None:

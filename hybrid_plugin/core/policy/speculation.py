@@ -33,12 +33,12 @@ class DraftGain:
 
         Args:
             drafts: verified in a step; until something was seen, all count as accepted.
-            answer: average number of tokens decoded by a sequence; infinite gain
-                before it is known.
+            answer: average number of tokens decoded by a sequence; before it is known,
+                nothing cached goes for drafts.
             running: number of sequences that run.
         """
         if answer is None:
-            return float("inf")
+            return 0.0
         accepted = drafts if self.accepted is None else self.accepted
         steps = answer * accepted / (1.0 + accepted)
         return steps * STEP_TOKENS / max(running, 1) ** 2
