@@ -73,7 +73,7 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
-    available -= _scratch_bytes(model, limits)
+    available -= scratch_bytes(model, limits)
     token_bytes = create_memory_pool_configurator(configurator)._cell_size
     taken: VirtualArena | None = None
     packed = False
@@ -111,7 +111,7 @@ def reserve_slots(
     return plan.sizes.pages * plan.layout.page_bytes / _GIB
 
 
-def _scratch_bytes(model: Any, limits: EngineLimits) -> int:
+def scratch_bytes(model: Any, limits: EngineLimits) -> int:
     """Bytes that the states after drafts take beside the pools; says so in the log."""
     params = mambaish_config(model).mamba2_cache_params
     rows = limits.max_sequences

@@ -88,7 +88,7 @@ class Decoding(Bench):
     def hit(self, req: Req) -> int:
         """Tokens that its next turn would restore."""
         answer = req.output_ids[: req.finished_len]
-        tokens = tuple(req.origin_input_ids + answer) + (9,)
+        tokens = (*req.origin_input_ids, *answer, 9)
         space = SGLangRequest(req).namespace()
         return self.core.look_up(tokens, space).match.length
 

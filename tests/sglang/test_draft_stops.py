@@ -45,7 +45,9 @@ def accepted(batch: list[list[int]]) -> Accepted:
     return Accepted(predict, lens, path)
 
 
-@given(st.lists(st.tuples(runs, st.sets(st.integers(0, 5)), st.integers(1, 9)), max_size=3))
+@given(
+    st.lists(st.tuples(runs, st.sets(st.integers(0, 5)), st.integers(1, 9)), max_size=3)
+)
 def test_sglang_finds_nothing_to_cut(
     batch: list[tuple[list[int], set[int], int]],
 ) -> None:

@@ -150,9 +150,9 @@ def test_mamba2_verifies(parents: list[int]) -> None:
     heads, width, depth = 4, 6, 8
     x = torch.randn(ROWS, DRAFTS, heads, width)
     dt = torch.randn(ROWS, DRAFTS, heads, 1).expand(-1, -1, -1, width)
-    B, C = torch.randn(2, ROWS, DRAFTS, 2, depth)
-    A = torch.rand(heads).neg()[:, None, None].expand(-1, width, depth)
-    D, bias = torch.randn(2, heads, 1).expand(-1, -1, width)
+    keys, queries = torch.randn(2, ROWS, DRAFTS, 2, depth)
+    rate = torch.rand(heads).neg()[:, None, None].expand(-1, width, depth)
+    skip, bias = torch.randn(2, heads, 1).expand(-1, -1, width)
     backend = SimpleNamespace(_enable_stochastic_rounding=False)
     pool = torch.randn(SLOTS, heads, width, depth)
     before = pool.clone()
@@ -163,10 +163,10 @@ def test_mamba2_verifies(parents: list[int]) -> None:
         pool,
         x,
         dt,
-        A,
-        B,
-        C,
-        D,
+        rate,
+        keys,
+        queries,
+        skip,
         dt_bias=bias,
         dt_softplus=True,
         state_batch_indices=SLOT_OF,
@@ -189,10 +189,10 @@ def test_mamba2_verifies(parents: list[int]) -> None:
                 own,
                 x[step],
                 dt[step],
-                A,
-                B[step],
-                C[step],
-                D,
+                rate,
+                keys[step],
+                queries[step],
+                skip,
                 dt_bias=bias,
                 dt_softplus=True,
                 out=last,
