@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hybrid_plugin.sglang_cpu.unsupported import refuse
+
 
 def positions_of_rows(
     req_pool_indices: torch.Tensor,
@@ -37,6 +39,33 @@ def positions_of_rows(
     """
     cells = _cells(req_pool_indices, start_offset, end_offset)
     return req_to_token[cells].to(torch.int64)
+
+
+def positions_of_branches(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    topk: int,
+    num_cols: int,
+    positions: torch.Tensor | None = None,
+    mrope: torch.Tensor | None = None,
+) -> None:
+    """Write the positions of what a draft model proposes, behind each sequence.
+
+    Args:
+        req_pool_indices: ``[N]`` rows.
+        req_to_token: ``[rows, length]``.
+        seq_lens: ``[N]``, tokens of each sequence.
+        out_cache_loc: ``[N * topk * num_cols]``, written.
+        topk: branches of a sequence.
+        num_cols: tokens of a branch.
+        positions: refused, as is `mrope`: SGLang asks for them on CUDA.
+    """
+    refuse("positions of branches", positions=positions, mrope=mrope)
+    columns = seq_lens.long()[:, None] + torch.arange(topk * num_cols)
+    found = req_to_token[req_pool_indices.long()[:, None], columns]
+    out_cache_loc.copy_(found.reshape(-1))
 
 
 def write_rows(

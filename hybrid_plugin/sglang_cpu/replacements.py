@@ -317,6 +317,30 @@ REPLACEMENTS = (
         "target_predict",
         "topk",
     ),
+    *(
+        _replace(
+            f"speculative.draft_utils:DraftBackendFactory.create_{name}_backend",
+            f"draft_models:{ours}",
+            "self",
+            root=_SRT,
+        )
+        for name, ours in (
+            ("decode", "decode_backend"),
+            ("draft_extend", "extend_backend"),
+        )
+    ),
+    _replace(
+        "speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
+        "draft_tokens:positions_of_branches",
+        "req_pool_indices",
+        "req_to_token",
+        "seq_lens",
+        "out_cache_loc",
+        "topk",
+        "num_cols",
+        "positions",
+        "mrope",
+    ),
     _replace(
         "speculative.cache_locs:fill_front_out_cache_loc_func",
         "draft_tokens:first_of_windows",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,15 +48,19 @@ def register() -> None:
     declare(lambda _: _worker())
 
 
-def write(path: Path, share: str, answers: list[tuple[list[int], list[int]]]) -> None:
+Known = Sequence[tuple[Sequence[int], Sequence[int], str]]
+"""Prompts, what follows each, and the share of right drafts."""
+
+
+def write(path: Path, answers: Known) -> None:
     """What the oracle reads.
 
     Args:
         path: of the file.
-        share: "all", "none" or "some" of the drafts are right.
-        answers: prompts and what follows each of them.
+        answers: prompts, what follows each of them, and whether "all", "none" or
+            "some" of its drafts are right.
     """
-    path.write_text(json.dumps({"share": share, "answers": answers}))
+    path.write_text(json.dumps([[list(p), list(a), share] for p, a, share in answers]))
 
 
 class Drafts:
@@ -70,38 +75,35 @@ class Drafts:
             topk: children of a node; 1 for chains.
         """
         known = json.loads(path.read_text())
-        self._share = known["share"]
-        self._answers = {tuple(prompt): answer for prompt, answer in known["answers"]}
+        self._answers = {
+            tuple(prompt): (answer, share) for prompt, answer, share in known
+        }
         self._width, self._topk = width, topk
 
     def tree(self, prompt: tuple[int, ...], output: list[int]) -> tuple[Any, Any]:
         """Tokens ``[width]`` and the mask ``[width, width]`` of the next drafts."""
         chance = random.Random(f"{prompt}{len(output)}")
-        right = self._next(prompt, output)
-        if self._share == "none":
-            right = []
-        elif self._share == "some":
-            right = right[: chance.randrange(self._width)]
-        tokens, parents, deepest = [output[-1]], [-1], 0
-        truth = self._next(prompt, output)
-        path = [0]
+        answer, share = self._answers.get(prompt, ([], "none"))
+        known = answer[: len(output)] == output
+        truth = answer[len(output) :][: self._width - 1] if known else []
+        count = {"all": self._width, "some": chance.randrange(self._width), "none": 0}
+        right = truth[: count[share]]
+        tokens, parents, path = [output[-1]], [-1], [0]
         while len(tokens) < self._width:
-            on_path = deepest < len(right)
-            if on_path and (self._topk == 1 or chance.random() < 0.6):
+            depth = len(path) - 1
+            if depth < len(right) and (self._topk == 1 or chance.random() < 0.6):
                 parents.append(path[-1])
-                tokens.append(right[deepest])
-                path.append(len(tokens) - 1)
-                deepest += 1
+                path.append(len(tokens))
+                tokens.append(right[depth])
                 continue
-            if self._topk == 1:
-                parent = len(tokens) - 1
-            else:
-                parent = chance.choice(
-                    [n for n in range(len(tokens)) if parents.count(n) < self._topk - 1]
-                )
-            depth = path.index(parent) if parent in path else None
+            open_to_more = [
+                node
+                for node in range(len(tokens))
+                if parents.count(node) < self._topk - (node == path[-1])
+            ]
+            parent = len(tokens) - 1 if self._topk == 1 else chance.choice(open_to_more)
             wrong = chance.randrange(1, 200)
-            if depth is not None and depth < len(truth) and wrong == truth[depth]:
+            if parent in path and truth[path.index(parent) :][:1] == [wrong]:
                 wrong += 1
             parents.append(parent)
             tokens.append(wrong)
@@ -110,13 +112,6 @@ class Drafts:
             if parent >= 0:
                 mask[node] |= mask[parent]
         return np.array(tokens, dtype=np.int64), mask
-
-    def _next(self, prompt: tuple[int, ...], output: list[int]) -> list[int]:
-        """The tokens that follow; none where the answer is not the known one."""
-        answer = self._answers.get(prompt, [])
-        if answer[: len(output)] != output:
-            return []
-        return answer[len(output) : len(output) + self._width - 1]
 
 
 class _NoCorpus:
