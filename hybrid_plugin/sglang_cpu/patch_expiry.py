@@ -46,6 +46,11 @@ NEEDED = {
         ".forward_extend",
         "extend_prefix_lens",
     ),
+    "torch_shims.wait_for_no_gpu": _while_there(
+        f"{_SRT}.models.qwen3_next:Qwen3NextForCausalLM.set_embed_and_head",
+        "cuda",
+        "synchronize",
+    ),
     "window_attention.read_windows_in_their_pool": _while_there(
         f"{_SRT}.layers.attention.torch_native_backend:TorchNativeAttnBackend"
         ".forward_decode",

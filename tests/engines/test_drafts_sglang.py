@@ -33,6 +33,8 @@ pytestmark = [
 ]
 
 CHATS = 24
+ROOM = (512, 160)
+"""Pages and slots for all of them: nothing is evicted."""
 BEYOND = 6
 """Tokens of each answer that the oracle knows and nobody asks for."""
 QUESTION = encode(" And the code for ember? ")
@@ -129,6 +131,7 @@ def served(
         "drafts",
         dtype=chats.dtype,
         model=chats.model,
+        pools=ROOM,
         flags=(
             f"--speculative-algorithm={oracle.NAME}",
             f"--speculative-eagle-topk={topk}",
