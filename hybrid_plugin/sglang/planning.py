@@ -229,7 +229,9 @@ def share_draft_pages(pools: Any, target: Any, memory: PoolMemory) -> None:
         )
     kv_pool = pools.token_to_kv_pool
     pages = getattr(kv_pool, "full_kv_pool", kv_pool)
-    known_pools.require(kv_pool, (), kv_tensors(pages))
+    states = target.mamba_pool.mamba_cache  # SGLang may name them there as well
+    targets = [*states.conv, states.temporal, *scratch.scratch_tensors(states)]
+    known_pools.require(kv_pool, (), [*kv_tensors(pages), *targets])
     memory.join_pages(page_rows(pages, get_schedule().page_size))
 
 
