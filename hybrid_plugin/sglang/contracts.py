@@ -695,6 +695,13 @@ DRAFT_HOOKS = (
         ("verify_input", "batch", "logits_output"),
         mentions=("accept_index", "accept_lens", "draft_token_num", "predict"),
     ),
+    HookPoint(
+        f"{_SPECULATIVE}.eagle_utils:_eagle_prefill_tail_tokens",
+        ("batch", "next_token_ids"),
+        closed=True,
+        mentions=("chunked_req",),
+    ),
+    HookPoint(f"{_BATCH}:Req.full_untruncated_fill_ids"),
     # What follows the sampling commits states and moves tokens by what it returned.
     HookPoint(
         f"{_SPECULATIVE}.spec_utils:commit_mamba_states_after_verify",

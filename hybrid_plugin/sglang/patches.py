@@ -553,7 +553,8 @@ def _verify_drafts() -> None:
     already; that one has moved the states on.
     Fix: run the cache's commands before each step of a speculative worker; tell the
     core what it verifies, and what came of it; and end what is accepted at the first
-    stop, so that the next step begins where the answer ends.
+    stop, so that the next step begins where the answer ends.  A paused prompt's next
+    token is what its draft KV is computed with.
     Delete when: the worker runs device work of the radix cache backend, and SGLang cuts
     answers on the device.
     """
@@ -568,6 +569,11 @@ def _verify_drafts() -> None:
         width = verify_input.draft_token_num
         return tuple(batch.tree_cache.drafts.sampled(batch, width, result))
 
+    def tails(result: Any, batch: Any, *_: Any) -> Any:
+        if not _served_by(batch.tree_cache):
+            return result
+        return steps.following_tokens(batch, result)
+
     def resolved(tokens: Any, processor: Any, result: Any, batch: Any) -> None:
         if _served_by(processor.tree_cache):
             accepted = result.num_correct_drafts_per_req_cpu
@@ -577,6 +583,7 @@ def _verify_drafts() -> None:
     for owner in ("spec_info.SpeculativeAlgorithm", "spec_registry.CustomSpecAlgo"):
         _hook(f"{speculative}.{owner}.create_worker", "AFTER", commanded)
     _hook(f"{speculative}.eagle_utils.eagle_sample", "AFTER", sampled)
+    _hook(f"{speculative}.eagle_utils._eagle_prefill_tail_tokens", "AFTER", tails)
     processor = (
         f"{_SRT}.managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor"

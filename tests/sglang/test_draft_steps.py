@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_context
 from hybrid_plugin.core.commands import Pool, Take
 from hybrid_plugin.sglang import token_placement
 from hybrid_plugin.sglang.requests import SGLangRequest
-from hybrid_plugin.sglang.speculation.steps import with_commands
+from hybrid_plugin.sglang.speculation.steps import following_tokens, with_commands
 from tests.sglang.fakes import PAGE, Bench, request
 
 WIDTH = 4
@@ -217,6 +217,20 @@ def test_a_worker_runs_commands_before_its_step_and_tells_of_it_behind() -> None
         batch = SimpleNamespace(tree_cache=tree_cache, forward_mode=mode)
         worker.forward_batch_generation(batch, on_publish="published")
         assert seen == expected
+
+
+def test_a_paused_prompt_goes_on_with_its_own_token() -> None:
+    reqs = [request(name, range(10 * n, 10 * n + 6)) for n, name in enumerate("abc")]
+    for req, end in zip(reqs, (6, 4, 5), strict=True):
+        req.full_untruncated_fill_ids = req.origin_input_ids
+        req.extend_end = end
+    batch: Any = SimpleNamespace(reqs=reqs)
+    sampled = torch.tensor([91, 92, 93], dtype=torch.int32)
+    found = following_tokens(batch, sampled)
+    assert found.tolist() == [91, 14, 25] and found.dtype == sampled.dtype
+    assert sampled.tolist() == [91, 92, 93]
+    batch.reqs = reqs[:1]
+    assert following_tokens(batch, sampled[:1]).tolist() == [91]
 
 
 def test_what_is_accepted_is_cut_and_noted_for_the_scratch() -> None:

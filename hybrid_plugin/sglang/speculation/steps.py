@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hybrid_plugin.device.arena import to_device
 from hybrid_plugin.sglang.speculation.stops import Accepted, Stops
 
 if TYPE_CHECKING:
@@ -61,6 +64,27 @@ class DraftSteps:
             ended = req.finished() or req.is_retracted
             if not ended and self._cache.is_live(req) and core.is_verifying(name):
                 core.accept(name, count)
+
+
+def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
+    """The token behind each prompt's part, which its last draft position takes.
+
+    SGLang puts there what the part's last position samples, but for the one unfinished
+    prompt that it knows of.  Where the plugin paused a prompt, it goes on by itself.
+
+    Args:
+        batch: SGLang's, of prompts.
+        tails: ``[N]``, what SGLang takes.
+    """
+    rows, tokens = [], []
+    for row, req in enumerate(batch.reqs):
+        if req.extend_end < len(req.full_untruncated_fill_ids):
+            rows.append(row)
+            tokens.append(req.full_untruncated_fill_ids[req.extend_end])
+    if not rows:
+        return tails
+    where, what = to_device(torch.tensor([rows, tokens]), tails.device)
+    return tails.index_copy(0, where, what.to(tails.dtype))
 
 
 def with_commands(worker: type) -> type:
