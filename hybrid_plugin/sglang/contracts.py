@@ -701,7 +701,9 @@ DRAFT_HOOKS = (
         closed=True,
         mentions=("chunked_req",),
     ),
-    HookPoint(f"{_BATCH}:Req.full_untruncated_fill_ids"),
+    HookPoint(
+        f"{_BATCH}:Req.__init__", mentions=("full_untruncated_fill_ids", "extend_end")
+    ),
     # What follows the sampling commits states and moves tokens by what it returned.
     HookPoint(
         f"{_SPECULATIVE}.spec_utils:commit_mamba_states_after_verify",
