@@ -113,21 +113,22 @@ def reserve_slots(
 
 def scratch_bytes(model: Any, limits: EngineLimits) -> int:
     """Bytes that the states after drafts take beside the pools; says so in the log."""
-    params = mambaish_config(model).mamba2_cache_params
+    drafts = scratch.drafts_per_step()
+    if not drafts:
+        return 0
     rows = limits.max_sequences
     if limits.slots is not None:
         rows = min(rows, limits.slots.ids - 1)
-    taken = 0
-    for drafts in scratch.drafts_per_step():
-        taken = scratch.rows_bytes(params, rows, drafts)
-        logger.info(
-            "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of "
-            "%d sequences with %d tokens each to verify; fewer --max-running-requests "
-            "take less.",
-            taken / (1 << 20),
-            rows,
-            drafts,
-        )
+    params = mambaish_config(model).mamba2_cache_params
+    taken = scratch.rows_bytes(params, rows, drafts)
+    logger.info(
+        "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of "
+        "%d sequences with %d tokens each to verify; fewer --max-running-requests "
+        "take less.",
+        taken / (1 << 20),
+        rows,
+        drafts,
+    )
     return taken
 
 

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_spec, max_speculative_num_draft_tokens
 
 from hybrid_plugin.core.commands import Take
 from hybrid_plugin.device.arena import to_device
@@ -86,9 +87,9 @@ class DraftScratch(VerificationScratch):
             pool[:, slot] = scratch[:, row, draft]
 
 
-def drafts_per_step() -> Iterator[int]:
-    """Tokens that a sequence verifies at most, the known one counted; none without."""
-    from sglang.srt.runtime_context import get_spec, max_speculative_num_draft_tokens
-
-    if get_spec().speculative_algorithm is not None:
-        yield max_speculative_num_draft_tokens()
+def drafts_per_step() -> int:
+    """Tokens that a sequence verifies at most, the known one counted; 0 without."""
+    if get_spec().speculative_algorithm is None:
+        return 0
+    most: int = max_speculative_num_draft_tokens()
+    return most
