@@ -144,6 +144,67 @@ def accept(
     return predicts, accept_index, accept_token_num
 
 
+def sample(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+    deterministic: bool = True,
+) -> None:
+    """Follow each tree by chance: what comes out is distributed as the model says.
+
+    Args:
+        predicts, accept_index, accept_token_num: written, as by `accept`.
+        candidates: ``[N, L]``, tokens of the drafts.
+        retrive_index: ``[N, L]``, numbers of drafts in the batch.
+        retrive_next_token: ``[N, L]``, first children.
+        retrive_next_sibling: ``[N, L]``.
+        uniform_samples: ``[N, L]`` in [0, 1), one for the children of each draft.
+        uniform_samples_for_final_sampling: ``[N]``, for the token behind the last one.
+        target_probs: ``[N, L, vocabulary]``, what the model says behind each draft.
+        draft_probs: not used.
+        threshold_single: accept a draft that is at least as likely.
+        threshold_acc: divide likelihoods by it, which accepts more.
+        deterministic: not used.
+    """
+    for row, tokens in enumerate(candidates.tolist()):
+        path, rejected = [0], list[int]()
+        while len(path) < accept_index.shape[1]:
+            likely, coin = target_probs[row, path[-1]], uniform_samples[row, path[-1]]
+            child, reached = int(retrive_next_token[row, path[-1]]), 0.0
+            rejected = []
+            while child >= 0:
+                own = float(likely[tokens[child]])
+                reached += own
+                if coin < reached / threshold_acc or own >= threshold_single:
+                    break
+                rejected.append(tokens[child])
+                child = int(retrive_next_sibling[row, child])
+            if child < 0:
+                break
+            path.append(child)
+            rejected = []
+        left = target_probs[row, path[-1]].clone()
+        left[rejected] = 0
+        sums = left.cumsum(0)
+        coin = uniform_samples_for_final_sampling[row] * sums[-1]
+        last = int(torch.searchsorted(sums, coin, right=True).clamp(max=len(left) - 1))
+        places = retrive_index[row, path]
+        accept_index[row, : len(path)] = places.to(accept_index.dtype)
+        chosen = [*(tokens[node] for node in path[1:]), last]
+        predicts[places] = torch.tensor(chosen, dtype=predicts.dtype)
+        accept_token_num[row] = len(path) - 1
+
+
 def _parents(
     parent_list: torch.Tensor, chosen: torch.Tensor, topk: int
 ) -> torch.Tensor:

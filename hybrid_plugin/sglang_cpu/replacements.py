@@ -390,13 +390,20 @@ _FORWARD = HookPoint(
         "causal_conv1d_update_triton",
     ),
 )
-MISSING_NAMES = tuple(
-    MissingName(_FORWARD, f"{name}{ending}", f"convolution:{ours}")
-    for name, ours in (
-        ("causal_conv1d_fn", "prefill"),
-        ("causal_conv1d_update", "update"),
-    )
-    for ending in ("", "_triton")
+_SAMPLE = HookPoint(
+    f"{_SRT}.speculative.eagle_utils:eagle_sample",
+    mentions=("tree_speculative_sampling_target_only", "uniform_samples"),
+)
+MISSING_NAMES = (
+    *(
+        MissingName(_FORWARD, f"{name}{ending}", f"convolution:{ours}")
+        for name, ours in (
+            ("causal_conv1d_fn", "prefill"),
+            ("causal_conv1d_update", "update"),
+        )
+        for ending in ("", "_triton")
+    ),
+    MissingName(_SAMPLE, "tree_speculative_sampling_target_only", "draft_trees:sample"),
 )
 
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
@@ -455,6 +462,7 @@ DRAFTS = (
 HOOKS = (
     *(r.point for r in REPLACEMENTS),
     _FORWARD,
+    _SAMPLE,
     *WINDOWS,
     TREE_MASKS,
     *DRAFTS,

@@ -316,6 +316,44 @@ def test_what_is_accepted_is_what_the_model_says(
         assert predicts[own].tolist() == [says[node] for node in expected]
 
 
+def test_what_is_sampled_is_distributed_as_the_model_says() -> None:
+    """Over a grid of chances: the first token behind the root, and the second one."""
+    parents, tokens = [-1, 0, 0, 1], [0, 1, 2, 0]
+    says = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.1, 0.3], [0.1, 0.8, 0.1], [1, 0, 0]])
+    child, sibling = links(parents)
+    steps = [(n + 0.5) / 20 for n in range(20)]
+    first, second = torch.zeros(3), torch.zeros(3, 3)
+    for at_root in steps:
+        for below in steps:
+            for last in steps:
+                predicts = torch.full((4,), -7, dtype=torch.int32)
+                path = torch.full((1, 4), -1, dtype=torch.int32)
+                count = torch.empty(1, dtype=torch.int32)
+                draft_trees.sample(
+                    predicts,
+                    path,
+                    count,
+                    torch.tensor([tokens]),
+                    torch.arange(4)[None],
+                    child[:1],
+                    sibling[:1],
+                    torch.tensor([[at_root, below, below, below]]),
+                    torch.tensor([last]),
+                    says[None],
+                    torch.zeros_like(says)[None],
+                    1.0,
+                    1.0,
+                )
+                drawn = predicts[path[0, : int(count) + 1].long()].tolist()
+                first[drawn[0]] += 1
+                if len(drawn) > 1:
+                    second[drawn[0], drawn[1]] += 1
+    torch.testing.assert_close(first / first.sum(), says[0], atol=0.01, rtol=0)
+    for token, node in ((1, 1), (2, 2)):
+        found = second[token] / second[token].sum()
+        torch.testing.assert_close(found, says[node], atol=0.01, rtol=0)
+
+
 def test_a_tree_is_built_of_what_eagle_proposes() -> None:
     """Two tokens behind the root, two behind each of these, two behind two of those."""
     # Proposals 0 and 1 follow the root; 2 and 3 follow 0; 4 and 5 follow 1; 6 and 7
