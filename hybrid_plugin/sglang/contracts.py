@@ -756,6 +756,10 @@ DRAFT_HOOKS = (
         f"{_SRT}.layers.attention.linear.utils:build_verify_intermediate_state_indices",
         mentions=("arange",),
     ),
+    HookPoint(
+        f"{_SRT}.mem_cache.unified_draft_pool:draft_state_layer_classes", ("model",)
+    ),
+    HookPoint(f"{_CONFIGURATOR}.model"),
     HookPoint(f"{_SRT}.runtime_context:get_spec"),
     HookPoint(f"{_SRT}.runtime_context:max_speculative_num_draft_tokens"),
     HookPoint(

@@ -171,7 +171,7 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
         if self.is_draft_worker:
             result = original(self, **kwargs)
             target = kwargs["req_to_token_pool"]
-            planning.share_draft_pages(result, target, memory)
+            planning.share_draft_pages(result, self.model, target, memory)
             return result
         options = activation.read_options()
         if not self.is_hybrid_swa:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.mem_cache.unified_draft_pool import draft_state_layer_classes
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang.srt.runtime_context import (
     attention_backends,
@@ -212,18 +213,21 @@ def take_over(
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
 
 
-def share_draft_pages(pools: Any, target: Any, memory: PoolMemory) -> None:
+def share_draft_pages(
+    pools: Any, model: torch.nn.Module, target: Any, memory: PoolMemory
+) -> None:
     """Have pages carry the draft model's KV as well: it has the same positions.
 
     Args:
         pools: SGLang's `_InitializedPools` of the draft model.
+        model: that model; its configuration is often the target's, states and all.
         target: `ReqToTokenPool` that the target's pools have.
         memory: where the target's executor is.
 
     Raises:
         ConfigError: for a draft model with states, or with pools that are not known.
     """
-    if pools.req_to_token_pool is not target:
+    if draft_state_layer_classes(model) or pools.req_to_token_pool is not target:
         raise cannot_serve(
             "draft models with states of their own are not supported yet; use one "
             "without state layers, or NGRAM."

@@ -108,7 +108,9 @@ def test_states_beside_the_slots() -> None:
         check(pool, slots)
 
 
-def test_drafts_have_a_scratch_and_may_have_a_model() -> None:
+def test_drafts_have_a_scratch_and_may_have_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slots = states(speculative_num_draft_tokens=4)
     target = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
     stock = SimpleNamespace(get_kvcache=lambda: target)
@@ -121,15 +123,17 @@ def test_drafts_have_a_scratch_and_may_have_a_model() -> None:
     joined: list[list[torch.Tensor]] = []
     memory: Any = SimpleNamespace(join_pages=joined.append)
     pools = SimpleNamespace(token_to_kv_pool=draft, req_to_token_pool=slots)
+    model = torch.nn.Linear(1, 1)
     with get_context().override_server_args(page_size=16):
-        planning.share_draft_pages(pools, slots, memory)
+        planning.share_draft_pages(pools, model, slots, memory)
         assert [len(rows) for rows in joined[0]] == [64 // 16 + 1] * 4
         draft.full_kv_pool.summaries = torch.zeros(5, 8)
         with pytest.raises(ConfigError, match="summaries"):
-            planning.share_draft_pages(pools, slots, memory)
-        pools.req_to_token_pool = states()
+            planning.share_draft_pages(pools, model, slots, memory)
+        found = ["RadixLinearAttention"]
+        monkeypatch.setattr(planning, "draft_state_layer_classes", lambda _: found)
         with pytest.raises(ConfigError, match="states of their own are not supported"):
-            planning.share_draft_pages(pools, slots, memory)
+            planning.share_draft_pages(pools, model, slots, memory)
 
 
 def test_a_tensor_that_a_later_version_adds() -> None:
