@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from hybrid_plugin.core.commands import (
     Command,
@@ -60,6 +62,18 @@ class Executor:
         self.scratch: VerificationScratch | None = None
         """Where `Take` takes from; set it where verifications write a scratch."""
         self.moves = MappingStats()
+
+    def join(self, pool: PoolId, parts: Sequence[torch.Tensor]) -> None:
+        """Have the rows of a pool of fixed size include more parts.
+
+        Args:
+            pool: one of the pools.
+            parts: as for `Arena`.
+        """
+        arena = self._arenas[pool]
+        if isinstance(arena, ElasticArena):
+            raise TypeError(f"the memory of pool {pool!r} moves")
+        self._arenas[pool] = Arena([*arena.parts, *parts])
 
     def run(self, commands: Iterable[Command]) -> None:
         """Issue the commands; returns before a GPU has executed them.

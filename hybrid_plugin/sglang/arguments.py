@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from sglang.srt.arg_groups import overrides
@@ -16,6 +17,7 @@ from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.log import logger
+from hybrid_plugin.sglang.speculation import arguments as speculation
 
 BACKEND = "hybrid"
 """Name of our prefix cache among SGLang's radix cache backends."""
@@ -100,10 +102,11 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         ConfigError: naming the first argument that the plugin cannot serve.
     """
     view = overrides.resolved_view(server_args)
-    conflict = next(_conflicts(view), None)
+    model = overrides.model_config_of(view)
+    drafts = speculation.conflicts(view, windows=has_windows(model))
+    conflict = next(chain(_conflicts(view), drafts), None)
     if conflict is not None:
         raise cannot_serve(conflict)
-    model = overrides.model_config_of(view)
     unknown = known_pools.side_memory(model)
     if unknown is not None:
         raise cannot_serve(unknown)
@@ -131,6 +134,8 @@ def _page_size(view: Any, options: HybridConfig) -> int:
     """
     chunk = view.chunked_prefill_size or 0
     asked = sizing.asked_page_size(options, "--page-size", view.page_size)
+    if asked is None and speculation.needs_single_tokens(view):
+        return 1
     if asked is None:
         return math.gcd(DEFAULT_PAGE_SIZE, chunk)
     if chunk % asked:
@@ -151,10 +156,6 @@ def _conflicts(view: Any) -> Iterator[str]:
         yield "ReplaySSM keeps no exact states; drop --enable-linear-replayssm."
     if view.disaggregation_mode != "null":
         yield "prefill/decode disaggregation is not supported yet; drop its flags."
-    if view.speculative_algorithm is not None:
-        yield (
-            "speculative decoding is not supported yet; drop --speculative-algorithm."
-        )
     if view.radix_cache_backend not in (None, BACKEND):
         yield f"it brings its own radix cache; drop --radix-cache-backend, or {FLAG}."
     if view.mamba_radix_cache_strategy not in ("auto", "no_buffer"):

@@ -676,6 +676,99 @@ KERNEL_HOOKS = (
 )
 """For state layers on our kernels: `kernels`."""
 
+_SPECULATIVE = f"{_SRT}.speculative"
+
+DRAFT_HOOKS = (
+    HookPoint(
+        f"{_SPECULATIVE}.spec_info:SpeculativeAlgorithm.create_worker", ("server_args",)
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.spec_registry:CustomSpecAlgo.create_worker", ("server_args",)
+    ),
+    HookPoint(f"{_SPECULATIVE}.spec_registry:get_spec", ("name",)),
+    HookPoint(
+        f"{_SRT}.managers.utils:GenerationBatchResult",
+        mentions=("num_correct_drafts_per_req_cpu", "speculative_num_draft_tokens"),
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.eagle_utils:eagle_sample",
+        ("verify_input", "batch", "logits_output"),
+        mentions=("accept_index", "accept_lens", "draft_token_num", "predict"),
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.eagle_utils:_eagle_prefill_tail_tokens",
+        ("batch", "next_token_ids"),
+        closed=True,
+        mentions=("chunked_req",),
+    ),
+    HookPoint(
+        f"{_BATCH}:Req.__init__", mentions=("full_untruncated_fill_ids", "extend_end")
+    ),
+    # What follows the sampling commits states and moves tokens by what it returned.
+    HookPoint(
+        f"{_SPECULATIVE}.spec_utils:commit_mamba_states_after_verify",
+        ("batch", "accept_lens", "accept_index"),
+        mentions=("update_mamba_state_after_mtp_verify",),
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.spec_utils:move_accept_tokens_to_target_kvcache",
+        ("batch", "accept_index"),
+        mentions=("fill_accept_out_cache_loc_func",),
+    ),
+    HookPoint(
+        f"{_COMPONENTS}.batch_result_processor:SchedulerBatchResultProcessor"
+        "._resolve_spec_v2_tokens",
+        ("self", "result", "batch"),
+        closed=True,
+        mentions=("num_correct_drafts_per_req_cpu", "is_retracted", "kv_committed_len"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.allocation:alloc_for_spec_decode",
+        ("tree_cache", "req_to_token_pool", "reqs", "nxt_kv_lens_cpu"),
+        mentions=("kv_allocated_len",),
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.eagle_utils:eagle_prepare_for_decode",
+        mentions=("alloc_for_spec_decode", "decode_batch_idx"),
+    ),
+    HookPoint(f"{_BATCH}:Req.update_finish_state", mentions=("finished_len",)),
+    HookPoint(
+        f"{_BATCH}:Req._check_token_based_finish",
+        mentions=(
+            "ignore_eos",
+            "stop_token_ids",
+            "eos_token_ids",
+            "additional_stop_token_ids",
+        ),
+    ),
+    HookPoint(f"{_BATCH}:Req.reset_for_retract", mentions=("decode_batch_idx",)),
+    HookPoint(
+        f"{_POOL}:MambaPool.SpeculativeState",
+        mentions=("intermediate_ssm", "intermediate_conv_window"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        mentions=("scatter_mamba_states_after_mtp_verify",),
+    ),
+    # A row of the scratch is a request's place in its batch.
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.utils:build_verify_intermediate_state_indices",
+        mentions=("arange",),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.unified_draft_pool:draft_state_layer_classes", ("model",)
+    ),
+    HookPoint(f"{_CONFIGURATOR}.model"),
+    HookPoint(f"{_SRT}.runtime_context:get_spec"),
+    HookPoint(f"{_SRT}.runtime_context:max_speculative_num_draft_tokens"),
+    HookPoint(
+        f"{_CONFIGURATOR}._init_pools",
+        mentions=("is_draft_worker", "mamba_spec_state_size"),
+    ),
+)
+"""For speculative decoding."""
+
 HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
@@ -684,5 +777,6 @@ HOOKS = (
     + CACHE_HOOKS
     + SCHEDULER_HOOKS
     + KERNEL_HOOKS
+    + DRAFT_HOOKS
 )
 """Every point, as the compatibility checks read them."""

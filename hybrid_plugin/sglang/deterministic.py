@@ -34,6 +34,11 @@ def obstacles(view: Any, page_size: int) -> Iterator[str]:
             "deterministic decodes with other kernels than it prefills; drop "
             "--enable-mixed-chunk."
         )
+    if view.speculative_algorithm is not None:
+        yield (
+            "deterministic is not served with drafts, which are verified by other "
+            "kernels than decode; drop --speculative-algorithm."
+        )
     if view.enable_lora:
         yield "deterministic is not served with LoRA adapters; drop --enable-lora."
     # A prompt's last pass has more than one token, so a chunk may have to wait for it.

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_exec, get_parallel, get_schedule
+from sglang.srt.runtime_context import (
+    get_exec,
+    get_parallel,
+    get_schedule,
+    get_spec,
+)
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Pool, PoolId
@@ -176,6 +181,11 @@ def hindrance(device_type: str) -> str | None:
         return "have no fixed slots; drop --max-mamba-cache-size."
     if get_schedule().max_total_tokens is not None:
         return "have no fixed KV cache; drop --max-total-tokens."
+    if get_spec().speculative_algorithm is not None:
+        return (
+            "have no room for the states after drafts yet; drop "
+            "--speculative-algorithm, or set elastic to false."
+        )
     if get_exec().features.enable_memory_saver:
         return "keep their addresses mapped by themselves; drop --enable-memory-saver."
     return None if device_type == "cpu" else _unstrided()

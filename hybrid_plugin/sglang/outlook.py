@@ -104,6 +104,13 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         page_size=page_size,
         device_type=device_type,
     )
+    limits = planning.limits_of(
+        model,
+        elastic_memory.limited(cache_bytes, options),
+        device_type,
+        elastic.hindrance(device_type),
+    )
+    cache_bytes -= planning.scratch_bytes(model, limits)
     return Outlook.sized(
         lay_out(
             elastic=True,
@@ -111,12 +118,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         ),
         cache_bytes,
         options,
-        planning.limits_of(
-            model,
-            elastic_memory.limited(cache_bytes, options),
-            device_type,
-            elastic.hindrance(device_type),
-        ),
+        limits,
         logger,
         fixed_layout=lay_out(elastic=False),
     )

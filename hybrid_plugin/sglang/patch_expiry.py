@@ -59,6 +59,9 @@ NEEDED = {
     "patches._run_commands": _while_there(
         f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation"
     ),
+    "patches._verify_drafts": _while_there(
+        f"{_SRT}.speculative.eagle_utils:eagle_sample", "accept_index"
+    ),
     "patches._run_state_layers": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend.forward_extend"
     ),

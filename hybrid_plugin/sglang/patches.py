@@ -76,6 +76,7 @@ def hook_engine() -> None:
     _answer_before_going_on()
     _place_tokens()
     _run_commands()
+    _verify_drafts()
     _run_state_layers(layers)
     _capture_prefills(layers)
     _follow_weights()
@@ -165,8 +166,13 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
     def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         from hybrid_plugin.sglang import planning, window_pools
 
-        if not _is_ours() or self.is_draft_worker:
+        if not _is_ours():
             return original(self, **kwargs)
+        if self.is_draft_worker:
+            result = original(self, **kwargs)
+            target = kwargs["req_to_token_pool"]
+            planning.share_draft_pages(result, self.model, target, memory)
+            return result
         options = activation.read_options()
         if not self.is_hybrid_swa:
             layers.settle(
@@ -494,7 +500,19 @@ def _place_tokens() -> None:
             return token_placement.decode(batch.tree_cache, batch)
         return original(batch, token_per_req=token_per_req)
 
+    def verify(
+        original: Callable[..., None], tree_cache: Any, rows: Any, **kwargs: Any
+    ) -> None:
+        from hybrid_plugin.sglang import token_placement
+
+        if not _served_by(tree_cache):
+            original(tree_cache, rows, **kwargs)
+            return
+        ends = kwargs["nxt_kv_lens_cpu"].tolist()
+        token_placement.verify(tree_cache, rows, kwargs["reqs"], ends)
+
     _hook(f"{_SRT}.mem_cache.allocation.alloc_for_extend", "AROUND", extend)
+    _hook(f"{_SRT}.mem_cache.allocation.alloc_for_spec_decode", "AROUND", verify)
     _hook(f"{_SRT}.mem_cache.allocation.alloc_for_decode", "AROUND", decode)
 
 
@@ -510,7 +528,9 @@ def _run_commands() -> None:
     def forward(
         original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if batch is None or not _served_by(batch.tree_cache):
+        # With drafts, a step is more than one forward pass of the target.
+        drafts = batch is not None and not batch.spec_algorithm.is_none()
+        if batch is None or drafts or not _served_by(batch.tree_cache):
             return original(self, batch, *args, **kwargs)
         batch.tree_cache.step_begins(batch)
         result = original(self, batch, *args, **kwargs)
@@ -524,6 +544,51 @@ def _run_commands() -> None:
     worker = f"{_SRT}.managers.tp_worker.TpModelWorker"
     _hook(f"{worker}.forward_batch_generation", "AROUND", forward)
     _hook(f"{_SRT}.managers.scheduler.Scheduler.on_idle", "AFTER", idle)
+
+
+def _verify_drafts() -> None:
+    """Symptom: with drafts, what ends a turn is not cached, or wrong.
+
+    Cause: a step gives several tokens, and how many is known when the next one runs
+    already; that one has moved the states on.
+    Fix: run the cache's commands before each step of a speculative worker; tell the
+    core what it verifies, and what came of it; and end what is accepted at the first
+    stop, so that the next step begins where the answer ends.  A paused prompt's next
+    token is what its draft KV is computed with.
+    Delete when: the worker runs device work of the radix cache backend, and SGLang cuts
+    answers on the device.
+    """
+    from hybrid_plugin.sglang.speculation import steps
+
+    def commanded(result: type, algorithm: Any, *_: Any, **__: Any) -> type:
+        return steps.with_commands(result) if _is_ours() else result
+
+    def sampled(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> Any:
+        if not _served_by(batch.tree_cache):
+            return result
+        width = verify_input.draft_token_num
+        return tuple(batch.tree_cache.drafts.sampled(batch, width, result))
+
+    def tails(result: Any, batch: Any, *_: Any) -> Any:
+        if not _served_by(batch.tree_cache):
+            return result
+        return steps.following_tokens(batch, result)
+
+    def resolved(tokens: Any, processor: Any, result: Any, batch: Any) -> None:
+        if _served_by(processor.tree_cache):
+            accepted = result.num_correct_drafts_per_req_cpu
+            processor.tree_cache.drafts.resolved(batch, accepted)
+
+    speculative = f"{_SRT}.speculative"
+    for owner in ("spec_info.SpeculativeAlgorithm", "spec_registry.CustomSpecAlgo"):
+        _hook(f"{speculative}.{owner}.create_worker", "AFTER", commanded)
+    _hook(f"{speculative}.eagle_utils.eagle_sample", "AFTER", sampled)
+    _hook(f"{speculative}.eagle_utils._eagle_prefill_tail_tokens", "AFTER", tails)
+    processor = (
+        f"{_SRT}.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor"
+    )
+    _hook(f"{processor}._resolve_spec_v2_tokens", "AFTER", resolved)
 
 
 def _run_state_layers(layers: StateLayers) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.mem_cache.unified_draft_pool import draft_state_layer_classes
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang.srt.runtime_context import (
     attention_backends,
@@ -25,6 +27,7 @@ from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import chat_template, elastic_memory, sizing
 from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.engine.sizing import EngineLimits, FixedCount
 from hybrid_plugin.sglang import elastic, known_pools, page_layout
 from hybrid_plugin.sglang.allocator import (
@@ -36,7 +39,8 @@ from hybrid_plugin.sglang.elastic import SharedPools
 from hybrid_plugin.sglang.layout import make_layout
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
-from hybrid_plugin.sglang.pool_rows import kv_tensors
+from hybrid_plugin.sglang.pool_rows import kv_tensors, page_rows
+from hybrid_plugin.sglang.speculation import scratch
 
 _GIB = 1 << 30
 _MAX_SEQUENCES = 2048
@@ -70,6 +74,7 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
+    available -= scratch_bytes(model, limits)
     token_bytes = create_memory_pool_configurator(configurator)._cell_size
     taken: VirtualArena | None = None
     packed = False
@@ -105,6 +110,27 @@ def reserve_slots(
     slots = plan.sizes.slots - 1
     get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
     return plan.sizes.pages * plan.layout.page_bytes / _GIB
+
+
+def scratch_bytes(model: Any, limits: EngineLimits) -> int:
+    """Bytes that the states after drafts take beside the pools; says so in the log."""
+    drafts = scratch.drafts_per_step()
+    if not drafts:
+        return 0
+    rows = limits.max_sequences
+    if limits.slots is not None:
+        rows = min(rows, limits.slots.ids - 1)
+    params = mambaish_config(model).mamba2_cache_params
+    taken = scratch.rows_bytes(params, rows, drafts)
+    logger.info(
+        "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of "
+        "%d sequences with %d tokens each to verify; fewer --max-running-requests "
+        "take less.",
+        taken / (1 << 20),
+        rows,
+        drafts,
+    )
+    return taken
 
 
 def limits_of(
@@ -172,14 +198,46 @@ def take_over(
     """
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
-    known_pools.require(stock.get_kvcache(), states, _copied(stock, states))
+    written = scratch.scratch_tensors(states.mamba_pool.mamba_cache)
+    known = [*_copied(stock, states), *written]
+    known_pools.require(stock.get_kvcache(), states, known)
     executor = memory.executor(
         stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
     )
+    kept = states.mamba_pool.mamba_cache
+    if scratch.scratch_tensors(kept):
+        executor.scratch = scratch.DraftScratch(kept)
     cache = _build(stock, states, options, memory, interior is not None)
     states.mamba_allocator = HybridSlotAllocator(cache, stock.device)
     allocator = HybridTokenAllocator(cache, stock, executor)
     return msgspec.structs.replace(pools, token_to_kv_pool_allocator=allocator)
+
+
+def share_draft_pages(
+    pools: Any, model: torch.nn.Module, target: Any, memory: PoolMemory
+) -> None:
+    """Have pages carry the draft model's KV as well: it has the same positions.
+
+    Args:
+        pools: SGLang's `_InitializedPools` of the draft model.
+        model: that model; its configuration is often the target's, states and all.
+        target: `ReqToTokenPool` that the target's pools have.
+        memory: where the target's executor is.
+
+    Raises:
+        ConfigError: for a draft model with states, or with pools that are not known.
+    """
+    if draft_state_layer_classes(model) or pools.req_to_token_pool is not target:
+        raise cannot_serve(
+            "draft models with states of their own are not supported yet; use one "
+            "without state layers, or NGRAM."
+        )
+    kv_pool = pools.token_to_kv_pool
+    pages = getattr(kv_pool, "full_kv_pool", kv_pool)
+    states = target.mamba_pool.mamba_cache  # SGLang may name them there as well
+    targets = [*states.conv, states.temporal, *scratch.scratch_tensors(states)]
+    known_pools.require(kv_pool, (), [*kv_tensors(pages), *targets])
+    memory.join_pages(page_rows(pages, get_schedule().page_size))
 
 
 def _build(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena
@@ -36,6 +38,7 @@ class PoolMemory:
         self.shared: SharedPools | None = None
         """The memory of the pools, where they share it."""
         self._building = False
+        self._executor: Executor | None = None
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -69,6 +72,25 @@ class PoolMemory:
         Raises:
             ConfigError: for pools that keep more than is known, or lie elsewhere.
         """
+        self._executor = self._built(kv_pool, state_pool, page_size, interior)
+        return self._executor
+
+    def join_pages(self, rows: Sequence[torch.Tensor]) -> None:
+        """Have the executor copy more of each page: the KV of a draft model.
+
+        Args:
+            rows: `[pages, bytes]` int8, as many as there are pages.
+        """
+        assert self._executor is not None, "a draft model is loaded after its target"
+        self._executor.join(Pool.KV, rows)
+
+    def _built(
+        self,
+        kv_pool: Any,
+        state_pool: Any | None,
+        page_size: int,
+        interior: InteriorSnapshots | None,
+    ) -> Executor:
         if self.shared is not None:
             kv_tensors(kv_pool.full_kv_pool)
             check_states(state_pool)

@@ -14,6 +14,10 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.rows import rows_of
 
+_KEPT = ("conv", "temporal")
+_REWRITTEN = ("intermediate_ssm", "intermediate_conv_window")
+"""Written by each verification of drafts before it is read."""
+
 
 def page_rows(pool: Any, page_size: int) -> list[torch.Tensor]:
     """`[pages, bytes]` int8 for each tensor of a KV pool.
@@ -67,7 +71,7 @@ def check_states(pool: Any) -> None:
     beside += [
         name
         for name, states in vars(pool.mamba_cache).items()
-        if name not in ("conv", "temporal") and states is not None
+        if name not in (*_KEPT, *_REWRITTEN) and states is not None
     ]
     if beside:
         raise ConfigError(

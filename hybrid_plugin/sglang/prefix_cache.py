@@ -34,6 +34,8 @@ from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
+from hybrid_plugin.sglang.speculation.scratch import DraftScratch
+from hybrid_plugin.sglang.speculation.steps import DraftSteps
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -76,6 +78,7 @@ class HybridPrefixCache(BasePrefixCache):
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
         self.has_slots = self.cache.slots.needed
         self.window_map = self.token_to_kv_pool_allocator.window_map
+        self.drafts = DraftSteps(self)
         self._chunk_tokens = params.chunked_prefill_size or 0
         """Arguments that the plugin serves have chunks."""
 
@@ -132,6 +135,10 @@ class HybridPrefixCache(BasePrefixCache):
         if self.cache.windows and req.multimodal_inputs is not None:
             return end
         return self.front_door.chunk_end(SGLangRequest(req), start, end)
+
+    def name(self, req: Req) -> str:
+        """Name of the request's sequence in the core."""
+        return _id(req)
 
     def is_live(self, req: Req) -> bool:
         """Whether the request was admitted and has not been released."""
@@ -240,6 +247,12 @@ class HybridPrefixCache(BasePrefixCache):
         if notice is not None and get_parallel().tp_rank == 0:
             logger.info("hybrid-plugin: %s.", notice)
 
+    def note_path(self, accept_index: torch.Tensor, width: int) -> None:
+        """Note which drafts the verification that runs accepts, as `DraftScratch`."""
+        scratch = self._executor.scratch
+        if isinstance(scratch, DraftScratch):
+            scratch.note_path(accept_index, width)
+
     def step_launched(self, batch: ScheduleBatch) -> None:
         """Note how far the forward pass that was just launched takes each request."""
         self.resumes_parked = False
@@ -261,7 +274,10 @@ class HybridPrefixCache(BasePrefixCache):
         """End the request's sequence: finished, aborted or retracted."""
         self._parked.discard(_id(req))
         self._requests.pop(_id(req), None)
-        self.front_door.end(SGLangRequest(req), req.kv.kv_committed_len)
+        name = _id(req)
+        verifying = self.cache.is_live(name) and self.cache.is_verifying(name)
+        request = SGLangRequest(req, cut=verifying)
+        self.front_door.end(request, req.kv.kv_committed_len)
         req.kv.mamba_pool_idx = None
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:

@@ -40,6 +40,9 @@ class SGLangRequest:
     """A request of SGLang as the front door sees it."""
 
     req: Req
+    cut: bool = False
+    """Whether its answer ends where SGLang cut it.  A step of several tokens may have
+    gone on behind a stop; one of a single token ends with it."""
 
     @property
     def seq_id(self) -> str:
@@ -59,7 +62,10 @@ class SGLangRequest:
 
     def tokens(self) -> array[int]:
         """A copy of those tokens, of type code `q`."""
-        tokens: array[int] = self.req.origin_input_ids + self.req.output_ids
+        output: array[int] = self.req.output_ids
+        if self.cut and self.req.finished_len is not None:
+            output = output[: self.req.finished_len]
+        tokens: array[int] = self.req.origin_input_ids + output
         return tokens
 
     def namespace(self) -> Hashable:

@@ -7,7 +7,7 @@ Counterparts of SGLang's `alloc_for_extend` and `alloc_for_decode`: they fill
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -94,6 +94,53 @@ def decode(cache: HybridPrefixCache, batch: ScheduleBatch) -> torch.Tensor:
     return positions
 
 
+def verify(
+    cache: HybridPrefixCache,
+    rows: Any,
+    reqs: Sequence[Req],
+    ends: Sequence[int],
+) -> None:
+    """Place what the next steps of requests may verify.
+
+    Args:
+        cache: of the requests.
+        rows: SGLang's `ReqToTokenPool`.
+        reqs: that decode.
+        ends: of each request, the tokens to have positions for, in whole pages.
+
+    Raises:
+        RuntimeError: if no page is left, though SGLang was told so; or if the worker
+            verified drafts and did not say so.
+    """
+    width = rows.req_to_token.shape[1]
+    cells, placed = [], []
+    for req, end in zip(reqs, ends, strict=True):
+        if req.decode_batch_idx > 1 and not cache.cache.is_verifying(cache.name(req)):
+            raise RuntimeError(
+                "hybrid-plugin does not see what this speculative worker verifies; "
+                "drop --speculative-algorithm."
+            )
+        start = req.kv.kv_allocated_len
+        if end <= start:
+            continue
+        if not cache.grow(req, end):
+            raise _no_page_left(cache)
+        cells.append(req.kv.req_pool_idx * width + np.arange(start, end))
+        placed.append(_positions(cache, req, start, end))
+        req.kv.kv_allocated_len = end
+    if cells:
+        table = rows.req_to_token.view(-1)
+        where = _upload(np.concatenate(cells), table.device)
+        table[where] = _upload(np.concatenate(placed), table.device).to(table.dtype)
+
+
+def _no_page_left(cache: HybridPrefixCache) -> RuntimeError:
+    return RuntimeError(
+        "SGLang decodes beyond the pages that it was told are left: "
+        f"{cache.available_and_evictable_str()}"
+    )
+
+
 def _begin_page(cache: HybridPrefixCache, req: Req, length: int) -> int:
     """The first position of the page behind `length` tokens.
 
@@ -102,10 +149,7 @@ def _begin_page(cache: HybridPrefixCache, req: Req, length: int) -> int:
     """
     cache.trim(req, length)
     if not cache.grow(req, length + 1):
-        raise RuntimeError(
-            "SGLang decodes beyond the pages that it was told are left: "
-            f"{cache.available_and_evictable_str()}"
-        )
+        raise _no_page_left(cache)
     pages: Sequence[int] = cache.sequence(req).pages
     return pages[length // cache.page_size] * cache.page_size
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hybrid_kernels import causal_conv1d
+from hybrid_kernels import causal_conv1d, speculative
 
+from hybrid_plugin.sglang_cpu.draft_states import DraftStates
 from hybrid_plugin.sglang_cpu.unsupported import refuse
 
 
@@ -91,43 +92,66 @@ def update(
 ) -> torch.Tensor:
     """Convolve one new token per sequence and advance its slot in place.
 
+    With `intermediate_conv_window`, convolve `L` drafts of each sequence, leave its
+    slot as it is, and keep the inputs before the token after each draft.
+
     Args:
-        x: ``[N, D]``.
-        conv_state: ``[S, D, W - 1]``, updated.
+        x: ``[N, D]``; of drafts ``[N, D, L]``.
+        conv_state: ``[S, D, W - 1]``, updated; read only with drafts.
         weight: ``[D, W]``.
         bias: ``[D]`` or None.
         activation: as for `prefill`.
         conv_state_indices: ``[N]`` slots; None means 0, 1, 2, ...
+        intermediate_conv_window: ``[R, M, D, W - 1]`` with ``M >= L``, written.
+        intermediate_state_indices: ``[N]`` rows of it; None means 0, 1, 2, ...
+        retrieve_next_token: ``[N, L]``, each draft's first child, or None for chains.
+        retrieve_next_sibling: ``[N, L]``, likewise.
+        retrieve_parent_token: ``[N, L]``, written: the draft that each one follows,
+            -1 for none.
         pad_slot_id: the slot of padding rows; negative.
         metadata: not used.
         validate_data: not used; `hybrid_kernels` always checks.
-        cache_seqlens: refused, as are the arguments of speculative decoding.
+        cache_seqlens: refused, as is `num_accept_tokens`.
 
     Returns:
-        ``[N, D]``.
+        ``[N, D]``; of drafts ``[N, D, L]``.
 
     Raises:
         ValueError: if shapes do not fit.
-        NotImplementedError: for an argument of speculative decoding.
+        NotImplementedError: for circular states.
     """
     refuse("circular convolution states", cache_seqlens=cache_seqlens)
-    refuse(
-        "speculative decoding",
-        num_accept_tokens=num_accept_tokens,
-        intermediate_conv_window=intermediate_conv_window,
-        intermediate_state_indices=intermediate_state_indices,
-        retrieve_next_token=retrieve_next_token,
-        retrieve_next_sibling=retrieve_next_sibling,
-        retrieve_parent_token=retrieve_parent_token,
-    )
-    return causal_conv1d.update(
-        x,
+    refuse("windows that move", num_accept_tokens=num_accept_tokens)
+    if intermediate_conv_window is None:
+        return causal_conv1d.update(
+            x,
+            weight,
+            bias,
+            conv_state,
+            _slots(conv_state_indices, x.shape[0]),
+            activation=_activation(activation),
+        )
+    parents = None
+    if retrieve_next_token is not None and retrieve_next_sibling is not None:
+        parents = speculative.parents_of_links(
+            retrieve_next_token, retrieve_next_sibling
+        )
+        if retrieve_parent_token is not None:
+            retrieve_parent_token.copy_(parents)
+    rows, _, drafts = x.shape
+    states = DraftStates.start(conv_state, conv_state_indices, rows, drafts)
+    out = causal_conv1d.verify(
+        x.transpose(1, 2),
         weight,
         bias,
-        conv_state,
-        _slots(conv_state_indices, x.shape[0]),
+        states.pool,
+        states.slots,
+        states.draft_slots,
+        parents=parents,
         activation=_activation(activation),
     )
+    states.keep(intermediate_conv_window, intermediate_state_indices)
+    return out.transpose(1, 2)
 
 
 def _slots(indices: torch.Tensor | None, count: int) -> torch.Tensor:

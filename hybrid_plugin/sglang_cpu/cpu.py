@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from hybrid_plugin.sglang_cpu import kernels
+from hybrid_plugin.sglang_cpu import draft_tokens, kernels
 
 
 class HybridCpu(CpuDeviceMixin, SRTPlatform):
@@ -56,6 +57,14 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
         """There is no device to copy to."""
         return False
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Those whose drafts SGLang verifies with kernels that ours replace."""
+        return algorithm in ("EAGLE", "EAGLE3", "STANDALONE")
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        """Where the tokens of drafts lie."""
+        return draft_tokens.positions_of_rows
 
     def init_backend(self) -> None:
         """Put our kernels in the place of SGLang's, and leave the rest a core.

@@ -11,6 +11,7 @@ from hybrid_kernels import gated_delta_rule
 from torch.nn import functional
 
 from hybrid_plugin.sglang_cpu.chunk_states import ChunkStates
+from hybrid_plugin.sglang_cpu.draft_states import DraftStates, parents_below_roots
 from hybrid_plugin.sglang_cpu.unsupported import refuse
 
 
@@ -156,3 +157,105 @@ def update(
         out=out[:, 0],
     )
     return out, initial_state
+
+
+def verify(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: torch.Tensor | None = None,
+    replayssm_rawk: torch.Tensor | None = None,
+    replayssm_g: torch.Tensor | None = None,
+    replayssm_beta: torch.Tensor | None = None,
+    match_cutedsl_decode: bool = False,
+) -> torch.Tensor:
+    """Run `L` drafts of each sequence, and keep the state after each of them.
+
+    Args:
+        A_log: ``[HV]``.
+        a: ``[N * L, HV]``, as for `gates`.
+        dt_bias: ``[HV]``.
+        softplus_beta: 1.
+        softplus_threshold: not used; softplus is exact for every input.
+        q: ``[1, N * L, H, K]``.
+        k: ``[1, N * L, H, K]``.
+        v: ``[1, N * L, HV, V]``.
+        b: ``[N * L, HV]``, as for `gates`.
+        initial_state_source: ``[S, HV, V, K]``, read only.
+        initial_state_indices: ``[N]`` slots.
+        scale: ``K ** -0.5`` if None.
+        use_qk_l2norm_in_kernel: normalise queries and keys.
+        cu_seqlens: ``[N + 1]``, in equal steps of `L`.
+        disable_state_update: True.
+        intermediate_states_buffer: ``[R, D, HV, V, K]``, written.
+        intermediate_state_indices: ``[N]`` rows of it.
+        cache_steps: not used; `D` says it.
+        retrieve_parent_token: ``[N, L]``, the draft that each one follows; None for
+            chains.
+        is_kda: refused, as are `lower_bound` and ReplaySSM's arguments.
+
+    Returns:
+        ``[1, N * L, HV, V]``.
+
+    Raises:
+        ValueError: if shapes do not fit, or without `cu_seqlens` or the buffer.
+        NotImplementedError: for anything else than a verification.
+    """
+    refuse("Kimi delta attention", is_kda=is_kda, lower_bound=lower_bound)
+    refuse(
+        "ReplaySSM",
+        cache_ring=cache_ring,
+        replayssm_rawv=replayssm_rawv,
+        replayssm_rawk=replayssm_rawk,
+        replayssm_g=replayssm_g,
+        replayssm_beta=replayssm_beta,
+        match_cutedsl_decode=match_cutedsl_decode,
+    )
+    refuse("steps that update states", update=not disable_state_update)
+    if softplus_beta != 1.0:
+        raise NotImplementedError(f"softplus with beta {softplus_beta}")
+    if cu_seqlens is None or intermediate_states_buffer is None:
+        raise ValueError("verify needs cu_seqlens and intermediate_states_buffer")
+    rows = cu_seqlens.numel() - 1
+    drafts = q.shape[1] // max(rows, 1)
+    if rows * drafts != q.shape[1]:
+        raise ValueError(f"{q.shape[1]} drafts are not equally many for {rows} rows")
+    states = DraftStates.start(
+        initial_state_source, initial_state_indices, rows, drafts
+    )
+    out = gated_delta_rule.verify(
+        q[0].reshape(rows, drafts, *q.shape[2:]),
+        k[0].reshape(rows, drafts, *k.shape[2:]),
+        v[0].reshape(rows, drafts, *v.shape[2:]),
+        a.reshape(rows, drafts, -1),
+        b.reshape(rows, drafts, -1),
+        states.pool,
+        states.slots,
+        states.draft_slots,
+        parents=parents_below_roots(retrieve_parent_token),
+        A=-A_log.float().exp(),
+        dt_bias=dt_bias,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    )
+    states.keep(intermediate_states_buffer, intermediate_state_indices)
+    return out.flatten(0, 1)[None]

@@ -14,7 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.sglang_cpu.replacements import HOOKS, MISSING_NAMES, REPLACEMENTS
+from hybrid_plugin.sglang_cpu.draft_attention import verify_with_a_mask
+from hybrid_plugin.sglang_cpu.draft_trees import links_of_mask
+from hybrid_plugin.sglang_cpu.replacements import (
+    HOOKS,
+    MISSING_NAMES,
+    REPLACEMENTS,
+    TREE_MASKS,
+)
 from hybrid_plugin.sglang_cpu.window_attention import read_windows_in_their_pool
 from hybrid_plugin.upstream.hookpoints import LiveView, problems, resolve
 
@@ -27,6 +34,7 @@ def install() -> None:
     Raises:
         ConfigError: naming each hook point that this SGLang moved.
     """
+    import_tree_masks()
     view = LiveView("sglang")
     found = problems(HOOKS, view)
     if found:
@@ -40,6 +48,31 @@ def install() -> None:
         module = importlib.import_module(missing.point.module)
         setattr(module, missing.name, load(missing.ours))
     read_windows_in_their_pool()
+    verify_with_a_mask()
+
+
+def import_tree_masks() -> None:
+    """Symptom: n-gram drafts do not start, "No module named 'sgl_kernel'".
+
+    Cause: off CUDA a module takes the function that reads masks of trees from a
+    package that is compiled for other machines.
+    Fix: import it with ours in that function's place.
+    Delete when: `reconstruct_tree` asks the platform for it.
+    """
+    standing_in = ModuleType("sgl_kernel.speculative")
+    standing_in.reconstruct_indices_from_tree_mask = links_of_mask  # type: ignore[attr-defined]
+    names = ("sgl_kernel", standing_in.__name__)
+    before = {name: sys.modules.get(name) for name in names}
+    sys.modules.setdefault("sgl_kernel", ModuleType("sgl_kernel"))
+    sys.modules[standing_in.__name__] = standing_in
+    try:
+        importlib.import_module(TREE_MASKS.module)
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def load(ours: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import torch
 from hybrid_kernels import ssd
 
 from hybrid_plugin.sglang_cpu.chunk_states import CHUNK, ChunkStates
+from hybrid_plugin.sglang_cpu.draft_states import DraftStates, parents_below_roots
 from hybrid_plugin.sglang_cpu.unsupported import refuse
 
 NO_LIMIT = (0.0, float("inf"))
@@ -169,10 +170,13 @@ def update(
 ) -> None:
     """Run one new token per sequence and advance its slot in place.
 
+    With `intermediate_states_buffer`, run `L` drafts of each sequence, leave its slot
+    as it is, and keep the state after each draft.
+
     Args:
         self: SGLang's `TritonSSUBackend`.
-        state: ``[S, H, P, D]``, updated.
-        x: ``[N, H, P]``.
+        state: ``[S, H, P, D]``, updated; read only with drafts.
+        x: ``[N, H, P]``; of drafts ``[N, L, H, P]``, and so all below.
         dt: ``[N, H, P]``, before softplus, one number per head.
         A: ``[H, P, D]``, negative, one number per head.
         B: ``[N, G, D]``.
@@ -184,43 +188,47 @@ def update(
         state_batch_indices: ``[N]`` slots; None means 0, 1, 2, ...
         pad_slot_id: the slot of padding rows; negative.
         out: ``[N, H, P]``, written.
-        disable_state_update: refused, as are the other arguments of speculative
-            decoding.
+        disable_state_update: True with drafts, and only then.
+        intermediate_states_buffer: ``[R, M, H, P, D]`` with ``M >= L``, written.
+        cache_steps: not used; `M` says it.
+        retrieve_parent_token: ``[N, L]``, the draft that each one follows; None for
+            chains.
+        intermediate_state_indices: ``[N]`` rows of the buffer.
 
     Raises:
         ValueError: if shapes do not fit.
-        NotImplementedError: for Mamba-1, speculative decoding or stochastic
-            rounding.
+        NotImplementedError: for Mamba-1 or stochastic rounding.
     """
-    refuse(
-        "speculative decoding",
-        disable_state_update=disable_state_update,
-        intermediate_states_buffer=intermediate_states_buffer,
-        cache_steps=cache_steps,
-        retrieve_parent_token=retrieve_parent_token,
-        intermediate_state_indices=intermediate_state_indices,
-    )
     refuse("stochastic rounding", rounding=self._enable_stochastic_rounding)
-    if not dt_softplus or x.ndim != 3 or A.stride()[1:] != (0, 0):
+    drafts = intermediate_states_buffer is not None
+    if not dt_softplus or x.ndim != 3 + drafts or A.stride()[1:] != (0, 0):
         raise NotImplementedError(
             "SGLang on the platform hybrid_cpu does not support Mamba-1; serve a "
             "Mamba-2 model, or use a GPU."
         )
+    if disable_state_update is not drafts:
+        raise NotImplementedError("either a step, or a verification that keeps states")
     if out is None:
         raise ValueError("update needs out")
     slots = (
         torch.arange(x.shape[0]) if state_batch_indices is None else state_batch_indices
     )
-    ssd.update(
-        x,
-        dt[..., 0],
-        A[:, 0, 0],
-        B,
-        C,
-        state,
-        slots,
-        skip=None if D is None else D[:, 0],
+    operands = (x, dt[..., 0], A[:, 0, 0], B, C)
+    skip = None if D is None else D[:, 0]
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    if intermediate_states_buffer is None:
+        ssd.update(*operands, state, slots, skip=skip, gate=z, dt_bias=bias, out=out)
+        return
+    states = DraftStates.start(state, slots, x.shape[0], x.shape[1])
+    ssd.verify(
+        *operands,
+        states.pool,
+        states.slots,
+        states.draft_slots,
+        parents=parents_below_roots(retrieve_parent_token),
+        skip=skip,
         gate=z,
-        dt_bias=None if dt_bias is None else dt_bias[:, 0],
+        dt_bias=bias,
         out=out,
     )
+    states.keep(intermediate_states_buffer, intermediate_state_indices)

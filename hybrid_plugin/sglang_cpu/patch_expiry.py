@@ -36,6 +36,21 @@ NEEDED = {
         f"{_SRT}.managers.schedule_batch:ScheduleBatch.prepare_for_decode",
         "pin_memory",
     ),
+    "kernels.import_tree_masks": _while_there(
+        "sglang.kernels.ops.speculative.reconstruct_tree"
+        ":reconstruct_indices_from_tree_mask_func",
+        "reconstruct_indices_from_tree_mask",
+    ),
+    "draft_attention.verify_with_a_mask": _while_there(
+        f"{_SRT}.layers.attention.torch_native_backend:TorchNativeAttnBackend"
+        ".forward_extend",
+        "extend_prefix_lens",
+    ),
+    "torch_shims.wait_for_no_gpu": _while_there(
+        f"{_SRT}.models.qwen3_next:Qwen3NextForCausalLM.set_embed_and_head",
+        "cuda",
+        "synchronize",
+    ),
     "window_attention.read_windows_in_their_pool": _while_there(
         f"{_SRT}.layers.attention.torch_native_backend:TorchNativeAttnBackend"
         ".forward_decode",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hybrid_plugin.upstream.hookpoints import HookPoint
 
 _OPS = "sglang.kernels.ops"
+_SRT = "sglang.srt"
 _MIXER = "sglang.srt.layers.attention.mamba.mamba"
 
 
@@ -41,12 +42,19 @@ class MissingName:
 
 
 def _replace(
-    target: str, ours: str, *parameters: str, own: bool = False
+    target: str, ours: str, *parameters: str, own: bool = False, root: str = _OPS
 ) -> Replacement:
-    point = HookPoint(f"{_OPS}.{target}", parameters, closed=True, own=own)
+    point = HookPoint(f"{root}.{target}", parameters, closed=True, own=own)
     return Replacement(point, ours)
 
 
+_LINKS = (
+    "retrieve_index",
+    "retrieve_next_token",
+    "retrieve_next_sibling",
+)
+_ROWS = ("req_pool_indices", "req_to_token", "start_offset", "end_offset")
+_COMMIT = ("dst_indices_raw", "step_indices_raw")
 _TRACK = (
     "cache_indices",
     "mamba_track_mask",
@@ -229,6 +237,148 @@ REPLACEMENTS = (
         "ssm_states_pool",
         *_TRACK,
     ),
+    # Verification of drafts.
+    _replace(
+        "attention.linear.fused_sigmoid_gating_recurrent"
+        ":fused_sigmoid_gating_delta_rule_update",
+        "delta_rule:verify",
+        "A_log",
+        "a",
+        "dt_bias",
+        "softplus_beta",
+        "softplus_threshold",
+        "q",
+        "k",
+        "v",
+        "b",
+        "initial_state_source",
+        "initial_state_indices",
+        "scale",
+        "use_qk_l2norm_in_kernel",
+        "cu_seqlens",
+        "is_kda",
+        "lower_bound",
+        "disable_state_update",
+        "intermediate_states_buffer",
+        "intermediate_state_indices",
+        "cache_steps",
+        "retrieve_parent_token",
+        "cache_ring",
+        "replayssm_rawv",
+        "replayssm_rawk",
+        "replayssm_g",
+        "replayssm_beta",
+        "match_cutedsl_decode",
+    ),
+    *(
+        _replace(
+            f"mamba.mamba_state_scatter_triton:{name}",
+            "draft_states:commit",
+            "dst",
+            "src",
+            *_COMMIT,
+            "src_indices_raw",
+        )
+        for name in (
+            "fused_mamba_state_scatter_with_mask",
+            "fused_conv_window_scatter_with_mask",
+        )
+    ),
+    _replace(
+        "mamba.mamba_state_scatter_triton:fused_conv_window_scatter_multi",
+        "draft_states:commit_windows",
+        "pairs",
+        *_COMMIT,
+        "dst_indices2_raw",
+        "step_indices2_raw",
+    ),
+    _replace(
+        "speculative.spec_tree:build_tree_kernel_efficient_func",
+        "draft_trees:build",
+        "parent_list",
+        "top_scores_index",
+        "seq_lens",
+        "tree_mask",
+        "positions",
+        *_LINKS,
+        "topk",
+        "spec_steps",
+        "num_verify_tokens",
+        "tree_mask_mode",
+    ),
+    _replace(
+        "speculative.spec_tree:verify_tree_greedy_func",
+        "draft_trees:accept",
+        "predicts",
+        "accept_index",
+        "accept_token_num",
+        "candidates",
+        *_LINKS,
+        "target_predict",
+        "topk",
+    ),
+    *(
+        _replace(
+            f"speculative.draft_utils:DraftBackendFactory.create_{name}_backend",
+            f"draft_models:{ours}",
+            "self",
+            root=_SRT,
+        )
+        for name, ours in (
+            ("decode", "decode_backend"),
+            ("draft_extend", "extend_backend"),
+        )
+    ),
+    _replace(
+        "speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
+        "draft_tokens:positions_of_branches",
+        "req_pool_indices",
+        "req_to_token",
+        "seq_lens",
+        "out_cache_loc",
+        "topk",
+        "num_cols",
+        "positions",
+        "mrope",
+    ),
+    _replace(
+        "speculative.cache_locs:fill_front_out_cache_loc_func",
+        "draft_tokens:first_of_windows",
+        "num_front",
+        "out_cache_loc",
+        "front_out_cache_loc",
+    ),
+    _replace(
+        "speculative.eagle:fill_accept_out_cache_loc_func",
+        "draft_tokens:accepted_positions",
+        "accept_index",
+        "out_cache_loc",
+        "accept_out_cache_loc",
+        "size",
+    ),
+    _replace(
+        "speculative.eagle:fill_bonus_tokens_func",
+        "draft_tokens:last_tokens",
+        "accept_tokens",
+        "accept_lens",
+        "bonus_tokens",
+        "accept_stride",
+        "batch_size",
+    ),
+    _replace(
+        "mem_cache.allocation:assign_req_to_token_pool_func",
+        "draft_tokens:write_rows",
+        *_ROWS,
+        "out_cache_loc",
+        "batch_size",
+        root=_SRT,
+    ),
+    _replace(
+        "mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup",
+        "draft_tokens:leave_copies_to_torch",
+        "self",
+        root=_SRT,
+    ),
 )
 
 _FORWARD = HookPoint(
@@ -240,13 +390,20 @@ _FORWARD = HookPoint(
         "causal_conv1d_update_triton",
     ),
 )
-MISSING_NAMES = tuple(
-    MissingName(_FORWARD, f"{name}{ending}", f"convolution:{ours}")
-    for name, ours in (
-        ("causal_conv1d_fn", "prefill"),
-        ("causal_conv1d_update", "update"),
-    )
-    for ending in ("", "_triton")
+_SAMPLE = HookPoint(
+    f"{_SRT}.speculative.eagle_utils:eagle_sample",
+    mentions=("tree_speculative_sampling_target_only", "uniform_samples"),
+)
+MISSING_NAMES = (
+    *(
+        MissingName(_FORWARD, f"{name}{ending}", f"convolution:{ours}")
+        for name, ours in (
+            ("causal_conv1d_fn", "prefill"),
+            ("causal_conv1d_update", "update"),
+        )
+        for ending in ("", "_triton")
+    ),
+    MissingName(_SAMPLE, "tree_speculative_sampling_target_only", "draft_trees:sample"),
 )
 
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
@@ -272,5 +429,42 @@ WINDOWS = (
 )
 """What `window_attention` wraps and reads."""
 
-HOOKS = (*(r.point for r in REPLACEMENTS), _FORWARD, *WINDOWS)
+TREE_MASKS = HookPoint(
+    f"{_OPS}.speculative.reconstruct_tree:reconstruct_indices_from_tree_mask_func",
+    (
+        "tree_mask",
+        "verified_seq_len",
+        "positions",
+        *_LINKS,
+        "batch_size",
+        "draft_token_num",
+    ),
+    closed=True,
+    mentions=("reconstruct_indices_from_tree_mask",),
+)
+"""Imported with our function in the place of one of `sgl_kernel`."""
+
+DRAFTS = (
+    HookPoint(
+        f"{_NATIVE}.forward_extend",
+        ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+        mentions=("set_kv_buffer", "swa_out_cache_loc"),
+    ),
+    HookPoint("sglang.srt.mem_cache.memory_pool:KVWriteLoc"),
+    HookPoint(
+        f"{_OPS}.speculative.cache_locs:assign_extend_cache_locs_func",
+        (*_ROWS, "batch_size", "draft_token_num", "device"),
+        mentions=("_get_oot_speculative_cache_locs_fn",),
+    ),
+)
+"""What `draft_attention` and the platform's functions for drafts rely on."""
+
+HOOKS = (
+    *(r.point for r in REPLACEMENTS),
+    _FORWARD,
+    _SAMPLE,
+    *WINDOWS,
+    TREE_MASKS,
+    *DRAFTS,
+)
 """All that `kernels.install` relies on."""

@@ -19,6 +19,7 @@ def apply() -> None:
     """Apply all; a second call changes nothing."""
     answer_with_the_cpu_module()
     leave_memory_unpinned()
+    wait_for_no_gpu()
 
 
 def answer_with_the_cpu_module() -> None:
@@ -40,6 +41,26 @@ def answer_with_the_cpu_module() -> None:
 
     setattr(get_device_module, _APPLIED, original)
     torch.get_device_module = get_device_module  # type: ignore[assignment]
+
+
+def wait_for_no_gpu() -> None:
+    """Symptom: an MTP head fails to load, "Found no NVIDIA driver".
+
+    Cause: models that share their embedding with it wait for `torch.cuda`, whatever
+    device they are on.
+    Fix: there is nothing to wait for.
+    Delete when: they ask `torch.get_device_module()`.
+    """
+    original = torch.cuda.synchronize
+    if hasattr(original, _APPLIED):
+        return
+
+    @functools.wraps(original)
+    def synchronize(device: object = None) -> None:
+        return None
+
+    setattr(synchronize, _APPLIED, original)
+    torch.cuda.synchronize = synchronize
 
 
 def leave_memory_unpinned() -> None:

@@ -115,6 +115,12 @@ class Server:
             found[name.removesuffix("_total")] = float(value)
         return found
 
+    def counter(self, name: str) -> float:
+        """The sum of one of the engine's own metrics; 0 if it has none of that name."""
+        text = self._driver.metrics(self.url)
+        series = [line for line in text.splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in series)
+
     def ask_all(self, asks: Sequence[Ask], concurrency: int) -> list[Answer]:
         """Send requests, so many at a time, in order; answers in the same order."""
         return asyncio.run(self._ask_all(asks, concurrency))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts change no answer in vLLM, and every turn goes on where it ended.
 
-Drafts are an oracle's, which knows the stock engine's answers (see `oracle`), or come
+Drafts are an oracle's, which knows the stock engine's answers (see `oracle_vllm`), or come
 of the prompt itself ("ngram").
 """
 
@@ -20,7 +20,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines import oracle, slow_decay
+from tests.engines import oracle_vllm as oracle
+from tests.engines import slow_decay
 from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver

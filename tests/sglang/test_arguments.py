@@ -16,6 +16,7 @@ pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.sglang.arguments import _page_size
+from hybrid_plugin.sglang.speculation.arguments import conflicts
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.sglang import SglangDriver
 
@@ -25,9 +26,20 @@ DRIVER = SglangDriver()
 class View:
     """As much of SGLang's arguments as the page size depends on."""
 
-    def __init__(self, page_size: int | None, chunk: int | None) -> None:
+    speculative_eagle_topk: int | None = None
+    speculative_ngram_max_bfs_breadth = 10
+
+    def __init__(
+        self,
+        page_size: int | None,
+        chunk: int | None,
+        drafts: str | None = None,
+        backend: str | None = None,
+    ) -> None:
         self.page_size = page_size
         self.chunked_prefill_size = chunk
+        self.speculative_algorithm = drafts
+        self.attention_backend = backend
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,66 @@ def test_page_size(
     flag: int | None, option: int | None, chunk: int | None, size: int
 ) -> None:
     assert _page_size(View(flag, chunk), HybridConfig(page_size=option)) == size
+
+
+@pytest.mark.parametrize(
+    ("drafts", "topk", "backend", "size"),
+    [
+        ("ngram", None, "triton", 1),
+        ("NGRAM", None, None, 1),
+        ("NGRAM", None, "flashinfer", 16),
+        ("EAGLE", 4, "triton", 16),
+        ("EAGLE", 4, "torch_native", 1),
+        ("NEXTN", 1, "torch_native", 16),
+        ("EAGLE3", None, "torch_native", 16),
+    ],
+)
+def test_trees_have_pages_where_their_attention_takes_them(
+    drafts: str, topk: int | None, backend: str | None, size: int
+) -> None:
+    view = View(None, 96, drafts, backend)
+    view.speculative_eagle_topk = topk
+    assert _page_size(view, HybridConfig()) == size
+    assert _page_size(View(32, 96, drafts, backend), HybridConfig()) == 32
+
+
+class Drafts:
+    """As much of SGLang's arguments as says whether drafts are served."""
+
+    enable_multi_layer_eagle = speculative_adaptive = enable_mixed_chunk = False
+
+    def __init__(self, algorithm: str | None, **flags: bool) -> None:
+        self.speculative_algorithm = algorithm
+        vars(self).update(flags)
+
+
+@pytest.mark.parametrize("name", ["nextn", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_drafts_that_are_served(name: str) -> None:
+    assert list(conflicts(Drafts(name), windows=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("view", "windows", "sentence"),
+    [
+        (Drafts("UNO"), False, "--speculative-algorithm UNO is not supported yet"),
+        (Drafts("NGRAM"), True, "models with windows"),
+        (
+            Drafts("EAGLE", enable_multi_layer_eagle=True),
+            False,
+            "drop --enable-multi-layer-eagle",
+        ),
+        (Drafts("EAGLE", speculative_adaptive=True), False, "drop --speculative-adap"),
+        (Drafts("EAGLE", enable_mixed_chunk=True), False, "drop --enable-mixed-chunk"),
+    ],
+)
+def test_drafts_that_are_not(view: Drafts, windows: bool, sentence: str) -> None:
+    (found,) = conflicts(view, windows=windows)
+    assert sentence in found
+
+
+def test_without_drafts_no_flag_about_them_counts() -> None:
+    view = Drafts(None, enable_mixed_chunk=True, speculative_adaptive=True)
+    assert list(conflicts(view, windows=True)) == []
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def obstacles(page_size: int = 16, **arguments: Any) -> list[str]:
         "disable_priority_preemption": False,
         "enable_mixed_chunk": False,
         "enable_lora": None,
+        "speculative_algorithm": None,
         "chunked_prefill_size": 256,
     }
     view = SimpleNamespace(**served | arguments)
@@ -41,6 +42,7 @@ def test_nothing_stands_in_the_way_of_what_is_deterministic() -> None:
         ({"enable_priority_scheduling": True}, "--disable-priority-preemption"),
         ({"enable_mixed_chunk": True}, "drop --enable-mixed-chunk"),
         ({"enable_lora": True}, "drop --enable-lora"),
+        ({"speculative_algorithm": "NGRAM"}, "drop --speculative-algorithm"),
         ({"chunked_prefill_size": 127}, "to 128 at least"),
         ({"chunked_prefill_size": 256, "page_size": 96}, "to 384 at least"),
     ],

@@ -14,10 +14,12 @@ pytest.importorskip("sglang")
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
+from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.sglang import known_pools, planning
 from hybrid_plugin.sglang.pool_memory import PoolMemory
+from hybrid_plugin.sglang.speculation.scratch import scratch_tensors
 
 ATTENTION = {
     "size": 64,
@@ -104,6 +106,34 @@ def test_states_beside_the_slots() -> None:
     pool = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
     with pytest.raises(ConfigError, match="conv_state"):
         check(pool, slots)
+
+
+def test_drafts_have_a_scratch_and_may_have_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots = states(speculative_num_draft_tokens=4)
+    target = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
+    stock = SimpleNamespace(get_kvcache=lambda: target)
+    known = planning._copied(stock, slots)
+    assert list(known_pools.unknown_tensors((target, slots), known))
+    scratch = scratch_tensors(slots.mamba_pool.mamba_cache)
+    known_pools.require(target, slots, [*known, *scratch])
+
+    draft = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
+    joined: list[list[torch.Tensor]] = []
+    memory: Any = SimpleNamespace(join_pages=joined.append)
+    pools = SimpleNamespace(token_to_kv_pool=draft, req_to_token_pool=slots)
+    model = torch.nn.Linear(1, 1)
+    with get_context().override_server_args(page_size=16):
+        planning.share_draft_pages(pools, model, slots, memory)
+        assert [len(rows) for rows in joined[0]] == [64 // 16 + 1] * 4
+        draft.full_kv_pool.summaries = torch.zeros(5, 8)
+        with pytest.raises(ConfigError, match="summaries"):
+            planning.share_draft_pages(pools, model, slots, memory)
+        found = ["RadixLinearAttention"]
+        monkeypatch.setattr(planning, "draft_state_layer_classes", lambda _: found)
+        with pytest.raises(ConfigError, match="states of their own are not supported"):
+            planning.share_draft_pages(pools, model, slots, memory)
 
 
 def test_a_tensor_that_a_later_version_adds() -> None:

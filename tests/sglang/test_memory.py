@@ -98,6 +98,20 @@ def test_memory_of_fixed_pools_does_not_move() -> None:
         executor.run([Map(KV, (1,))])
 
 
+def test_pages_carry_the_kv_of_a_draft_model() -> None:
+    memory, draft = PoolMemory(), MHATokenToKVPool(PAGES * PAGE)
+    target = MHATokenToKVPool(PAGES * PAGE)
+    executor = memory.executor(SimpleNamespace(full_kv_pool=target), StatePool(), PAGE)
+    memory.join_pages(page_rows(draft, PAGE))
+    tensors = [*kv_tensors(target), *kv_tensors(draft)]
+    pages = [tensor.view(PAGES, PAGE, 2, 3) for tensor in tensors]
+    before = [page.clone() for page in pages]
+    executor.run([Copy(KV, 3, 5)])
+    for page, old in zip(pages, before, strict=True):
+        old[5] = old[3]
+        assert torch.equal(page, old)
+
+
 def test_tokens_behind_the_last_whole_page_are_nobody_s() -> None:
     (rows, *_) = page_rows(MHATokenToKVPool(2 * PAGE + 3), PAGE)
     assert rows.shape == (2, PAGE * 2 * 3 * 4)

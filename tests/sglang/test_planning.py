@@ -95,6 +95,11 @@ class Running:
         self.post_capture_kv_active = False
         self.attn_dp_size = 1
         self.memory = PoolMemory()
+        self.drafts = 0
+        none = SimpleNamespace(speculative_algorithm=None)
+        monkeypatch.setattr(elastic, "get_spec", lambda: none)
+        monkeypatch.setattr(planning, "mambaish_config", lambda of: of.states)
+        monkeypatch.setattr(planning.scratch, "drafts_per_step", lambda: self.drafts)
         features = SimpleNamespace(enable_memory_saver=False)
         alone = SimpleNamespace(launch_world_size=1)
         for module in (planning, elastic):
@@ -143,6 +148,38 @@ def test_fixed_pools_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_and_slots_of_flags_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"max_total_tokens": 1024, "max_mamba_cache_size": 20}
     assert Running(monkeypatch, **flags).reserve(8 * MIB) == PoolSizes(65, 21)
+
+
+def test_the_states_after_drafts_are_beside_the_pools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = Running(monkeypatch, max_running_requests=3)
+    running.drafts = 4
+    sizes = running.reserve(MIB, elastic=False)
+    spent = sizes.pages * TOKEN_BYTES * PAGE + sizes.slots * 3 * STATE_BYTES
+    # SGLang has a row more than sequences, for padding.
+    left = MIB - 4 * 4 * 3 * STATE_BYTES
+    assert left - TOKEN_BYTES * PAGE < spent <= left
+
+
+def test_no_more_sequences_verify_than_there_are_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = Running(monkeypatch, max_mamba_cache_size=5)
+    running.drafts = 2
+    with caplog.at_level(logging.INFO):
+        assert running.reserve(8 * MIB).slots == 6
+    assert "of 5 sequences with 2 tokens each to verify" in caplog.text
+
+
+def test_elastic_pools_have_no_room_for_states_after_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = Running(monkeypatch)
+    drafts = SimpleNamespace(speculative_algorithm="NGRAM")
+    monkeypatch.setattr(elastic, "get_spec", lambda: drafts)
+    with pytest.raises(ConfigError, match="have no room for the states after drafts"):
+        running.reserve(4 * MIB, elastic=True)
 
 
 @pytest.mark.parametrize(

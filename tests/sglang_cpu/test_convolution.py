@@ -76,9 +76,9 @@ def test_unknown_activation(weight: torch.Tensor) -> None:
         convolution.update(torch.randn(2, CHANNELS), pool, weight, None, "relu")
 
 
-def test_speculative_decoding_is_refused(weight: torch.Tensor) -> None:
+def test_windows_that_move_are_refused(weight: torch.Tensor) -> None:
     pool = torch.zeros(2, CHANNELS, TAPS - 1)
-    with pytest.raises(NotImplementedError, match="retrieve_next_token"):
+    with pytest.raises(NotImplementedError, match="num_accept_tokens"):
         convolution.update(
-            torch.randn(2, CHANNELS), pool, weight, retrieve_next_token=pool
+            torch.randn(2, CHANNELS), pool, weight, num_accept_tokens=pool
         )

@@ -141,9 +141,14 @@ CONFLICTS = {
         ("--pp-size=2",),
         "pipeline parallelism is not supported yet; use tensor parallelism.",
     ),
-    "speculative": (
-        ("--speculative-algorithm=NGRAM",),
-        "speculative decoding is not supported yet; drop --speculative-algorithm.",
+    "unknown drafts": (
+        ("--speculative-algorithm=DFLASH",),
+        "--speculative-algorithm DFLASH is not supported yet; use NEXTN, EAGLE, "
+        "EAGLE3, STANDALONE or NGRAM.",
+    ),
+    "a changing number of drafts": (
+        ("--speculative-algorithm=NGRAM", "--speculative-adaptive"),
+        "the number of drafts must be fixed; drop --speculative-adaptive.",
     ),
     "another cache": (
         ("--enable-hierarchical-cache",),

@@ -2,10 +2,14 @@
 """Faults that tests plant into server processes, through PYTHONPATH.
 
 A test that must fail when the cache is wrong proves it by failing under
-`zero_snapshots`, or, where drafts are verified, under `wrong_column`; a server that
-must refuse to run half-patched proves it under `exclude_workers`.  Under `refuse_pages`
-an engine preempts, however slowly requests arrive, because a sequence that grows gets
-no page now and then.
+`zero_snapshots`, or, where drafts are verified, under `wrong_column` (vLLM) or
+`wrong_drafts` (SGLang: turns end on the state after another draft than the last accepted
+one); a server that must refuse to run half-patched proves it under `exclude_workers`.
+Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
+sequence that grows gets no page now and then.
+
+HYBRID_TEST_ORACLE lets SGLang find the plugin whose drafts are as right as wanted, by
+the metadata beside this file.
 
 HYBRID_TEST_POOLS has pools of an exact size, for tests that count what is evicted; for
 users there is memory to divide.
@@ -45,6 +49,21 @@ def _refuse_pages() -> None:
     HybridCache.grow = seldom  # type: ignore[method-assign]
 
 
+def _wrong_drafts() -> None:
+    """Turns end with the state after another draft than the last accepted one."""
+    from dataclasses import replace
+
+    from hybrid_plugin.core.commands import Take
+    from hybrid_plugin.sglang.speculation.scratch import DraftScratch
+
+    take = DraftScratch.take
+
+    def wrongly(self, commands: list[Take]) -> None:  # type: ignore[no-untyped-def]
+        take(self, [replace(one, step=one.step + 1) for one in commands])
+
+    DraftScratch.take = wrongly  # type: ignore[method-assign]
+
+
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
@@ -80,6 +99,9 @@ def _fix_pools(pages: int, slots: int) -> None:
     CacheLayout.split = exactly  # type: ignore[method-assign]
 
 
+if "HYBRID_TEST_ORACLE" in os.environ and os.path.dirname(__file__) not in sys.path:
+    sys.path.insert(0, os.path.dirname(__file__))  # a process that is forked
+
 if "HYBRID_TEST_POOLS" in os.environ:
     _fix_pools(*map(int, os.environ["HYBRID_TEST_POOLS"].split(",")))
 
@@ -87,5 +109,6 @@ if "HYBRID_TEST_POOLS" in os.environ:
     "zero_snapshots": _zero_snapshots,
     "refuse_pages": _refuse_pages,
     "wrong_column": _wrong_column,
+    "wrong_drafts": _wrong_drafts,
     "exclude_workers": _exclude_workers,
 }.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models on a CPU: the attention of the steps in which they propose tokens.
+
+A sequence has `topk` branches.  Their KV lies behind the sequence's own tokens, `steps`
+positions for each branch, in that order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class DraftStepBackend(TorchNativeAttnBackend):
+    """Attention of one step: each branch sees its sequence and itself."""
+
+    def __init__(self, runner: Any, branches: int, steps: int, step: int) -> None:
+        """Work for a draft model.
+
+        Args:
+            runner: SGLang's, of the model.
+            branches: of a sequence.
+            steps: in which the model proposes.
+            step: of these; 0 is the first.
+        """
+        super().__init__(runner)
+        self._branches = branches
+        self._steps = steps
+        self._seen = step + 1
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Run one token of each branch."""
+        if save_kv_cache and k is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        return attend(
+            q.view(-1, self._branches, layer.tp_q_head_num, layer.qk_head_dim),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices],
+            forward_batch.seq_lens,
+            self._steps,
+            self._seen,
+            layer.scaling,
+        ).reshape(q.shape[0], -1)
+
+
+class DraftSteps:
+    """What SGLang takes for the backend of all steps."""
+
+    def __init__(self, runner: Any, branches: int, steps: int) -> None:
+        """As for `DraftStepBackend`; the last step proposes without attention."""
+        self.attn_backends = [
+            DraftStepBackend(runner, branches, steps, step) for step in range(steps - 1)
+        ]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """There is nothing to prepare."""
+
+
+def decode_backend(self: Any) -> DraftSteps | None:
+    """For SGLang's `DraftBackendFactory`, which knows no backend of ours.
+
+    Returns:
+        None where no step needs attention.
+    """
+    if self.speculative_num_steps <= 1:
+        return None
+    return DraftSteps(self.draft_model_runner, self.topk, self.speculative_num_steps)
+
+
+def extend_backend(self: Any) -> TorchNativeAttnBackend:
+    """The same, for the accepted tokens behind each verification."""
+    return TorchNativeAttnBackend(self.draft_model_runner)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    steps: int,
+    seen: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of one token of each branch of `N` sequences.
+
+    Args:
+        q: ``[N, branches, H, D]``.
+        keys: ``[tokens, HK, D]``, of the pool.
+        values: ``[tokens, HK, DV]``.
+        positions: ``[N, ...]``, where each sequence's tokens and its branches lie.
+        lengths: ``[N]``, tokens of each sequence.
+        steps: positions of a branch.
+        seen: of these, the ones with KV.
+        scale: of the scores.
+
+    Returns:
+        ``[N, branches, H, DV]``.
+    """
+    out = q.new_empty((*q.shape[:3], values.shape[2]))
+    for row, length in enumerate(lengths.tolist()):
+        for branch in range(q.shape[1]):
+            start = length + branch * steps
+            own = positions[row, start : start + seen]
+            places = torch.cat((positions[row, :length], own)).long()
+            out[row, branch] = scaled_dot_product_attention(
+                q[row, branch][None, :, None],
+                keys[places].to(q.dtype).transpose(0, 1)[None],
+                values[places].to(q.dtype).transpose(0, 1)[None],
+                scale=scale,
+                enable_gqa=q.shape[2] != keys.shape[1],
+            )[0, :, 0]
+    return out

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang with drafts and the plugin: answers stay, and turns end where they end.
+
+The drafts are those of `oracle_sglang`: all right for a third of the requests, none for
+another, and for the rest a number that changes from step to step.  It knows more of
+each answer than is asked for, so that limits lie within what a step accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import oracle_sglang as oracle
+from tests.engines import slow_decay
+from tests.engines.compare import Comparison, compare
+from tests.engines.conftest import DRIVER, StartServer
+from tests.engines.drivers import Driver
+from tests.engines.drivers.driver import MODEL
+from tests.engines.faults import planted
+from tests.engines.messages import Answer, Ask
+from tests.engines.reference import EVERYTHING
+from tests.engines.traffic import Mix, encode, mixed
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        DRIVER is None or DRIVER.name != "sglang", reason="they are SGLang's drafts"
+    ),
+]
+
+CHATS = 24
+ROOM = (512, 160)
+"""Pages and slots for all of them: nothing is evicted."""
+BEYOND = 6
+"""Tokens of each answer that the oracle knows and nobody asks for."""
+QUESTION = encode(" And the code for ember? ")
+CHAIN, TREE = (1, 4), (3, 7)
+"""Children of a draft, and tokens that a step verifies."""
+NO_OVERLAP = ("--disable-overlap-schedule",)
+
+
+@dataclass(frozen=True)
+class Chats:
+    """First and second turns, and the stock engine's answers without drafts."""
+
+    model: Path
+    dtype: str
+    bound: float
+    asks: Sequence[Ask]
+    answers: Sequence[Answer]
+    known: Path
+    """What the oracle reads."""
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Chats]:
+    """Those made so far, by model."""
+    return {}
+
+
+@pytest.fixture
+def chats(
+    request: pytest.FixtureRequest,
+    made: dict[str, Chats],
+    start_server: StartServer,
+    driver: Driver,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Chats:
+    name = request.param
+    if name not in made:
+        folder = tmp_path_factory.mktemp("drafts")
+        made[name] = _make(start_server, driver, name, folder)
+    return made[name]
+
+
+def _make(start_server: StartServer, driver: Driver, name: str, folder: Path) -> Chats:
+    entry = driver.models[name]
+    model = MODEL
+    if entry.kind != "bundled":
+        model = getattr(slow_decay, f"write_{entry.kind}")(folder)
+    first = [replace(a, abort_after=None) for a in mixed(Mix(driver.page_size, CHATS))]
+    with start_server(
+        "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model
+    ) as stock:
+        answers = stock.ask_all([_more(ask) for ask in first], concurrency=4)
+        second = [
+            Ask(ask.prompt + answer.tokens[: ask.max_tokens] + QUESTION, 12)
+            for ask, answer in zip(first, answers, strict=True)
+        ]
+        answers += stock.ask_all([_more(ask) for ask in second], concurrency=4)
+    asks = [*first, *second]
+    shares = ("all", "none", "some")
+    known = folder / "oracle.json"
+    oracle.write(
+        known,
+        [
+            (ask.prompt, answer.tokens, shares[index % 3])
+            for index, (ask, answer) in enumerate(zip(asks, answers, strict=True))
+        ],
+    )
+    asked = [
+        replace(
+            answer,
+            tokens=answer.tokens[: ask.max_tokens],
+            logprobs=answer.logprobs[: ask.max_tokens],
+        )
+        for ask, answer in zip(asks, answers, strict=True)
+    ]
+    return Chats(model, entry.dtype, entry.bound, asks, asked, known)
+
+
+def _more(ask: Ask) -> Ask:
+    return replace(ask, max_tokens=ask.max_tokens + BEYOND, logprobs=5)
+
+
+def served(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str] = (),
+    fault: str | None = None,
+    **setup: Any,
+) -> tuple[Comparison, list[Answer], dict[str, float]]:
+    """Serve both turns, eight requests at a time."""
+    topk, width = shape
+    with start_server(
+        "drafts",
+        dtype=chats.dtype,
+        model=chats.model,
+        pools=ROOM,
+        flags=(
+            f"--speculative-algorithm={oracle.NAME}",
+            f"--speculative-eagle-topk={topk}",
+            f"--speculative-num-draft-tokens={width}",
+            f"--speculative-num-steps={width - 1}",
+            *flags,
+        ),
+        environment={oracle.VARIABLE: str(chats.known)} | planted(fault or "none"),
+        **setup,
+    ) as server:
+        answers = server.ask_all(chats.asks[:CHATS], concurrency=8)
+        answers += server.ask_all(chats.asks[CHATS:], concurrency=8)
+        metrics = server.metrics()
+        verified = server.counter("sglang:spec_verify_calls_total")
+    generated = sum(len(answer.tokens) - 1 for answer in answers)
+    assert verified < 0.8 * generated, "drafts were accepted"
+    return compare(chats.answers, answers, chats.bound), answers, metrics
+
+
+def unrestored(chats: Chats, answers: Sequence[Answer]) -> Iterator[int]:
+    """Tokens of first turns that second turns computed again, answers alike."""
+    for number in range(CHATS):
+        if answers[number].tokens == chats.answers[number].tokens:
+            turn = len(chats.asks[CHATS + number].prompt) - len(QUESTION)
+            yield turn - answers[CHATS + number].cached_tokens
+
+
+RUNS = [
+    pytest.param("mamba-2, float32", CHAIN, (), id="chain, overlap"),
+    pytest.param("mamba-2, float32", TREE, NO_OVERLAP, id="tree, no overlap"),
+    pytest.param("gated delta net, bfloat16", TREE, (), id="delta net, tree, overlap"),
+]
+if EVERYTHING:
+    RUNS += [
+        pytest.param(model, shape, flags)
+        for model in ("mamba-2, float32", "gated delta net, bfloat16")
+        for shape in (CHAIN, TREE)
+        for flags in ((), NO_OVERLAP, ("--page-size=1",))
+    ]
+
+
+@pytest.mark.parametrize(("chats", "shape", "flags"), RUNS, indirect=["chats"])
+def test_answers_and_hits_are_those_without_drafts(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str],
+) -> None:
+    outcome, answers, metrics = served(start_server, chats, shape, flags)
+    print(outcome)
+    assert not outcome.wrong
+    assert outcome.compared == len(chats.asks)
+    lost = list(unrestored(chats, answers))
+    assert len(lost) > 0.8 * CHATS
+    assert max(lost) <= 1
+    assert metrics["turn_ends_missed"] == 0
+    assert metrics["turn_ends_exact"] >= len(chats.asks)
+
+
+@pytest.mark.parametrize("chats", ["mamba-2, float32"], indirect=True)
+def test_the_state_after_another_draft_is_seen(
+    start_server: StartServer, chats: Chats
+) -> None:
+    """Negative control: what is hit is as much, and some of it is wrong."""
+    outcome, answers, _ = served(start_server, chats, CHAIN, fault="wrong_drafts")
+    assert len(outcome.wrong) > 0.1 * CHATS
+    assert max(unrestored(chats, answers)) <= 1
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="it is SGLang's own way, on our platform")
+@pytest.mark.parametrize(("chats", "shape", "flags"), RUNS, indirect=["chats"])
+def test_stock_drafts_change_no_answer(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str],
+) -> None:
+    outcome, _, _ = served(
+        start_server, chats, shape, flags, plugin=False, prefix_cache=False
+    )
+    assert not outcome.wrong
