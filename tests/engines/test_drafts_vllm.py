@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts change no answer in vLLM, and every turn goes on where it ended.
 
-Drafts are an oracle's, which knows the stock engine's answers (see `oracle_vllm`), or come
-of the prompt itself ("ngram").
+Drafts are an oracle's, which knows the stock engine's answers (see `oracle_vllm`), or
+come of the prompt itself ("ngram").
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 
 A test that must fail when the cache is wrong proves it by failing under
 `zero_snapshots`, or, where drafts are verified, under `wrong_column` (vLLM) or
-`wrong_drafts` (SGLang: turns end on the state after another draft than the last accepted
-one); a server that must refuse to run half-patched proves it under `exclude_workers`.
+`wrong_drafts` (SGLang), where turns end on the state after another draft than the last
+accepted one; a server that must refuse to run half-patched proves it under
+`exclude_workers`.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
