@@ -913,6 +913,7 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
 
 _GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 GDN_CPU_ROWS = f"{_GDN_ON_CPU}:_spec_forward"
+GDN_CPU_PLAIN_ROWS = f"{_GDN_ON_CPU}:_spec_aware_nonspec"
 GDN_CPU_WEIGHT = f"{_GDN_ON_CPU}:_unpacked_conv_weight"
 GDN_CPU_VERIFY = "vllm._custom_ops:fused_sigmoid_gating_delta_rule_update_spec_cpu"
 MAMBA2_CONVOLUTION = f"{_MAMBA2}:causal_conv1d_update"
@@ -940,6 +941,21 @@ CPU_SPECULATION_HOOKS: tuple[Contract, ...] = (
             "fused_sigmoid_gating_delta_rule_update_spec_cpu",
         ),
         closed=True,
+    ),
+    HookPoint(
+        GDN_CPU_PLAIN_ROWS,
+        (
+            "layer",
+            "attn_metadata_i",
+            "mixed_qkv",
+            "b",
+            "a",
+            "core_attn_out",
+            "conv_buf",
+            "ssm_state",
+            "width",
+        ),
+        mentions=("non_spec_state_indices_tensor",),
     ),
     HookPoint(GDN_CPU_WEIGHT, ("layer",)),
     HookPoint(

@@ -9,6 +9,7 @@ from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
     BUILDERS,
     GATED_NORM_ROWS,
+    GDN_CPU_PLAIN_ROWS,
     GDN_CPU_ROWS,
     GDN_FORWARD,
     KDA_FORWARD,
@@ -89,6 +90,9 @@ NEEDED = {
     "patches._patch_lightning": Need(HookPoint(LIGHTNING_FORWARD[0])),
     "speculation.patches.patch_ragged_rows_on_cpu": Need(
         HookPoint(GDN_CPU_ROWS, mentions=("keep", "new_B"))
+    ),
+    "speculation.patches.patch_single_rows_on_cpu": Need(
+        HookPoint(GDN_CPU_PLAIN_ROWS, mentions=("contiguous",))
     ),
     "speculation.patches.patch_mamba2_convolution_on_cpu": Need(
         HookPoint(_CPU_CONVOLUTION, mentions=("num_accepted_tokens",)),

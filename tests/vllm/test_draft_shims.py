@@ -232,6 +232,39 @@ def test_vllm_keeps_rejected_inputs_behind_a_short_row() -> None:
     assert torch.equal(window, before[1:TAPS]), "it lacks the token it just took"
 
 
+def plain_pass(forward: Any, layer: Any, slots: torch.Tensor) -> torch.Tensor:
+    """One row of one token, without drafts, in a layer with room for them."""
+    mixed, a, b = gdn_inputs(1, 0)
+    windows, states = layer.kv_cache[0].transpose(-1, -2), layer.kv_cache[1]
+    out = torch.zeros((1, *states.shape[1:3]), dtype=torch.bfloat16)
+    metadata = SimpleNamespace(
+        non_spec_state_indices_tensor=slots,
+        non_spec_query_start_loc=ints(0, 1),
+        num_decodes=1,
+        num_decode_tokens=1,
+        num_prefills=0,
+        num_prefill_tokens=0,
+    )
+    view = gdn_attention._ssm_state_view(layer)
+    forward(layer, metadata, mixed, b, a, out, windows, view, TAPS)
+    return out
+
+
+def test_a_single_row_may_lie_in_a_table() -> None:
+    """As where a hit leaves one token of a prompt, and nothing was drafted yet."""
+    table = ints([2, 3, 4, 5])
+    found = plain_pass(gdn_attention._spec_aware_nonspec, gdn_layer(3), table[:, 0])
+    wanted = plain_pass(stock(gdn_attention._spec_aware_nonspec), gdn_layer(3), ints(2))
+    assert torch.equal(found, wanted)
+    assert found.any()
+
+
+def test_vllm_fails_for_a_single_row_in_a_table() -> None:
+    table = ints([2, 3, 4, 5])
+    with pytest.raises(RuntimeError, match="contiguous at last dimension"):
+        plain_pass(stock(gdn_attention._spec_aware_nonspec), gdn_layer(3), table[:, 0])
+
+
 # -------------------------------------------------------------------- Mamba-2
 
 HEADS, WIDTH, DEPTH, GROUPS = 4, 64, 64, 2

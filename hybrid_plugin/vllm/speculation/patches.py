@@ -29,6 +29,7 @@ def apply() -> None:
     if current_platform.is_cpu():
         require(contracts.CPU_SPECULATION_HOOKS)
         patch_ragged_rows_on_cpu()
+        patch_single_rows_on_cpu()
         patch_mamba2_convolution_on_cpu()
         patch_mamba2_states_on_cpu()
     patch_paused_rows()
@@ -105,6 +106,28 @@ def patch_ragged_rows_on_cpu() -> None:
         return out
 
     wrap(contracts.GDN_CPU_ROWS, forward)
+
+
+def patch_single_rows_on_cpu() -> None:
+    """Symptom: "must be contiguous at last dimension" where a hit leaves one token.
+
+    Cause: the slots of rows without drafts are a column of a table.  That of a single
+    row counts as contiguous whatever its stride is, so `contiguous()` returns it, and
+    the kernel asks for a stride of 1.
+    Fix: hand over a copy.
+    Delete when: `_spec_aware_nonspec` copies it, or the kernel takes any stride of one.
+    """
+
+    def forward(
+        original: Callable[..., None], layer: Any, attn_metadata_i: Any, *rest: Any
+    ) -> None:
+        slots = attn_metadata_i.non_spec_state_indices_tensor
+        if slots is not None and slots.stride(0) != 1:
+            copied = torch.empty(len(slots), dtype=slots.dtype).copy_(slots)
+            attn_metadata_i.non_spec_state_indices_tensor = copied
+        original(layer, attn_metadata_i, *rest)
+
+    wrap(contracts.GDN_CPU_PLAIN_ROWS, forward)
 
 
 def patch_mamba2_convolution_on_cpu() -> None:
