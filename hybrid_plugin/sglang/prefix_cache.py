@@ -34,7 +34,6 @@ from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
-from hybrid_plugin.sglang.speculation.scratch import DraftScratch
 from hybrid_plugin.sglang.speculation.steps import DraftSteps
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class HybridPrefixCache(BasePrefixCache):
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
         self.has_slots = self.cache.slots.needed
         self.window_map = self.token_to_kv_pool_allocator.window_map
-        self.drafts = DraftSteps(self)
+        self.drafts = DraftSteps(self.cache, self._executor)
         self._chunk_tokens = params.chunked_prefill_size or 0
         """Arguments that the plugin serves have chunks."""
 
@@ -246,12 +245,6 @@ class HybridPrefixCache(BasePrefixCache):
         notice = broker.notice()
         if notice is not None and get_parallel().tp_rank == 0:
             logger.info("hybrid-plugin: %s.", notice)
-
-    def note_path(self, accept_index: torch.Tensor, width: int) -> None:
-        """Note which drafts the verification that runs accepts, as `DraftScratch`."""
-        scratch = self._executor.scratch
-        if isinstance(scratch, DraftScratch):
-            scratch.note_path(accept_index, width)
 
     def step_launched(self, batch: ScheduleBatch) -> None:
         """Note how far the forward pass that was just launched takes each request."""

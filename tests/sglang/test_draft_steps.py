@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_context
 from hybrid_plugin.core.commands import Pool, Take
 from hybrid_plugin.sglang import token_placement
 from hybrid_plugin.sglang.requests import SGLangRequest
+from hybrid_plugin.sglang.speculation.scratch import DraftScratch
 from hybrid_plugin.sglang.speculation.steps import following_tokens, with_commands
 from tests.sglang.fakes import PAGE, Bench, request
 
@@ -239,8 +240,9 @@ def test_what_is_accepted_is_cut_and_noted_for_the_scratch() -> None:
     req.sampling_params.stop_token_ids = {3}
     req.sampling_params.ignore_eos = False
     noted: list[tuple[list[list[int]], int]] = []
-    cache: Any = bench.cache
-    cache.note_path = lambda path, width: noted.append((path.tolist(), width))
+    scratch = DraftScratch.__new__(DraftScratch)
+    scratch.note_path = lambda path, width: noted.append((path.tolist(), width))
+    bench.cache._executor.scratch = scratch
     batch: Any = SimpleNamespace(reqs=[req], seq_lens=torch.tensor([6]))
     predict = torch.tensor([2, 3, 4, 5])
     path = torch.tensor([[0, 1, 2, 3]])

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.device.arena import to_device
+from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.sglang.requests import sequence_id
+from hybrid_plugin.sglang.speculation.scratch import DraftScratch
 from hybrid_plugin.sglang.speculation.stops import Accepted, Stops
-
-if TYPE_CHECKING:
-    from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
 
 class DraftSteps:
     """The verifications of one server, from launch to result."""
 
-    def __init__(self, cache: HybridPrefixCache) -> None:
-        """Speak to the core of `cache`."""
+    def __init__(self, cache: HybridCache, executor: Executor) -> None:
+        """Speak to the core, and to what takes states from the scratch."""
         self._cache = cache
+        self._executor = executor
         self._stops = Stops()
 
     def launched(self, batch: Any, width: int) -> None:
@@ -29,13 +31,12 @@ class DraftSteps:
             batch: SGLang's; its requests stand in the rows of the scratch.
             width: tokens of each that it verifies, the known one counted.
         """
-        core = self._cache.cache
         for row, req in enumerate(batch.reqs):
-            if self._cache.is_live(req):  # otherwise it ended while this was planned
-                name = self._cache.name(req)
-                begun = core.is_verifying(name)
+            name = sequence_id(req.cache_request_handle)
+            if self._cache.is_live(name):  # otherwise it ended while this was planned
+                begun = self._cache.is_verifying(name)
                 start = None if begun else req.kv.kv_committed_len
-                core.verify(name, start, width - 1, row=row)
+                self._cache.verify(name, start, width - 1, row=row)
 
     def sampled(self, batch: Any, width: int, result: tuple[Any, ...]) -> Accepted:
         """End what was accepted at the first stop, and note it for the scratch.
@@ -48,7 +49,9 @@ class DraftSteps:
         accepted = Accepted(*result)
         if accepted.path.numel():
             accepted = self._stops.cut(accepted, batch.reqs, batch.seq_lens)
-            self._cache.note_path(accepted.path, width)
+            scratch = self._executor.scratch
+            if isinstance(scratch, DraftScratch):
+                scratch.note_path(accepted.path, width)
         return accepted
 
     def resolved(self, batch: Any, accepted: list[int]) -> None:
@@ -58,12 +61,12 @@ class DraftSteps:
             batch: SGLang's, as it was when the verification was launched.
             accepted: drafts of each request that were accepted.
         """
-        core = self._cache.cache
+        cache = self._cache
         for req, count in zip(batch.reqs, accepted, strict=True):
-            name = self._cache.name(req)
+            name = sequence_id(req.cache_request_handle)
             ended = req.finished() or req.is_retracted
-            if not ended and self._cache.is_live(req) and core.is_verifying(name):
-                core.accept(name, count)
+            if not ended and cache.is_live(name) and cache.is_verifying(name):
+                cache.accept(name, count)
 
 
 def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
