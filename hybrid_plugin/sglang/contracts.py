@@ -500,19 +500,21 @@ KERNEL_HOOKS = (
     HookPoint(f"{_GRAPHS}:Backend.BREAKABLE"),
     *(
         point
-        for backend in (_GDN, _KDA)
+        for backend, own in ((_GDN, False), (_KDA, True))
         for point in (
-            HookPoint(f"{backend}.supports_prefill_graph_extend", ("self",)),
-            HookPoint(f"{backend}.prefill_graph_extend_active", ("self",)),
+            HookPoint(f"{backend}.supports_prefill_graph_extend", ("self",), own=own),
+            HookPoint(f"{backend}.prefill_graph_extend_active", ("self",), own=own),
             HookPoint(
                 f"{backend}.init_prefill_graph_metadata",
                 ("self", "forward_batch"),
                 closed=True,
+                own=own,
             ),
             HookPoint(
                 f"{backend}.refresh_prefill_graph_metadata",
                 ("self", "meta", "forward_batch"),
                 closed=True,
+                own=own,
             ),
         )
     ),
@@ -530,6 +532,7 @@ KERNEL_HOOKS = (
         f"{_HYBRID}.init_forward_metadata_out_graph",
         ("self", "forward_batch", "in_capture"),
         closed=True,
+        own=True,
     ),
     HookPoint(f"{_HYBRID}._is_plain_extend", ("forward_batch",)),
     HookPoint(f"{_SRT}.runtime_context:attention_backends"),
