@@ -476,7 +476,8 @@ class HybridCache:
         after the step's commands were drained.
 
         Args:
-            seq_id: a live sequence whose prompt is computed but for one token, at most.
+            seq_id: a live sequence whose prompt is computed; in draft slots, its last
+                token may be the known one.
             start: tokens computed before the step, as the engine counts: with all
                 drafts of steps in flight.  None where it does not count ahead; the
                 first step must have it.

@@ -169,7 +169,10 @@ class Drafts:
                 f"{drafts} drafts are verified in {len(sequence.drafts)} slots"
             )
         if steps is None:
-            if start is None or start + 1 < sequence.prompt_length:
+            # A scratch is committed to the slot, which must not pass the prompt's end
+            # before the cache has seen its state there.
+            left = 1 if row is None else 0
+            if start is None or start + left < sequence.prompt_length:
                 raise ValueError(
                     f"the first step that is noted starts behind {start} tokens, of a "
                     f"prompt of {sequence.prompt_length}"

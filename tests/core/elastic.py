@@ -18,7 +18,8 @@ from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from tests.core.device import ZERO_STATE, ZEROED, ContentError, FakeDevice
-from tests.core.engine import FakeEngine, Setup
+from tests.core.engine import FakeEngine
+from tests.core.setups import Setup
 from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
 
 HOLE = object()

@@ -354,6 +354,8 @@ def test_wrong_counts_are_refused() -> None:
     for first in (None, 6):
         with pytest.raises(ValueError, match="of a prompt of 8"):
             cache.verify("a", first, 3)
+    with pytest.raises(ValueError, match="of a prompt of 8"):
+        cache.verify("a", 7, 3, row=0)
     cache.verify("a", 8, 3)
     with pytest.raises(ValueError, match="in slots, or in a scratch"):
         cache.verify("a", 12, 3, row=0)

@@ -8,7 +8,7 @@ the checks can say no.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -142,6 +142,7 @@ class _Generous(ElasticBroker):
         self,
         wanted: Mapping[PoolId, int],
         pinned: Mapping[PoolId, Iterable[int]] | None = None,
+        returned: Mapping[PoolId, Sequence[int]] | None = None,
     ) -> bool:
         return True
 
@@ -162,9 +163,10 @@ class _Stingy(ElasticBroker):
         self,
         wanted: Mapping[PoolId, int],
         pinned: Mapping[PoolId, Iterable[int]] | None = None,
+        returned: Mapping[PoolId, Sequence[int]] | None = None,
     ) -> bool:
         members = self._members
-        return super().fits(wanted, pinned) and all(
+        return super().fits(wanted, pinned, returned) and all(
             members[pool].ids.free + members[pool].ids.cached >= count
             for pool, count in wanted.items()
         )

@@ -23,8 +23,10 @@ from hybrid_plugin.core.memory.attention_windows import (
     ChunkedLocal,
     SlidingWindow,
 )
-from tests.core.engine import Access, FakeEngine, Setup
+from tests.core.engine import FakeEngine
 from tests.core.profiles import machine_settings
+from tests.core.requests import Access
+from tests.core.setups import Setup
 from tests.core.support import Tokens
 from tests.core.traffic import fork
 

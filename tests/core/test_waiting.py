@@ -12,7 +12,8 @@ from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.costs import STEP_TOKENS
 from tests.core.audit import audit
 from tests.core.elastic import ElasticEngine, ElasticSetup
-from tests.core.engine import FakeEngine, Setup
+from tests.core.engine import FakeEngine
+from tests.core.setups import Setup
 from tests.core.support import NO_SNAPSHOTS, Economical, admit, make_cache, span, start
 
 

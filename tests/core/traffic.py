@@ -13,7 +13,9 @@ from hybrid_plugin.core.memory.attention_windows import (
     ChunkedLocal,
     SlidingWindow,
 )
-from tests.core.engine import Access, FakeEngine, Setup
+from tests.core.engine import FakeEngine
+from tests.core.requests import Access
+from tests.core.setups import Setup
 from tests.core.support import Tokens
 
 NAMESPACES = (None, None, None, "adapter")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes and habits of a fake engine, and the cache that it drives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.memory.attention_windows import AttentionWindow
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from tests.core.support import ByMinimum, Economical
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Sizes and habits of a fake engine."""
+
+    page_size: int = 4
+    pages: int = 13
+    slots: int = 6
+    lagging: bool = False
+    """Whether outputs arrive one step late (asynchronous scheduling)."""
+    lookahead: int = 0
+    watermark: int = 0
+    full_fit: bool = False
+    """Whether admission asks for room for all tokens."""
+    branch_min: int = 1
+    prompt_end_min: int = 1
+    chunk_end_min: int = 1
+    max_running: int = 8
+    economical: bool = True
+    """Whether evictions weigh what content is expected to save."""
+    has_states: bool = True
+    windows: tuple[tuple[AttentionWindow, int], ...] = ()
+    """The window of each group, and the pages that it has beyond those of `pages`."""
+    grid: int = field(default=0, repr=False)
+    """Tokens between the states that a forward pass can keep; 0 if it keeps none."""
+    canonical: bool = field(default=False, repr=False)
+    """Whether the cache keeps canonical content only; with a grid."""
+    follow: int = field(default=0, repr=False)
+    """Tokens for which a sequence waits for another one's prefill; 0 for never."""
+    hears_first: bool = field(default=False, repr=False)
+    """Whether outputs that come late come between a step's plan and its launch."""
+    drafts: int = field(default=0, repr=False)
+    """Drafts of a sequence in a step, at most; 0 for no speculation."""
+    scratch: bool = field(default=False, repr=False)
+    """Whether they are verified in a scratch, as trees, and not in draft slots."""
+    acceptance: float = field(default=0.6, repr=False)
+    """Chance of each draft to be right, if the one before it was."""
+
+    @property
+    def overrun(self) -> int:
+        """Tokens that steps in flight may compute beyond a sequence's end."""
+        return 3 * (1 + self.drafts) if self.drafts else 0
+
+    @property
+    def window_pools(self) -> list[tuple[AttentionWindow, int]]:
+        """AttentionWindow and pages of each window group."""
+        return [(span, self.pages + more) for span, more in self.windows]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence that fits alone."""
+        return (self.pages - 1) * self.page_size - self.lookahead - self.overrun
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the chunks of canonical content; 0 without."""
+        return math.lcm(self.page_size, self.grid) if self.canonical else 0
+
+    @property
+    def eviction(self) -> LeastRecentlyUsed:
+        """A new policy."""
+        policy = Economical if self.economical else ByMinimum
+        return policy(self.branch_min, self.prompt_end_min)
+
+    def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
+        """The cache under test."""
+        return cls(
+            pages=PagePool(self.pages),
+            slots=SlotPool(self.slots) if self.has_states else NoSlots(),
+            page_size=self.page_size,
+            policy=SnapshotPolicy(
+                page_size=self.page_size,
+                chunk_end_min_tokens=self.chunk_end_min,
+                in_batch_prefix_min_tokens=self.follow,
+                grid=self.grid,
+                canonical=self.canonical,
+            ),
+            eviction=self.eviction,
+            windows=tuple(
+                WindowGroup(span, PagePool(pages)) for span, pages in self.window_pools
+            ),
+        )
