@@ -88,7 +88,7 @@ class HybridConfig:
         False,
         "Short prefills replay CUDA graphs that hold our kernels, where the engine can "
         "capture them; what does not fit a graph runs as without. It needs our kernels "
-        "in the prefill of all state layers, and was not run on a GPU yet.",
+        "in the prefill of all state layers.",
     )
 
     def __post_init__(self) -> None:

@@ -748,6 +748,8 @@ STATE_BACKENDS = (
     f"{_BACKENDS}.linear_attn:LinearAttentionBackend",
 )
 """Of the layers that a mixer can run."""
+_GATED_NORM = "vllm.third_party.flash_linear_attention.ops.layernorm_guard"
+GATED_NORM_ROWS = f"{_GATED_NORM}:calc_rows_per_block"
 DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
     HookPoint(
@@ -755,6 +757,10 @@ DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
         mentions=("VLLM_BATCH_INVARIANT", "supports_batch_invariance"),
     ),
     *(HookPoint(backend) for backend in STATE_BACKENDS),
+    HookPoint(GATED_NORM_ROWS, ("M", "device"), closed=True),
+    HookPoint(
+        "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled", ()
+    ),
 )
 """For the option `deterministic`."""
 

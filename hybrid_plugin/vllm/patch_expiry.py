@@ -8,6 +8,7 @@ from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
     BUILDERS,
+    GATED_NORM_ROWS,
     GDN_CPU_ROWS,
     GDN_FORWARD,
     KDA_FORWARD,
@@ -69,6 +70,9 @@ NEEDED = {
             "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
             mentions=("supports_batch_invariance",),
         )
+    ),
+    "patches.patch_gated_norm": Need(
+        HookPoint(GATED_NORM_ROWS, mentions=("sm_count",)),
     ),
     "patches.patch_prefill_graphs": Need(
         HookPoint(

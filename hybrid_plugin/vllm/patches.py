@@ -364,6 +364,26 @@ def _yes(cls: type) -> bool:
     return True
 
 
+def patch_gated_norm() -> None:
+    """Symptom: logprobs move with the number of tokens in a pass.
+
+    Cause: vLLM's gated norm gives a program 1, 2 or 4 rows, by how many there are, and
+    the order in which a row is summed follows from that.
+    Fix: one row always, as in all decodes of up to 264 rows.
+    Delete when: the norm does so where VLLM_BATCH_INVARIANT is set.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    require(contracts.DETERMINISTIC_HOOKS)
+    module, name = resolve(contracts.GATED_NORM_ROWS)
+    setattr(module, name, _one_row)
+
+
+def _one_row(*_: Any) -> int:
+    return 1
+
+
 def patch_kernels(mixers: Iterable[Mixer]) -> None:
     """Hook the layers that our kernels run, once their weights are loaded.
 

@@ -56,6 +56,7 @@ class RunsCommands:
         """Load it, and step aside where its layers need what there is no pool for."""
         if activation.read_options(self.vllm_config).is_deterministic:
             patches.patch_batch_invariance()
+            patches.patch_gated_norm()
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         reason = servable.find_out(self.vllm_config, self._specs)
         if reason is None:

@@ -22,7 +22,9 @@ from hybrid_plugin.vllm import contracts, deterministic, patches
 def configuration(**scheduling: Any) -> Any:
     defaults = {"policy": "fcfs", "max_num_seqs": 64, "max_num_batched_tokens": 256}
     return SimpleNamespace(
-        scheduler_config=SimpleNamespace(**defaults | scheduling), lora_config=None
+        scheduler_config=SimpleNamespace(**defaults | scheduling),
+        lora_config=None,
+        model_config=SimpleNamespace(enforce_eager=False),
     )
 
 
@@ -30,6 +32,7 @@ def configuration(**scheduling: Any) -> Any:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", True, raising=False)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -48,6 +51,16 @@ def test_each_obstacle_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False, raising=False)
     (found,) = deterministic.obstacles(configuration())
     assert "set VLLM_BATCH_INVARIANT=1." in found
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_compiled_passes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False, raising=False)
+    (found,) = deterministic.obstacles(configuration())
+    assert "set VLLM_USE_BREAKABLE_CUDAGRAPH=1." in found
+    eager = configuration()
+    eager.model_config.enforce_eager = True
+    assert list(deterministic.obstacles(eager)) == []
 
 
 @pytest.mark.parametrize("step", [64, 192])
@@ -75,3 +88,13 @@ def test_backends_of_layers_that_ours_can_run_are_let_pass(
         assert served.supports_batch_invariance(), kind
     other = MambaAttentionBackendEnum["MAMBA1"].get_class()
     assert not other.supports_batch_invariance()
+
+
+def test_the_gated_norm_takes_as_many_rows_in_every_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, name = resolve(contracts.GATED_NORM_ROWS)
+    monkeypatch.setattr(module, name, getattr(module, name))
+    patches.patch_gated_norm()
+    rows = getattr(module, name)
+    assert {rows(count, "cuda") for count in (1, 264, 265, 10_000)} == {1}

@@ -107,6 +107,14 @@ class Setup:
             os.environ |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+                # This process asked CUDA for its devices; a fork of it cannot use them.
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            }
+        if self.engine == "vllm" and "deterministic" in (self.options or {}):
+            # vLLM on its own refuses state layers in this mode.
+            os.environ |= {
+                "VLLM_BATCH_INVARIANT": "1",
+                "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
             }
         if self.engine == "sglang" and active:
             os.environ["HYBRID_CONFIG"] = json.dumps(dict(self.options or {}))
