@@ -558,10 +558,10 @@ def _verify_drafts() -> None:
     Delete when: the worker runs device work of the radix cache backend, and SGLang cuts
     answers on the device.
     """
-    from hybrid_plugin.sglang.speculation import steps
+    from hybrid_plugin.sglang.speculation import workers
 
     def commanded(result: type, algorithm: Any, *_: Any, **__: Any) -> type:
-        return steps.with_commands(result) if _is_ours() else result
+        return workers.with_commands(result) if _is_ours() else result
 
     def sampled(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> Any:
         if not _served_by(batch.tree_cache):
@@ -572,7 +572,7 @@ def _verify_drafts() -> None:
     def tails(result: Any, batch: Any, *_: Any) -> Any:
         if not _served_by(batch.tree_cache):
             return result
-        return steps.following_tokens(batch, result)
+        return workers.following_tokens(batch, result)
 
     def resolved(tokens: Any, processor: Any, result: Any, batch: Any) -> None:
         if _served_by(processor.tree_cache):

@@ -911,6 +911,39 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
 )
 """For speculative decoding."""
 
+V2_ADD_REQUESTS = f"{_V2_RUNNER}.add_requests"
+V2_SAMPLE = f"{_V2_RUNNER}.sample"
+STOP_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        V2_ADD_REQUESTS,
+        ("self", "scheduler_output"),
+        mentions=("scheduled_new_reqs", "sampling_params", "prompt_len"),
+        closed=True,
+    ),
+    HookPoint(
+        V2_SAMPLE,
+        ("self", "hidden_states", "input_batch", "grammar_output"),
+        mentions=("num_sampled", "num_rejected", "num_draft_tokens"),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_V2_RUNNER}.sample_tokens",
+        mentions=("sample", "postprocess_sampled", "propose", "sampled_token_ids"),
+    ),
+    HookPoint(
+        f"{_V2_RUNNER}.__init__", mentions=("max_num_reqs", "max_model_len", "device")
+    ),
+    HookPoint(
+        "vllm.v1.worker.gpu.states:RequestState.__init__",
+        mentions=("req_id_to_index", "num_computed_tokens"),
+    ),
+    *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping"),
+    *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "num_draft_tokens"),
+    HookPoint("vllm.sampling_params:SamplingParams.eos_token_id"),
+    *_fields("vllm.sampling_params:SamplingParams", "stop_token_ids", "max_tokens"),
+)
+"""For stops inside accepted drafts, where steps are scheduled ahead."""
+
 _GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 GDN_CPU_ROWS = f"{_GDN_ON_CPU}:_spec_forward"
 GDN_CPU_PLAIN_ROWS = f"{_GDN_ON_CPU}:_spec_aware_nonspec"
@@ -1003,6 +1036,7 @@ HOOKS: tuple[Contract, ...] = (
     *DETERMINISTIC_HOOKS,
     *PREFILL_GRAPH_HOOKS,
     *SPECULATION_HOOKS,
+    *STOP_HOOKS,
     *CPU_SPECULATION_HOOKS,
     *dict.fromkeys(
         contract

@@ -16,6 +16,7 @@ from hybrid_plugin.vllm.contracts import (
     LIGHTNING_FORWARD,
     MAMBA2_FORWARD,
     SHORT_CONV_FORWARD,
+    V2_SAMPLE,
 )
 
 _PLATFORM = "vllm.platforms.interface:Platform"
@@ -101,6 +102,7 @@ NEEDED = {
     "speculation.patches.patch_mamba2_states_on_cpu": Need(
         HookPoint(_CPU_UPDATE, mentions=("_sbi", "_dsbi"))
     ),
+    "speculation.patches.patch_stops_in_accepted_runs": Need(HookPoint(V2_SAMPLE)),
     "speculation.patches.patch_paused_rows": Need(
         HookPoint(_V1_ADD_REQUEST, mentions=("num_accepted_tokens_cpu",))
     ),

@@ -124,6 +124,8 @@ def patch_config() -> None:
                 require(
                     contracts.ENGINE_HOOKS, contracts.WORKER_HOOKS, _platform_hooks()
                 )
+                if config.speculative_config is not None:
+                    require(contracts.SPECULATION_HOOKS)
                 _warn_if_untested()
                 patch_engine()
                 patch_sessions()

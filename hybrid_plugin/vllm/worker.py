@@ -62,7 +62,7 @@ class RunsCommands:
         if reason is None:
             self._layers = state_layers.take_over(self.vllm_config, self._specs())
             if self.vllm_config.speculative_config is not None:
-                speculation_patches.apply()
+                speculation_patches.apply(self.vllm_config)
             return
         activation.refuse_if_demanded(activation.read_options(self.vllm_config), reason)
         activation.step_aside(self.vllm_config)

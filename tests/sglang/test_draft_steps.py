@@ -21,7 +21,7 @@ from hybrid_plugin.core.commands import Pool, Take
 from hybrid_plugin.sglang import token_placement
 from hybrid_plugin.sglang.requests import SGLangRequest
 from hybrid_plugin.sglang.speculation.scratch import DraftScratch
-from hybrid_plugin.sglang.speculation.steps import following_tokens, with_commands
+from hybrid_plugin.sglang.speculation.workers import following_tokens, with_commands
 from tests.sglang.fakes import PAGE, Bench, request
 
 WIDTH = 4

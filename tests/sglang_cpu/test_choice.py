@@ -80,6 +80,8 @@ def test_shims_apply_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS, ids=lambda r: r.ours)
 def test_ours_take_what_sglang_s_take(replacement: Replacement) -> None:
+    if replacement.ours.startswith("draft_models:"):
+        pytest.importorskip("sglang", reason="they are subclasses of SGLang's")
     function = kernels.load(replacement.ours)
     assert tuple(inspect.signature(function).parameters) == replacement.point.parameters
 

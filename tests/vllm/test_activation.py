@@ -151,6 +151,18 @@ def test_a_moved_hook_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Scheduler._mamba_block_aligned_split is missing" in refusal
 
 
+def test_what_drafts_need_is_looked_at_where_there_are_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.worker.block_table import BlockTable
+
+    monkeypatch.delattr(BlockTable, "add_row")
+    assert DRIVER.decide(Setup()).active
+    refusal = DRIVER.decide(Setup(flags=DRAFTS)).refusal
+    assert refusal is not None
+    assert "BlockTable.add_row is missing" in refusal
+
+
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}~{% endfor %}"
 
 

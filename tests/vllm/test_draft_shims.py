@@ -33,7 +33,8 @@ SLOTS = 12
 
 @pytest.fixture(autouse=True, scope="module")
 def patched() -> None:
-    patches.apply()
+    config: Any = SimpleNamespace(use_v2_model_runner=False)
+    patches.apply(config)
 
 
 def ints(*values: Any) -> torch.Tensor:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.device.arena import to_device
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.sglang.requests import sequence_id
 from hybrid_plugin.sglang.speculation.scratch import DraftScratch
@@ -27,6 +24,9 @@ class DraftSteps:
     def launched(self, batch: Any, width: int) -> None:
         """Note a verification that was launched.
 
+        SGLang does not count ahead, but says how many tokens are known: were they not
+        those that the outcomes so far make, the cache would refuse.
+
         Args:
             batch: SGLang's; its requests stand in the rows of the scratch.
             width: tokens of each that it verifies, the known one counted.
@@ -36,7 +36,8 @@ class DraftSteps:
             if self._cache.is_live(name):  # otherwise it ended while this was planned
                 begun = self._cache.is_verifying(name)
                 start = None if begun else req.kv.kv_committed_len
-                self._cache.verify(name, start, width - 1, row=row)
+                known = len(req.origin_input_ids) + len(req.output_ids)
+                self._cache.verify(name, start, width - 1, row=row, known=known)
 
     def sampled(self, batch: Any, width: int, result: tuple[Any, ...]) -> Accepted:
         """End what was accepted at the first stop, and note it for the scratch.
@@ -67,49 +68,3 @@ class DraftSteps:
             ended = req.finished() or req.is_retracted
             if not ended and cache.is_live(name) and cache.is_verifying(name):
                 cache.accept(name, count)
-
-
-def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
-    """The token behind each prompt's part, which its last draft position takes.
-
-    SGLang puts there what the part's last position samples, but for the one unfinished
-    prompt that it knows of.  Where the plugin paused a prompt, it goes on by itself.
-
-    Args:
-        batch: SGLang's, of prompts.
-        tails: ``[N]``, what SGLang takes.
-    """
-    rows, tokens = [], []
-    for row, req in enumerate(batch.reqs):
-        if req.extend_end < len(req.full_untruncated_fill_ids):
-            rows.append(row)
-            tokens.append(req.full_untruncated_fill_ids[req.extend_end])
-    if not rows:
-        return tails
-    where, what = to_device(torch.tensor([rows, tokens]), tails.device)
-    return tails.index_copy(0, where, what.to(tails.dtype))
-
-
-def with_commands(worker: type) -> type:
-    """A class of SGLang's speculative workers that runs the cache's commands.
-
-    Args:
-        worker: SGLang's, or a platform's.
-    """
-
-    def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
-
-        run = worker.forward_batch_generation  # type: ignore[attr-defined]
-        cache = batch.tree_cache
-        if not isinstance(cache, HybridPrefixCache):
-            return run(self, batch, *args, **kwargs)
-        verifies = batch.forward_mode.is_decode()
-        cache.step_begins(batch)
-        result = run(self, batch, *args, **kwargs)
-        if verifies:
-            cache.drafts.launched(batch, result.speculative_num_draft_tokens)
-        cache.step_launched(batch)
-        return result
-
-    return type(worker.__name__, (worker,), {"forward_batch_generation": forward})

@@ -10,5 +10,6 @@ the convolutions stay in the first slot, in a window wider by one for each draft
 * `steps`: what the cache is told: slots for drafts, what was verified, what accepted.
 * `block_tables`: the columns, in the tables of vLLM's model runners.
 * `windows`: the inputs of the convolutions, likewise.
+* `stop_cut`: accepted drafts behind a request's end, where steps are scheduled ahead.
 * `patches`: what vLLM itself gets wrong there.
 """

@@ -8,7 +8,7 @@ the plugin serves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
@@ -17,11 +17,18 @@ from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts
 from hybrid_plugin.vllm.patches import require
 from hybrid_plugin.vllm.speculation import rolling_window
+from hybrid_plugin.vllm.speculation.stop_cut import StopCut
 from hybrid_plugin.vllm.wrapping import wrap
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
-def apply() -> None:
+
+def apply(vllm_config: VllmConfig) -> None:
     """Mend what the worker of this platform gets wrong.
+
+    Args:
+        vllm_config: of the worker.
 
     Raises:
         ConfigError: for hook points that this vLLM moved.
@@ -32,7 +39,11 @@ def apply() -> None:
         patch_single_rows_on_cpu()
         patch_mamba2_convolution_on_cpu()
         patch_mamba2_states_on_cpu()
-    patch_paused_rows()
+    if not vllm_config.use_v2_model_runner:
+        patch_paused_rows()
+    elif vllm_config.scheduler_config.async_scheduling:
+        require(contracts.STOP_HOOKS)
+        patch_stops_in_accepted_runs()
 
 
 def patch_ragged_rows_on_cpu() -> None:
@@ -251,5 +262,62 @@ def patch_paused_rows() -> None:
     wrap(contracts.V1_UPDATE_STATES, update)
 
 
+def patch_stops_in_accepted_runs() -> None:
+    """Symptom: a turn that ends at an accepted draft leaves no state.
+
+    Cause: where steps are scheduled ahead, the next one starts behind all that was
+    accepted, though the scheduler cuts the answer at the stop, and overwrites the
+    states before it.
+    Fix: count what is accepted behind a stop token, or the last token that a request
+    may have, as rejected.  Answers stay as they are.
+    Delete when: the model runner knows where requests stop.
+    """
+
+    def add(original: Callable[..., None], runner: Any, scheduler_output: Any) -> None:
+        original(runner, scheduler_output)
+        cut = _stop_cut(runner)
+        for new in scheduler_output.scheduled_new_reqs:
+            given = new.sampling_params
+            ids = set(given.stop_token_ids or ())
+            if given.eos_token_id is not None:
+                ids.add(given.eos_token_id)
+            length = min(new.prompt_len + given.max_tokens, runner.max_model_len)
+            cut.add(runner.req_states.req_id_to_index[new.req_id], ids, length)
+
+    def sample(
+        original: Callable[..., Any],
+        runner: Any,
+        hidden_states: Any,
+        input_batch: Any,
+        grammar_output: Any,
+    ) -> Any:
+        output, sampled, rejected = original(
+            runner, hidden_states, input_batch, grammar_output
+        )
+        if input_batch.num_draft_tokens > 0:
+            sampled, rejected = _stop_cut(runner).cut(
+                output.sampled_token_ids,
+                sampled,
+                rejected,
+                input_batch.idx_mapping,
+                runner.req_states.num_computed_tokens.gpu,
+            )
+            output.num_sampled, output.num_rejected = sampled, rejected
+        return output, sampled, rejected
+
+    wrap(contracts.V2_ADD_REQUESTS, add)
+    wrap(contracts.V2_SAMPLE, sample)
+
+
+def _stop_cut(runner: Any) -> StopCut:
+    cut: StopCut | None = runner.__dict__.get(_STOPS)
+    if cut is None:
+        cut = StopCut(runner.max_num_reqs, runner.device)
+        runner.__dict__[_STOPS] = cut
+    return cut
+
+
+_STOPS = "hybrid_plugin_stops"
+"""Attribute of a V2 model runner: what ends its requests."""
 _PAUSED = "hybrid_plugin_accepted"
 """Attribute of a V1 model runner: tokens accepted of each request's last step."""
