@@ -102,20 +102,19 @@ PAGES = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torc
 
 
 @pytest.mark.parametrize(
-    ("kind", "served_by"),
+    ("kind", "served"),
     [
-        (Kind.GDN_ATTN, "V1 V2"),
-        (Kind.MAMBA2, "V1 V2"),
-        (Kind.SHORT_CONV, "" if current_platform.is_cpu() else "V1 V2"),
-        (Kind.LINEAR, "V1"),
-        (Kind.MAMBA1, ""),
+        (Kind.GDN_ATTN, True),
+        (Kind.MAMBA2, True),
+        (Kind.SHORT_CONV, not current_platform.is_cpu()),
+        (Kind.LINEAR, False),
+        (Kind.MAMBA1, False),
     ],
 )
-@pytest.mark.parametrize("v2", [False, True])
-def test_kinds_of_layers(kind: Kind, served_by: str, v2: bool) -> None:
-    config: Any = SimpleNamespace(speculative_config=object(), use_v2_model_runner=v2)
+def test_kinds_of_layers(kind: Kind, served: bool) -> None:
+    config: Any = SimpleNamespace(speculative_config=object())
     found = obstacle_of_layers(config, {"a": PAGES, "s": state(kind)})
-    if ("V2" if v2 else "V1") in served_by:
+    if served:
         assert found is None
     else:
         assert found == (

@@ -31,14 +31,18 @@ _METHODS = frozenset(
 )
 """Ways to propose a chain of drafts that keep no state but pages of KV."""
 
-_KEEPS_ONE_STATE_EACH = frozenset(
+_VERIFIED = frozenset(
     {
         MambaAttentionBackendEnum.GDN_ATTN,
         MambaAttentionBackendEnum.MAMBA2,
         MambaAttentionBackendEnum.SHORT_CONV,
     }
 )
-"""State layers that vLLM has verify drafts in both of its model runners."""
+"""State layers that vLLM has verify drafts, whatever model they are of.
+
+Not linear attention: its V2 model runner tells none of those layers what was accepted,
+its V1 runner not those of MiniMax-Text-01.
+"""
 
 
 def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
@@ -86,11 +90,9 @@ def obstacle_of_layers(
     """
     if vllm_config.speculative_config is None:
         return None
-    served = set(_KEEPS_ONE_STATE_EACH)
-    if not vllm_config.use_v2_model_runner:
-        served.add(MambaAttentionBackendEnum.LINEAR)
     from vllm.platforms import current_platform
 
+    served = _VERIFIED
     if current_platform.is_cpu():
         served -= {MambaAttentionBackendEnum.SHORT_CONV}
     for layer, spec in specs.items():
