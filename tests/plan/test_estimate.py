@@ -58,6 +58,25 @@ def test_sglang_static(next_shape: ModelShape) -> None:
     assert estimate.cached_sequences == min(slots, tokens // 4096) == 45
 
 
+def test_drafts(next_shape: ModelShape) -> None:
+    """Three of them: lent by us, a state each in vLLM, a scratch of rows in SGLang."""
+    state = 36 * 1_097_728
+    ours = two_pools(next_shape, 8 * GIB, 4096, 16, drafts=3)
+    assert ours.running == 60
+    usable = 8 * GIB - 16 * 24_576 - state
+    at_once = usable // (4096 * 24_576 + 4 * state)
+    assert at_once == 33
+    assert f"= {at_once} sequences" in ours.steps[-1]
+    stock = vllm_aligned(next_shape, 8 * GIB, 4096, drafts=3)
+    assert stock.running == 641 // (8 + (2 + 3) * 3)
+    assert stock.cached_sequences == 641 // (7 + 3)
+    left = 8 * GIB - 49 * 4 * state
+    slots = int(left * 0.9 / 1.9) // state - 1
+    assert sglang_static(next_shape, 8 * GIB, 4096, 16, drafts=3).running == slots // 5
+    roomy = sglang_static(next_shape, 200 * GIB, 4096, 16, drafts=3)
+    assert roomy.running == 48
+
+
 def test_windows_cost_no_more_than_their_reach(tmp_path: Path) -> None:
     shape = load_shape(write(tmp_path, GEMMA3))
     layer = 2 * 16 * 128 * 2

@@ -29,6 +29,7 @@ from hybrid_plugin.tools.simulate.progress import progress
 from hybrid_plugin.tools.simulate.request import TraceError
 
 MOST_TOKENS = 1 << 30
+MOST_DRAFTS = 1 << 10
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,6 +51,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="tokens in a page of this package's and SGLang's pools (%(default)s)",
     )
+    parser.add_argument(
+        "--drafts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="drafts that speculative decoding verifies at a time (%(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
     serving = argparse.ArgumentParser(add_help=False)
     add_recommendation_options(serving)
@@ -67,11 +75,15 @@ def run(args: argparse.Namespace) -> int:
                     f"--{name.replace('_', '-')} must lie between 1 and {MOST_TOKENS}, "
                     f"got {value}."
                 )
+        if not 0 <= args.drafts <= MOST_DRAFTS:
+            raise ConfigError(
+                f"--drafts must lie between 0 and {MOST_DRAFTS}, got {args.drafts}."
+            )
         check_recommendation(args, args.without_trace)
         shape = read_shape(args)
         budget = read_budget(args, shape)
         estimates = estimate_all(
-            shape, budget.bytes, args.sequence_tokens, args.page_size
+            shape, budget.bytes, args.sequence_tokens, args.page_size, args.drafts
         )
         found = None
         if args.trace is not None:
@@ -94,13 +106,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def estimate_all(
-    shape: ModelShape, budget: int, length: int, page_size: int
+    shape: ModelShape, budget: int, length: int, page_size: int, drafts: int = 0
 ) -> list[Estimate]:
     """This package's pools, and the engines' schemes where they apply."""
-    estimates = [two_pools(shape, budget, length, page_size)]
+    estimates = [two_pools(shape, budget, length, page_size, drafts)]
     if shape.attention:
-        estimates.append(vllm_aligned(shape, budget, length))
-        estimates.append(sglang_static(shape, budget, length, page_size))
+        estimates.append(vllm_aligned(shape, budget, length, drafts))
+        estimates.append(sglang_static(shape, budget, length, page_size, drafts))
     return estimates
 
 

@@ -21,6 +21,9 @@ SGLANG_SLOTS_PER_REQUEST = 5
 """Slots that SGLang counts for a running request: three, and two to track in."""
 VLLM_ALIGNED_STATES = 2
 """Blocks of states that vLLM holds for a running request with prefix caching."""
+SGLANG_VERIFYING = 48
+"""Requests that SGLang lets run with speculation.  Its scratch has a row for each, and
+one more: the states behind the drafts and behind the token before them."""
 VLLM_LEAST_BLOCK = 16
 """Tokens that vLLM's block size is a multiple of, where the backend allows it."""
 
@@ -42,8 +45,13 @@ class Estimate:
     """The arithmetic, line by line."""
 
 
-def two_pools(shape: ModelShape, budget: int, length: int, page_size: int) -> Estimate:
-    """Pages and slots in pools of their own, by this package."""
+def two_pools(
+    shape: ModelShape, budget: int, length: int, page_size: int, drafts: int = 0
+) -> Estimate:
+    """Pages and slots in pools of their own, by this package.
+
+    Drafts take nothing from sequences: slots are lent for them where nobody waits.
+    """
     layout = shape.layout(page_size)
     pages = layout.pages_for(length)
     window_bytes = sum(
@@ -61,12 +69,20 @@ def two_pools(shape: ModelShape, budget: int, length: int, page_size: int) -> Es
         parts.append(f"1 slot x {gib(layout.slot_bytes)}")
     if window_bytes:
         parts.append(f"{gib(window_bytes)} in windows")
-    steps = (
+    steps = [
         f"a page of {page_size} tokens: {gib(layout.page_bytes)}",
         f"a sequence: {' + '.join(parts)} = {gib(one)}",
         f"{gib(usable)} (less the reserved ids) / {gib(one)} = {count}",
-    )
-    return Estimate("two pools", count, count, count * length, page_size, steps)
+    ]
+    if drafts and layout.slot_bytes:
+        verifying = one + drafts * layout.slot_bytes
+        at_once = max(usable // verifying, 0)
+        steps.append(
+            f"{drafts} drafts in vLLM: {drafts} x {gib(layout.slot_bytes)} lent where "
+            f"there is room, {gib(usable)} / {gib(verifying)} = {at_once} sequences; "
+            "beyond that some decode without drafts"
+        )
+    return Estimate("two pools", count, count, count * length, page_size, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +148,10 @@ def static_pools(shape: ModelShape, budget: int, page_size: int) -> StaticPools:
     return StaticPools(slots, tokens, taken)
 
 
-def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
-    """One pool of equal blocks, by vLLM's rules."""
+def vllm_aligned(
+    shape: ModelShape, budget: int, length: int, drafts: int = 0
+) -> Estimate:
+    """One pool of equal blocks, by vLLM's rules; a state more for each draft."""
     per_token = max(group.token_bytes for group in shape.attention)
     state = max((group.state_bytes for group in shape.states), default=0)
     pool = aligned_blocks(shape, budget)
@@ -146,7 +164,8 @@ def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
         if group.window != FULL_ATTENTION
     )
     row = ceil(length / block)
-    held = full * row + windows + VLLM_ALIGNED_STATES * states
+    rows = VLLM_ALIGNED_STATES + drafts
+    held = full * row + windows + rows * states
     kept = length // block
     cached = full * kept + windows + states
     running = max(blocks // held, 0)
@@ -158,7 +177,7 @@ def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
         f"a block is {size} x {block} x {per_token:,} = {gib(block_bytes)}",
         f"{gib(budget)} / {gib(block_bytes)} = {blocks} blocks, the null block not "
         "counted",
-        f"running: {full} x ceil({length} / {block}) + {VLLM_ALIGNED_STATES} x "
+        f"running: {full} x ceil({length} / {block}) + {rows} x "
         f"{states}"
         + (f" + {windows} in windows" if windows else "")
         + f" = {held} blocks a sequence, {blocks} / {held} = {running}",
@@ -176,15 +195,22 @@ def vllm_aligned(shape: ModelShape, budget: int, length: int) -> Estimate:
 
 
 def sglang_static(
-    shape: ModelShape, budget: int, length: int, page_size: int
+    shape: ModelShape, budget: int, length: int, page_size: int, drafts: int = 0
 ) -> Estimate:
-    """A fixed ratio of the two pools, by SGLang's rules (0.5.23)."""
+    """A fixed ratio of the two pools, by SGLang's rules (0.5.23).
+
+    With drafts, what is left by the scratch that they are verified in.
+    """
     state, token = shape.state_bytes, shape.token_bytes
+    scratch = (SGLANG_VERIFYING + 1) * (drafts + 1) * state if drafts else 0
+    whole, budget = budget, max(budget - scratch, 0)
     pools = static_pools(shape, budget, page_size)
     slots, tokens, rest = pools.slots, pools.tokens, budget - pools.state_bytes
     by_slots = slots // SGLANG_SLOTS_PER_REQUEST if state else tokens
     padded = ceil(length / page_size) * page_size
     running = max(min(by_slots, tokens // padded), 0)
+    if drafts:
+        running = min(running, SGLANG_VERIFYING)
     cached = max(min(slots, tokens // padded), 0) if state else tokens // padded
     by_kv = f"{tokens:,} / {padded} tokens = {tokens // padded}"
     steps: tuple[str, ...] = (
@@ -199,6 +225,12 @@ def sglang_static(
             f"running: min({slots} / {SGLANG_SLOTS_PER_REQUEST} slots a request = "
             f"{by_slots}, {by_kv}) = {running}",
             f"cached: min({slots} slots, {tokens // padded} by KV) = {cached}",
+        )
+    if scratch:
+        steps = (
+            f"scratch: {SGLANG_VERIFYING + 1} x {drafts + 1} states x {gib(state)} = "
+            f"{gib(scratch)} of {gib(whole)}, and at most {SGLANG_VERIFYING} run",
+            *steps,
         )
     return Estimate(
         "SGLang, static ratio", running, cached, cached * length, page_size, steps
