@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hybrid_plugin.device.arena import to_device
-from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
 
 def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
@@ -40,6 +39,11 @@ def with_commands(worker: type) -> type:
     """
 
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not with this module: the plugin is registered before SGLang says where
+        # metrics of several processes go, and prometheus-client reads that as it is
+        # imported.
+        from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
+
         run = worker.forward_batch_generation  # type: ignore[attr-defined]
         cache = batch.tree_cache
         if not isinstance(cache, HybridPrefixCache):
