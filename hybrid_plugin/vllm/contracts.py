@@ -849,7 +849,6 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
         "GDN_ATTN",
         "MAMBA2",
         "SHORT_CONV",
-        "LINEAR",
     ),
     *_CONVOLUTION_HOOKS,
     # What a step verifies, and what becomes of it.

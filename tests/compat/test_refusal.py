@@ -39,7 +39,9 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(activation, "activate", lambda config: None)
     monkeypatch.setattr(activation, "is_active", lambda config: True)
     yield SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=True), additional_config={}
+        model_config=SimpleNamespace(is_hybrid=True),
+        speculative_config=None,
+        additional_config={},
     )
 
 
@@ -58,6 +60,27 @@ def test_hybrid_model_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        used
+        for used in _used(contracts.SPECULATION_HOOKS)
+        if "Enum." not in used.id  # whose members cannot be taken away
+    ],
+)
+def test_drafts_are_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    hybrid_model.speculative_config = object()
     take_away(contract, "vllm", monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
         VllmConfig.try_verify_and_update_config(hybrid_model)

@@ -59,6 +59,12 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     }
 
 
+def state_but_ranks(cache: HybridCache) -> dict[str, Any]:
+    """The same in no order of eviction: to look at what is worth least renews ranks."""
+    state = full_state(cache)
+    return state | {name: sorted(state[name]) for name in ("leaves", "snapshots")}
+
+
 def cached_content(cache: HybridCache) -> dict[int, tuple[Any, ...]]:
     """What is in the tree; in which order it is evicted is left out."""
     return {id(node): _node_state(node) for node in cache.tree.nodes()}

@@ -30,7 +30,7 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
     waiting_prefill,
 )
 from hybrid_plugin.core.tree.tokens import Pages
-from tests.core.audit import audit, cached_content, full_state
+from tests.core.audit import audit, cached_content, full_state, state_but_ranks
 from tests.core.device import FakeDevice, Forward, Prefixes
 from tests.core.requests import Access, Output, Request
 from tests.core.setups import Setup
@@ -334,10 +334,10 @@ class FakeEngine:
     def _hold(self, request: Request, drafts: int) -> list[int]:
         """Slots of the request's drafts, with those that can be had besides."""
         fixed = not self.cache.broker.moves_memory
-        before = full_state(self.cache) if self.watch_refusals and fixed else None
+        before = state_but_ranks(self.cache) if self.watch_refusals and fixed else None
         waits = self.cache.drafts.wait
         fresh = self.cache.hold_drafts(request.seq_id, drafts)
-        assert fresh or before is None or full_state(self.cache) == before
+        assert fresh or before is None or state_but_ranks(self.cache) == before
         assert not (fresh and waits), "slots are lent that others wait for"
         request.columns += fresh
         return request.columns
