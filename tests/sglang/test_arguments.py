@@ -169,6 +169,8 @@ RESOLVE = """
 import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
+# It reads where metrics go as it is imported, and SGLang has not said so yet.
+assert "prometheus_client" not in sys.modules
 from sglang.srt.arg_groups import overrides
 from sglang.srt.server_args import prepare_server_args
 arguments = prepare_server_args(sys.argv[1:])
