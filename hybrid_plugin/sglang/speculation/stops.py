@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_plugin.device.arena import to_device
-
-_NONE = -1
-"""No token has this id."""
+from hybrid_plugin.device.stops import NO_TOKEN, until_stop
 
 
 class Accepted(NamedTuple):
@@ -54,13 +52,9 @@ class Stops:
         self._describe(reqs, accepted.lens.device)
         steps = torch.arange(accepted.path.shape[1], device=accepted.lens.device)
         tokens = accepted.predict[accepted.path.clamp(min=0).long()]
-        known = seq_lens[:, None] + 2 + steps  # with the one that was known before
-        stops = (tokens[:, :, None] == self._tokens[:, None]).any(2)
-        stops |= known >= self._limits[:, None]
-        # The number of steps in front of the first stop, or of all.
-        before = (~stops).int().cumprod(1).sum(1)
-        lens = torch.minimum(accepted.lens, (before + 1).to(accepted.lens.dtype))
-        path = accepted.path.masked_fill(steps >= lens[:, None], _NONE)
+        most = until_stop(tokens, self._tokens, seq_lens, self._limits)
+        lens = torch.minimum(accepted.lens, most.to(accepted.lens.dtype))
+        path = accepted.path.masked_fill(steps >= lens[:, None], -1)
         return Accepted(accepted.predict, lens, path)
 
     def _describe(self, reqs: Sequence[Any], device: torch.device) -> None:
@@ -68,7 +62,7 @@ class Stops:
             return
         tokens = [sorted(stop_tokens(req)) for req in reqs]
         width = max(map(len, tokens)) or 1
-        rows = [[*row, *[_NONE] * (width - len(row))] for row in tokens]
+        rows = [[*row, *[NO_TOKEN] * (width - len(row))] for row in tokens]
         limits = [
             len(req.origin_input_ids) + req.sampling_params.max_new_tokens
             for req in reqs

@@ -13,11 +13,10 @@ from collections.abc import Collection
 import torch
 
 from hybrid_plugin.device.arena import to_device
+from hybrid_plugin.device.stops import NO_TOKEN, until_stop
 
 _IDS = 8
 """Stop tokens that there is room for at first."""
-_NONE = -1
-"""Is no token."""
 
 
 class StopCut:
@@ -30,7 +29,7 @@ class StopCut:
             rows: requests at once, at most.
             device: of the model.
         """
-        self._ids = torch.full((rows, _IDS), _NONE, dtype=torch.int64, device=device)
+        self._ids = torch.full((rows, _IDS), NO_TOKEN, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def add(self, row: int, stop_ids: Collection[int], length: int) -> None:
@@ -43,9 +42,9 @@ class StopCut:
         """
         rows, room = self._ids.shape
         if len(stop_ids) > room:
-            more = self._ids.new_full((rows, 2 * len(stop_ids) - room), _NONE)
+            more = self._ids.new_full((rows, 2 * len(stop_ids) - room), NO_TOKEN)
             self._ids = torch.cat([self._ids, more], dim=1)
-        ids = [*stop_ids, *[_NONE] * (self._ids.shape[1] - len(stop_ids))]
+        ids = [*stop_ids, *[NO_TOKEN] * (self._ids.shape[1] - len(stop_ids))]
         line = to_device(torch.tensor([*ids, length]), self._ids.device)
         self._ids[row], self._lengths[row] = line[:-1], line[-1]
 
@@ -70,11 +69,6 @@ class StopCut:
             `num_sampled` and `num_rejected` of what is left.
         """
         rows = rows.long()
-        places = torch.arange(sampled.shape[1], device=sampled.device)
-        ends = (sampled[:, :, None] == self._ids[rows][:, None]).any(-1)
-        # The step's first token was known: with the sampled one at place 0 it is two.
-        known = computed[rows][:, None] + 2 + places
-        ends |= known >= self._lengths[rows][:, None]
-        first = torch.where(ends, places, sampled.shape[1]).amin(1)
-        kept = torch.minimum(num_sampled, (first + 1).to(num_sampled.dtype))
+        most = until_stop(sampled, self._ids[rows], computed[rows], self._lengths[rows])
+        kept = torch.minimum(num_sampled, most.to(num_sampled.dtype))
         return kept, num_rejected + (num_sampled - kept).to(num_rejected.dtype)
