@@ -369,7 +369,7 @@ def patch_gated_norm() -> None:
 
     Cause: vLLM's gated norm gives a program 1, 2 or 4 rows, by how many there are, and
     the order in which a row is summed follows from that.
-    Fix: one row always, as in all decodes of up to 264 rows.
+    Fix: one row always, which is what it gives where there are few.
     Delete when: the norm does so where VLLM_BATCH_INVARIANT is set.
 
     Raises:

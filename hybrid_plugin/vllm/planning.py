@@ -264,11 +264,12 @@ def plan(
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
-    fixed = make_layout(make_groups(worker_specs[0]))
+    groups = make_groups(worker_specs[0])
+    fixed = make_layout(groups)
     layout = replace(fixed, packed=page_layout.is_packed(vllm_config))
     available = min(available_memory)
     options = read_options(vllm_config)
-    limits = limits_of(vllm_config, make_groups(worker_specs[0]))
+    limits = limits_of(vllm_config, groups)
     model, longest = vllm_config.model_config, limits.max_model_len
     if model.original_max_model_len == _AUTO:
         limits = sizing.with_fitting_length(layout, available, options, limits)
