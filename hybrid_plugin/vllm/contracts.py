@@ -750,6 +750,8 @@ STATE_BACKENDS = (
 """Of the layers that a mixer can run."""
 _GATED_NORM = "vllm.third_party.flash_linear_attention.ops.layernorm_guard"
 GATED_NORM_ROWS = f"{_GATED_NORM}:calc_rows_per_block"
+_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
+ATTENTION_BUILD = f"{_FLASH_ATTENTION}:FlashAttentionMetadataBuilder.build"
 DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
     HookPoint(
@@ -758,6 +760,15 @@ DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
     ),
     *(HookPoint(backend) for backend in STATE_BACKENDS),
     HookPoint(GATED_NORM_ROWS, ("M", "device"), closed=True),
+    HookPoint(
+        ATTENTION_BUILD,
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        mentions=("max_query_len", "FlashAttentionMetadata"),
+    ),
+    HookPoint(
+        f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward",
+        mentions=("max_query_len",),
+    ),
     HookPoint(
         "vllm.compilation.breakable_cudagraph:is_breakable_cudagraph_enabled", ()
     ),
