@@ -400,7 +400,7 @@ def patch_attention_tiles(longest: int) -> None:
     Raises:
         ConfigError: for hook points that this vLLM moved.
     """
-    require(contracts.DETERMINISTIC_HOOKS)
+    require(contracts.ATTENTION_HOOKS)
 
     def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         metadata = original(*args, **kwargs)

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts, deterministic, patches
+from hybrid_plugin.vllm.wrapping import WRAPPED
 
 
 def configuration(**scheduling: Any) -> Any:
@@ -112,7 +113,7 @@ def test_attention_is_told_the_same_length_in_every_pass(
 
     module.Builder = Builder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(contracts, "DETERMINISTIC_HOOKS", ())
+    monkeypatch.setattr(contracts, "ATTENTION_HOOKS", ())
     monkeypatch.setattr(contracts, "ATTENTION_BUILD", "flash_attention:Builder.build")
     patches.patch_attention_tiles(1624)
     for tokens in (1, 8, 1000):
@@ -133,3 +134,15 @@ def test_other_attention_is_refused(
     else:
         with pytest.raises(ConfigError, match="bits FLASHINFER gives"):
             deterministic.check_attention(configuration())
+
+
+def test_a_worker_applies_all_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No patch takes away what the next one asks for."""
+    for target in (contracts.GATED_NORM_ROWS, contracts.ATTENTION_BUILD):
+        owner, name = resolve(target)
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    patches.patch_batch_invariance()
+    patches.patch_gated_norm()
+    patches.patch_attention_tiles(1624)
+    owner, name = resolve(contracts.ATTENTION_BUILD)
+    assert hasattr(getattr(owner, name), WRAPPED)
