@@ -10,6 +10,7 @@ from hybrid_kernels import causal_conv1d
 from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.verifications import Verifications
 
 
 class Convolution(Protocol):
@@ -76,5 +77,34 @@ def decode(
         weights.bias,
         states,
         slots,
+        activation=weights.activation,
+    )
+
+
+def verify(
+    weights: Convolution,
+    verifications: Verifications,
+    x: torch.Tensor,
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """Convolve sequences that verify drafts, ``[T, D]``; leave a state in each column.
+
+    Args:
+        weights: of the layer.
+        verifications: the sequences.
+        x: ``[T, D]``.
+        states: ``[S, D, W - 1]``, with any strides.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    return causal_conv1d.verify(
+        x,
+        weights.convolution,
+        weights.bias,
+        states,
+        verifications.slots,
+        verifications.columns,
+        cu_seqlens=verifications.cu_seqlens,
         activation=weights.activation,
     )

@@ -54,7 +54,7 @@ def run(
         b: ``[T, HV]``, the write strength before the logistic function.
         out: ``[T, HV, V]``, written but for padding at the end.
     """
-    pools = states_of(layer), layer.kv_cache[1]
+    pools = states_of(layer, weights.convolution), layer.kv_cache[1]
     mix(gated_delta_net, weights, state_pass, (mixed_qkv, a, b), pools, out)
 
 

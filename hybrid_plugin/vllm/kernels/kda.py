@@ -59,7 +59,7 @@ def run(
         gate: ``[T, H, K]``, of the norm.
         out: ``[1, T, H, K]``, written.
     """
-    pools = states_of(layer), layer.kv_cache[1]
+    pools = states_of(layer, weights.convolution), layer.kv_cache[1]
     mix(kda, weights, state_pass, (mixed_qkv, a[0], b[0]), pools, out[0])
     out.copy_(layer.o_norm(out, gate))
 
@@ -80,6 +80,6 @@ def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
         torch.zeros((tokens, heads, depth), **like),
         torch.zeros((tokens, heads), **like),
     )
-    pools = states_of(layer), states
+    pools = states_of(layer, weights.convolution), states
     out = torch.empty((tokens, heads, width), **like)
     mix(kda, weights, state_pass, inputs, pools, out)

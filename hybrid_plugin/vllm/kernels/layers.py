@@ -12,7 +12,8 @@ import torch
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
-from hybrid_plugin.vllm.kernels import passes
+from hybrid_plugin.vllm.kernels import draft_passes, passes
+from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts, VerificationTables
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
 from hybrid_plugin.vllm.kernels.passes import DecodeSlots, StatePass
 
@@ -53,6 +54,9 @@ KINDS: Mapping[str, Kind] = {
 }
 """By the classes' names.  A subclass may compute another thing, so it is not there."""
 
+_PLAIN = frozenset({Phase.PREFILL, Phase.DECODE})
+"""What passes do with sequences that have no drafts."""
+
 _OURS = "hybrid_plugin_kernels"
 """Attribute of a layer that has them, and of a builder."""
 _TABLES = "hybrid_plugin_prefill_tables"
@@ -68,6 +72,7 @@ class StateLayers:
         option: str,
         device_type: str,
         *,
+        drafts: int = 0,
         round_states: bool = False,
         wants_graphs: bool = False,
     ) -> None:
@@ -77,6 +82,9 @@ class StateLayers:
             layers: the state layers, by name.
             option: `wanted_kernels` of `HybridConfig`.
             device_type: "cpu" or "cuda", as torch calls it.
+            drafts: that a sequence verifies in a pass, at most.  Then ours run a layer
+                always or never: they leave the inputs of convolutions elsewhere than
+                vLLM's.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
             wants_graphs: whether passes with prefills are to replay CUDA graphs.
@@ -89,6 +97,7 @@ class StateLayers:
         self.graphs: GraphLimits | None = None
         """Of graphs with prefills; None where vLLM captures none."""
         self.wants_graphs = wants_graphs
+        self.drafts = drafts
         self.round_states = round_states
         self._ours: dict[str, OurKernels] = {}
         self._count = len(layers)
@@ -102,18 +111,24 @@ class StateLayers:
                 )
             if kind is None:
                 continue
+            wanted = _PLAIN | ({Phase.VERIFY} if drafts else set())
             phases = frozenset(
                 phase
-                for phase in Phase
+                for phase in wanted
                 if are_ours(option, kind.mixer, phase, device_type)
             )
-            if phases:
+            if phases == wanted or (phases and not drafts):
                 self._ours[name] = OurKernels(layer, kind, phases, self)
 
     @property
     def mixers(self) -> frozenset[Mixer]:
         """What runs on our kernels, wholly or in part."""
         return frozenset(ours.kind.mixer for ours in self._ours.values())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Layers that run on our kernels, wholly or in part."""
+        return frozenset(self._ours)
 
     @property
     def keep_interior(self) -> bool:
@@ -124,7 +139,7 @@ class StateLayers:
     @property
     def is_whole(self) -> bool:
         """Whether ours run every state layer, prefills and decodes."""
-        whole = [o for o in self._ours.values() if o.phases == frozenset(Phase)]
+        whole = [o for o in self._ours.values() if o.phases >= _PLAIN]
         return bool(whole) and len(whole) == self._count
 
     def describe(self) -> str:
@@ -162,9 +177,10 @@ class StateLayers:
             if form not in tried:
                 tried.add(form)
                 device = ours.layer.kv_cache[0].device
-                for state_pass in passes.paddings(
-                    most, device, round_states=self.round_states
-                ):
+                tries = [*passes.paddings(most, device, round_states=self.round_states)]
+                if self.drafts:
+                    tries += draft_passes.paddings(1 + self.drafts, most, device)
+                for state_pass in tries:
                     if ours.serve(state_pass):
                         ours.adapter.warm_up(ours.layer, ours.weights, state_pass)
 
@@ -228,7 +244,7 @@ class OurKernels:
         """Whether ours run a pass: all of its sequences, or none.
 
         Sequences with one token run beside prefills go with those: both read and
-        write the same states.
+        write the same states.  Where drafts are verified, ours run everything.
         """
         wanted = Phase.DECODE if state_pass.prefills is None else Phase.PREFILL
         return wanted in self.phases
@@ -280,25 +296,31 @@ def run(layer: Any, metadata: Any, *tensors: torch.Tensor) -> bool:
 # ------------------------------------------------------- the builders of metadata
 
 
-def built(builder: Any, common: Any, metadata: Any) -> None:
+def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None:
     """Describe the pass of which a builder of vLLM's has made metadata.
 
     Args:
         builder: vLLM's, of one group of layers.
         common: what it made it of.
         metadata: what it made.
+        counts: what it was told about drafts.
     """
     found = next(_of_builder(builder), None)
-    if found is not None:
+    if found is None:
+        return
+    room = _room(builder, found.together.drafts)
+    if isinstance(room, VerificationTables):
+        state_pass = draft_passes.describe(common, counts, room, found.interior)
+    else:
         state_pass = passes.describe(
             common,
             metadata,
-            _room(builder),
+            room,
             found.interior,
             round_states=found.round_states,
             tables=_tables(builder, found.graphs),
         )
-        passes.put(metadata, state_pass)
+    passes.put(metadata, state_pass)
 
 
 def captures_prefills(builder: Any, common: Any) -> bool:
@@ -324,8 +346,9 @@ def rebuilt(builder: Any, source: Any, metadata: Any) -> None:
         source: the other group's.
         metadata: what it made.
     """
-    if next(_of_builder(builder), None) is not None:
-        passes.share(source, metadata, _room(builder))
+    found = next(_of_builder(builder), None)
+    if found is not None:
+        passes.share(source, metadata, _room(builder, found.together.drafts))
 
 
 def _of_builder(builder: Any) -> Iterator[OurKernels]:
@@ -336,13 +359,17 @@ def _of_builder(builder: Any) -> Iterator[OurKernels]:
             yield found
 
 
-def _room(builder: Any) -> DecodeSlots:
-    room: DecodeSlots | None = getattr(builder, _OURS, None)
+def _room(builder: Any, drafts: int) -> DecodeSlots | VerificationTables:
+    room: DecodeSlots | VerificationTables | None = getattr(builder, _OURS, None)
     if room is None:
         config = builder.vllm_config
         graphs = config.compilation_config.max_cudagraph_capture_size or 0
         most = max(config.scheduler_config.max_num_seqs, graphs)
-        room = DecodeSlots(most, builder.device)
+        room = (
+            VerificationTables(most, 1 + drafts, builder.device)
+            if drafts
+            else DecodeSlots(most, builder.device)
+        )
         setattr(builder, _OURS, room)
     return room
 

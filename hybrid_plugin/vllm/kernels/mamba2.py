@@ -48,7 +48,7 @@ def run(
             convolution takes, and time steps.
         out: ``[T, H * P]``, written but for padding at the end.
     """
-    conv_states, states = states_of(layer), layer.kv_cache[1]
+    conv_states, states = states_of(layer, weights.convolution), layer.kv_cache[1]
     heads, width = states.shape[1:3]
     channels = weights.convolution.shape[0]
     _, mixed, dt = torch.split(projected, [heads * width, channels, heads], dim=-1)

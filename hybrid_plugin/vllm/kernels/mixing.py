@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass through a mixer: single tokens first, as vLLM orders them, then prompts."""
+"""A pass through a mixer: single tokens first, as vLLM orders them, then prompts.
+
+Where drafts are verified, the rows with drafts are first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +33,22 @@ def mix(
         pools: the states in all slots, as the mixer takes them.
         out: ``[T, ...]``, written but for padding at the end.
     """
-    first, end = state_pass.decodes, state_pass.tokens
-    if first:
+    order, end = state_pass.order, state_pass.tokens
+    if order is not None:
+        ordered, results = replace(state_pass, order=None), torch.empty_like(out[:end])
+        mix(mixer, weights, ordered, [one[order] for one in tokens], pools, results)
+        out[order] = results
+        return
+    first = state_pass.decodes + state_pass.verified
+    if state_pass.verifications is not None:
+        mixer.verify(
+            weights,
+            state_pass.verifications,
+            *(one[:first] for one in tokens),
+            *pools,
+            out[:first],
+        )
+    elif first:
         mixer.decode(
             weights,
             state_pass.decode_slots,

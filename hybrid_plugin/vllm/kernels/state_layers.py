@@ -31,13 +31,12 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
     """
     layers = vllm_config.compilation_config.static_forward_context
     options = activation.read_options(vllm_config)
-    # Ours verify no drafts: who asked for them by name is refused before.
-    verifies = vllm_config.speculative_config is not None
     device_type = elastic.device_type()
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        "engine" if verifies else options.wanted_kernels,
+        options.wanted_kernels,
         device_type,
+        drafts=vllm_config.num_speculative_tokens,
         round_states=options.is_deterministic,
         wants_graphs=options.prefill_graphs,
     )
@@ -45,7 +44,7 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         for obstacle in prefill_graphs.obstacles(vllm_config, found, device_type):
             raise ConfigError(obstacle)
     if found.mixers:
-        patches.patch_kernels(found.mixers)
+        patches.patch_kernels(found.mixers, drafts=found.drafts > 0)
         if found.wants_graphs:
             patches.patch_prefill_graphs(found.mixers)
         found.hang()

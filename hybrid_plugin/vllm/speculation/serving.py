@@ -66,12 +66,6 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "draft models with sliding windows are not supported yet; choose another "
             "one, or drop --speculative-config."
         )
-    if options.kernels == "ours":
-        yield (
-            'the option "kernels" is "ours", and its kernels do not verify drafts in '
-            'this engine yet; set it to "auto" or "engine", or drop '
-            "--speculative-config."
-        )
     if options.is_deterministic:
         yield (
             "deterministic is not served with speculative decoding; drop "
