@@ -10,7 +10,7 @@ from hybrid_kernels import causal_conv1d
 from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.mixers.verifications import Verifications
+from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
 class Convolution(Protocol):
@@ -86,14 +86,18 @@ def verify(
     verifications: Verifications,
     x: torch.Tensor,
     states: torch.Tensor,
+    record: Record | None = None,
 ) -> torch.Tensor:
-    """Convolve sequences that verify drafts, ``[T, D]``; leave a state in each column.
+    """Convolve sequences that verify drafts, ``[T, D]``.
+
+    Each column gets its own state.
 
     Args:
         weights: of the layer.
         verifications: the sequences.
         x: ``[T, D]``.
         states: ``[S, D, W - 1]``, with any strides.
+        record: written instead of columns, if given.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -105,6 +109,8 @@ def verify(
         states,
         verifications.slots,
         verifications.columns,
+        parents=verifications.parents,
         cu_seqlens=verifications.cu_seqlens,
+        record=None if record is None else record.inputs,
         activation=weights.activation,
     )

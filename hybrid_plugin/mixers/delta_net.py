@@ -17,7 +17,7 @@ from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.mixers.verifications import Verifications
+from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,7 @@ class DeltaNet:
         conv_states: torch.Tensor,
         states: torch.Tensor,
         out: torch.Tensor | None = None,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Run sequences that verify drafts; leave a state in each of their columns.
 
@@ -147,6 +148,7 @@ class DeltaNet:
 
         Args:
             verifications: the sequences.
+            record: written instead of columns, if given.
 
         Returns:
             `out`, or a new tensor of `mixed_qkv`'s type.
@@ -154,7 +156,9 @@ class DeltaNet:
         Raises:
             ValueError: if shapes do not fit.
         """
-        convolved = convolution.verify(weights, verifications, mixed_qkv, conv_states)
+        convolved = convolution.verify(
+            weights, verifications, mixed_qkv, conv_states, record
+        )
         result: torch.Tensor = self.rule.verify(
             *_heads(weights, convolved, states),
             a,
@@ -162,7 +166,9 @@ class DeltaNet:
             states,
             verifications.slots,
             verifications.columns,
+            parents=verifications.parents,
             cu_seqlens=verifications.cu_seqlens,
+            record=None if record is None else record.states,
             A=weights.A,
             dt_bias=weights.dt_bias,
             use_qk_l2norm=True,

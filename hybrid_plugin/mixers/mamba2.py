@@ -16,7 +16,7 @@ from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.mixers.verifications import Verifications
+from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ def verify(
     conv_states: torch.Tensor,
     states: torch.Tensor,
     out: torch.Tensor | None = None,
+    record: Record | None = None,
 ) -> torch.Tensor:
     """Run sequences that verify drafts; leave a state in each of their columns.
 
@@ -137,6 +138,7 @@ def verify(
 
     Args:
         verifications: the sequences.
+        record: written instead of columns, if given.
 
     Returns:
         `out`, or a new tensor of `mixed`'s type.
@@ -144,7 +146,7 @@ def verify(
     Raises:
         ValueError: if shapes do not fit.
     """
-    convolved = convolution.verify(weights, verifications, mixed, conv_states)
+    convolved = convolution.verify(weights, verifications, mixed, conv_states, record)
     x, b, c = _heads(convolved, states)
     return ssd.verify(
         x,
@@ -155,7 +157,9 @@ def verify(
         states,
         verifications.slots,
         verifications.columns,
+        parents=verifications.parents,
         cu_seqlens=verifications.cu_seqlens,
+        record=None if record is None else record.states,
         skip=weights.skip,
         dt_bias=weights.dt_bias,
         out=out,

@@ -947,6 +947,34 @@ STOP_HOOKS: tuple[Contract, ...] = (
 )
 """For stops inside accepted drafts, where steps are scheduled ahead."""
 
+V1_AFTER_EXECUTION = f"{_V1_RUNNER}._update_states_after_model_execute"
+V2_POSTPROCESS = f"{_V2_STATES}.postprocess_state"
+REPLAY_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        V1_AFTER_EXECUTION,
+        ("self", "output_token_ids", "scheduler_output"),
+        mentions=("num_accepted_tokens", "gpu"),
+        closed=True,
+    ),
+    HookPoint(f"{_V1_RUNNER}.__init__", mentions=("vllm_config",)),
+    HookPoint(
+        V2_POSTPROCESS,
+        ("self", "idx_mapping", "num_sampled", "num_computed_tokens"),
+        mentions=("num_accepted_tokens_gpu",),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(f"{_V2_STATES}.__init__", ("self", "vllm_config")),
+    HookPoint(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.__init__",
+        mentions=("vllm_config",),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.get_state_dtype", ("self",)
+    ),
+)
+"""Where drafts are recorded, and what was accepted is folded into the states."""
+
 GDN_DRAFT_HOOKS: tuple[Contract, ...] = (
     HookPoint(GDN_CAN_FUSE, ("self", "attn_metadata"), closed=True, own=True),
     HookPoint(
@@ -1066,6 +1094,7 @@ HOOKS: tuple[Contract, ...] = (
     *PREFILL_GRAPH_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
+    *REPLAY_HOOKS,
     *GDN_DRAFT_HOOKS,
     *GDN_CPU_DRAFT_HOOKS,
     *CPU_SPECULATION_HOOKS,

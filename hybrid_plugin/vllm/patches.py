@@ -406,6 +406,45 @@ def patch_kernels(mixers: Iterable[Mixer], *, drafts: bool = False) -> None:
             _patch_gated_delta_net_with_drafts()
 
 
+def patch_accepted(*, v2: bool) -> None:
+    """Symptom: states stay behind the drafts that were accepted.
+
+    Cause: how many they are is known to the model runner alone, once it has sampled.
+    Fix: note the numbers, on the device, where it notes them itself.
+    Delete when: `patch_kernels` is, with the layers' own replay.
+
+    Args:
+        v2: whether it is the V2 model runner.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+
+    def after_v1(original: Callable[..., None], runner: Any, *args: Any) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        original(runner, *args)
+        count = args[0].shape[0]
+        accepted = runner.num_accepted_tokens.gpu[:count]
+        # A row in the middle of its prompt may have sampled nothing that counts.
+        layers.accepted(runner.vllm_config, accepted.clamp(min=1))
+
+    def after_v2(
+        original: Callable[..., None], state: Any, idx_mapping: Any, *args: Any
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        original(state, idx_mapping, *args)
+        accepted = state.num_accepted_tokens_gpu[idx_mapping]
+        layers.accepted(state.vllm_config, accepted)
+
+    require(contracts.REPLAY_HOOKS)
+    if v2:
+        wrap(contracts.V2_POSTPROCESS, after_v2)
+    else:
+        wrap(contracts.V1_AFTER_EXECUTION, after_v1)
+
+
 def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
     """Symptom: a pass with a short prompt takes as long as the host takes to launch it.
 

@@ -130,6 +130,8 @@ class RunsCommands:
             if pool == Pool.STATE
         ]
         if self.vllm_config.speculative_config is not None:
+            self._layers.fold_records()
+            executor.records = self._layers.records
             executor.windows = windows.rolling_windows(
                 self.vllm_config, self._specs(), self._layers.names
             )

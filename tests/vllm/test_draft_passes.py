@@ -20,8 +20,9 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import draft_passes, layers, passes
-from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts, VerificationTables
+from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
 from hybrid_plugin.vllm.kernels.layers import StateLayers
+from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 from hybrid_plugin.vllm.wrapping import WRAPPED
 from tests.vllm import test_gated_delta_net as net
 from tests.vllm.kernel_passes import SLOTS, Row, common_of, gdn_builder

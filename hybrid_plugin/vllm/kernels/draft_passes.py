@@ -6,6 +6,9 @@ columns.  The last pass left the state after its token `t` in column `t`, with t
 inputs of the convolutions, so that a sequence goes on from the column of the last token
 that was accepted.  Which rows verify is known on the host, what was accepted on the
 device alone, and nothing waits for it.
+
+Where passes record what the tokens do instead, a sequence has one slot, and what was
+accepted of the last pass is in it when the next one begins (`DraftRecords`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from hybrid_plugin.device.arena import to_device
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.verifications import Verifications
 from hybrid_plugin.vllm.kernels.passes import StatePass, slots_of
+from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:
     from hybrid_plugin.device.interior import InteriorSnapshots
@@ -63,53 +67,6 @@ def _names(build: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(build).parameters)[3:]
 
 
-class VerificationTables:
-    """Tables of the passes without prefills: a CUDA graph reads them where they were
-    when it was captured.
-    """
-
-    def __init__(self, most: int, width: int, device: torch.device) -> None:
-        """Room for rows, none of them there yet.
-
-        Args:
-            most: rows of a pass.
-            width: tokens that a row verifies, at most.
-            device: of the states.
-        """
-
-        def room(*shape: int, fill: int = _PADDING) -> torch.Tensor:
-            return torch.full(shape, fill, dtype=torch.int32, device=device)
-
-        self.width = width
-        self._held = 0
-        self._starts = room(most + 1, fill=0)
-        self._slots, self._columns = room(most), room(most, width)
-
-    def hold(self, verifications: Verifications) -> Verifications:
-        """Put a pass's rows there; returns them, or what was given if it is too much.
-
-        A graph of more rows than the pass has finds empty ones without slots behind
-        them.
-        """
-        count = verifications.slots.shape[0]
-        if count > self._slots.shape[0]:  # more than any graph has
-            return verifications
-        held = Verifications(
-            self._starts[: count + 1], self._slots[:count], self._columns[:count]
-        )
-        held.cu_seqlens.copy_(verifications.cu_seqlens)
-        held.slots.copy_(verifications.slots)
-        held.columns.copy_(verifications.columns)
-        behind = slice(count, self._held)
-        if count < self._held:
-            self._slots[behind].fill_(_PADDING)
-            self._columns[behind].fill_(_PADDING)
-            end = self._starts[count]
-            self._starts[count + 1 : self._held + 1].copy_(end)
-        self._held = count
-        return held
-
-
 def describe(
     common: Any,
     counts: DraftCounts,
@@ -131,13 +88,17 @@ def describe(
     blocks, starts = common.block_table_tensor[:rows], common.query_start_loc
     accepted = counts.accepted
     if not bool(others.any()):
-        made = _verifications(starts[: rows + 1], blocks, accepted, tables.width)
-        tokens = int(common.num_actual_tokens)
-        none = slots_of(blocks[:0, 0])
-        return StatePass(0, tokens, none, None, tables.hold(made), tokens)
+        # What a graph pads beyond all requests that there may be has no tokens.
+        rows = min(rows, tables.most)
+        made = _verifications(starts[: rows + 1], blocks[:rows], accepted, tables)
+        held, tokens = tables.hold(made), int(common.num_actual_tokens)
+        if tables.records is not None:
+            tables.records.recorded(held.slots)
+        return StatePass(0, tokens, held.slots[:0], None, held, tokens)
     wanted = torch.cat([verifying.nonzero()[:, 0], others.nonzero()[:, 0]])
     count, verified = int(verifying.sum()), int(lengths[verifying].sum())
     computed, order = common.compute_num_computed_tokens()[:rows], None
+    index = None
     if torch.equal(wanted, torch.arange(len(wanted))):
         starts = starts[: len(wanted) + 1]
         blocks, computed = blocks[: len(wanted)], computed[: len(wanted)]
@@ -149,6 +110,10 @@ def describe(
         accepted = None if accepted is None else accepted[index]
     # A vector of its own: kernels are compiled for how their tables are aligned.
     slots = slots_of(blocks[count:, 0])
+    made = _verifications(starts[: count + 1], blocks[:count], accepted, tables)
+    if tables.records is not None:
+        chosen = None if index is None else index[:count]
+        tables.records.recorded(made.slots if count else None, chosen)
     return StatePass(
         0,
         int(lengths.sum()),
@@ -160,9 +125,7 @@ def describe(
             offsets=computed[count:] % CHUNK,
             boundary_slots=None if interior is None else interior.rows(slots),
         ),
-        _verifications(starts[: count + 1], blocks[:count], accepted, tables.width)
-        if count
-        else None,
+        made if count else None,
         verified,
         order,
     )
@@ -187,13 +150,15 @@ def _verifications(
     starts: torch.Tensor,
     blocks: torch.Tensor,
     accepted: torch.Tensor | None,
-    width: int,
+    tables: VerificationTables,
 ) -> Verifications:
-    columns = slots_of(blocks[:, :width])
+    if tables.records is not None:
+        return Verifications(starts, slots_of(blocks[:, 0]), None)
+    columns = slots_of(blocks[:, : tables.width])
     slots = columns[:, 0].contiguous()
     if accepted is not None:
         last = accepted[: len(columns), None].long() - 1
-        slots = columns.gather(1, last.clamp(0, width - 1))[:, 0]
+        slots = columns.gather(1, last.clamp(0, tables.width - 1))[:, 0]
     return Verifications(starts, slots, columns)
 
 
@@ -210,18 +175,22 @@ def _tokens_of(common: Any, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(spans)
 
 
-def paddings(width: int, most: int, device: torch.device) -> list[StatePass]:
+def paddings(
+    width: int, most: int, device: torch.device, *, recorded: bool
+) -> list[StatePass]:
     """Passes of padding alone, one for each way in which kernels are compiled.
 
     Args:
         width: tokens that a row verifies, at most.
         most: rows of a pass.
         device: of the states.
+        recorded: whether passes record what tokens do.
     """
     made = []
     for count in {1, most}:
         columns = torch.full((count, width), _PADDING, dtype=torch.int32, device=device)
         starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-        rows = Verifications(starts, columns[:, 0].contiguous(), columns)
+        slots = columns[:, 0].contiguous()
+        rows = Verifications(starts, slots, None if recorded else columns)
         made.append(StatePass(0, count, rows.slots[:0], None, rows, count))
     return made

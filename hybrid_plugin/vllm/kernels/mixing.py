@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybrid_plugin.mixers.verifications import Record
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -22,6 +23,7 @@ def mix(
     tokens: Sequence[torch.Tensor],
     pools: Sequence[torch.Tensor],
     out: torch.Tensor,
+    record: Record | None = None,
 ) -> None:
     """Run a pass.
 
@@ -32,11 +34,13 @@ def mix(
         tokens: what the mixer takes of each token, ``[T, ...]`` each.
         pools: the states in all slots, as the mixer takes them.
         out: ``[T, ...]``, written but for padding at the end.
+        record: of what verified tokens do to the states; None where each leaves one.
     """
     order, end = state_pass.order, state_pass.tokens
     if order is not None:
         ordered, results = replace(state_pass, order=None), torch.empty_like(out[:end])
-        mix(mixer, weights, ordered, [one[order] for one in tokens], pools, results)
+        chosen = [one[order] for one in tokens]
+        mix(mixer, weights, ordered, chosen, pools, results, record)
         out[order] = results
         return
     first = state_pass.decodes + state_pass.verified
@@ -47,6 +51,7 @@ def mix(
             *(one[:first] for one in tokens),
             *pools,
             out[:first],
+            *(() if record is None else (record,)),
         )
     elif first:
         mixer.decode(

@@ -17,10 +17,10 @@ from hybrid_plugin.core.commands import CHUNK, COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.verifications import Verifications
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
+from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:
     from hybrid_plugin.device.interior import InteriorSnapshots
-    from hybrid_plugin.vllm.kernels.draft_passes import VerificationTables
 
 _PASS = "hybrid_plugin_pass"
 """Attribute of vLLM's metadata."""

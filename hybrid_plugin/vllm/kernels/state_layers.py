@@ -12,6 +12,7 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.vllm import activation, elastic, patches
 from hybrid_plugin.vllm.kernels import prefill_graphs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
+from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,11 +33,13 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
     layers = vllm_config.compilation_config.static_forward_context
     options = activation.read_options(vllm_config)
     device_type = elastic.device_type()
+    replays = serving.replays(vllm_config, options)
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        options.wanted_kernels,
+        "ours" if replays else options.wanted_kernels,
         device_type,
         drafts=vllm_config.num_speculative_tokens,
+        recorded_rows=vllm_config.scheduler_config.max_num_seqs if replays else 0,
         round_states=options.is_deterministic,
         wants_graphs=options.prefill_graphs,
     )
@@ -49,4 +52,10 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
             patches.patch_prefill_graphs(found.mixers)
         found.hang()
         activation.logger.info("%s", found.describe())
+    if found.records is not None:
+        patches.patch_accepted(v2=vllm_config.use_v2_model_runner)
+        activation.logger.info(
+            "hybrid-plugin: %.1f MiB beside the pools record drafts.",
+            found.record_bytes / 2**20,
+        )
     return found
