@@ -139,7 +139,7 @@ class Run:
             "drafts": f"{self.setup.drafts} by {self.setup.drafter}",
             "acceptance": "as it comes" if forced is None else f"forced to {forced}",
             "cache MiB": self.setup.cache_mib,
-            "states": self.setup.state_dtype,
+            "states": self.setup.state_dtype if self.setup.on_gpu else "as they come",
         }
 
     def _document(self) -> dict[str, Any]:

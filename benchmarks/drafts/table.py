@@ -55,6 +55,8 @@ COLUMNS = (
     Column("tokens a verification", _field("acceptance"), 2),
     Column("step ms", _field("step_ms"), 2, more=False),
 )
+RATES = tuple(one for one in COLUMNS if one.name == "restored %")
+"""Numbers that may be none at all; others were then not measured."""
 STEADY = Column("steady tokens/s", steady, 0, more=True)
 """Of workloads that only decode."""
 COMPARED = ("tokens/s", "TTFT p50 ms", "request ms", "step ms", STEADY.name)
@@ -103,13 +105,14 @@ def _measured(results: Results, ran: Sequence[str]) -> Iterator[str]:
         shown = columns(workload)
         for side in results:
             found = rounds(results, side, workload)
-            cells = [
-                spread([one.value(r) for r in found], one.digits)
-                if found and one in shown
-                else ""
-                for one in every
-            ]
+            cells = [_middle(found, one) if one in shown else "" for one in every]
             yield _row([workload, side, *cells])
+
+
+def _middle(found: Sequence[Mapping[str, Any]], column: Column) -> str:
+    values = [column.value(one) for one in found]
+    # A step of all sequences that there never was took no time.
+    return spread(values, column.digits) if any(values) or column in RATES else ""
 
 
 def _ratios(results: Results, ran: Sequence[str]) -> Iterator[str]:
@@ -127,6 +130,8 @@ def _ratios(results: Results, ran: Sequence[str]) -> Iterator[str]:
                     continue
                 best = better_stock(results, workload, column)
                 bases = [*stock, best]
+                if not any(column.value(one) for one in ours):
+                    continue
                 cells = [_times(results, workload, ours, b, column) for b in bases]
                 yield _row([workload, side, column.name, *cells])
 

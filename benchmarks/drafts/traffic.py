@@ -57,7 +57,7 @@ class Scale:
         return self.prefix + self.rest + self.crowd_answer
 
     def shorter(self) -> Scale:
-        """To warm up with: prompts of the same lengths, fewer and with short answers."""
+        """To warm up with: prompts of the same lengths, fewer, and short answers."""
         return replace(
             self,
             chats=min(self.chats, 4),
