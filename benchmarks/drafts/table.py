@@ -111,6 +111,8 @@ def _measured(results: Results, ran: Sequence[str]) -> Iterator[str]:
 
 def _middle(found: Sequence[Mapping[str, Any]], column: Column) -> str:
     values = [column.value(one) for one in found]
+    if not values:
+        return ""
     # A step of all sequences that there never was took no time.
     return spread(values, column.digits) if any(values) or column in RATES else ""
 
