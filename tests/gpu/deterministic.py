@@ -9,6 +9,7 @@ makes some of the files, `compare` compares those that are there.  A negative co
 must end with a difference:
 
     python -m tests.gpu.deterministic all ... --fault zero_snapshots --expect-different
+    python -m tests.gpu.deterministic all ... --fault grid_of_16 --expect-different
 
 Modes: `alone` forgets the cache before each prompt; `warm` asks one by one what has
 been asked before; `crowd` forgets, then asks all at once; `warm-crowd` asks all at once
