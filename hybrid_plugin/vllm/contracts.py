@@ -861,9 +861,20 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
             "pad_spec_decode",
         ),
     ),
-    HookPoint(f"{_SCHEDULER}:Scheduler.__init__", mentions=("num_spec_tokens",)),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.__init__",
+        mentions=("num_spec_tokens", "num_lookahead_tokens"),
+    ),
     HookPoint(f"{_SCHEDULED}.scheduled_spec_decode_tokens"),
-    HookPoint("vllm.v1.request:Request", mentions=("spec_token_ids",)),
+    HookPoint(
+        "vllm.v1.request:Request",
+        mentions=("spec_token_ids", "num_output_placeholders"),
+    ),
+    # How many drafts are proposed behind a step.
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._update_after_schedule", ("self", "scheduler_output")
+    ),
+    HookPoint(f"{_SCHEDULED}.num_spec_tokens_to_schedule"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "sampled_token_ids"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index"),
     # The columns of a row, in the tables of both model runners.
