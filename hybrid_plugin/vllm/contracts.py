@@ -945,12 +945,21 @@ STOP_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         "vllm.v1.worker.gpu.states:RequestState.__init__",
-        mentions=("req_id_to_index", "num_computed_tokens"),
+        mentions=("req_id_to_index", "num_computed_tokens", "all_token_ids"),
     ),
     *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping"),
+    *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping_np"),
     *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "num_draft_tokens"),
     HookPoint("vllm.sampling_params:SamplingParams.eos_token_id"),
     *_fields("vllm.sampling_params:SamplingParams", "stop_token_ids", "max_tokens"),
+    *_fields("vllm.sampling_params:SamplingParams", "min_tokens"),
+    *_fields("vllm.sampling_params:SamplingParams", "repetition_detection"),
+    *_fields(
+        "vllm.sampling_params:RepetitionDetectionParams",
+        "min_pattern_size",
+        "max_pattern_size",
+        "min_count",
+    ),
 )
 """For stops inside accepted drafts, where steps are scheduled ahead."""
 
