@@ -50,6 +50,8 @@ class Drafts:
         self._passes = 0
         self._scratch_pass = 0
         """The last forward pass that wrote the scratch."""
+        self._scratch_rows = 0
+        """Rows that it wrote."""
 
     # ------------------------------------------------------------------- slots
 
@@ -183,7 +185,15 @@ class Drafts:
         steps.schedule(start, step, known)
         sequence.steps = steps
         if row is not None:
+            if self._scratch_pass != self._passes:
+                self._scratch_rows = 0
+            self._scratch_rows = max(self._scratch_rows, row + 1)
             self._scratch_pass = self._passes
+
+    @property
+    def rows_to_take(self) -> int:
+        """Rows of the scratch that a state may still be taken from."""
+        return self._scratch_rows if self._sequences else 0
 
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None
