@@ -50,8 +50,6 @@ class Drafts:
         self._passes = 0
         self._scratch_pass = 0
         """The last forward pass that wrote the scratch."""
-        self._scratch_rows = 0
-        """Rows that it wrote."""
 
     # ------------------------------------------------------------------- slots
 
@@ -185,15 +183,19 @@ class Drafts:
         steps.schedule(start, step, known)
         sequence.steps = steps
         if row is not None:
-            if self._scratch_pass != self._passes:
-                self._scratch_rows = 0
-            self._scratch_rows = max(self._scratch_rows, row + 1)
             self._scratch_pass = self._passes
 
     @property
     def rows_to_take(self) -> int:
-        """Rows of the scratch that a state may still be taken from."""
-        return self._scratch_rows if self._sequences else 0
+        """Rows of the scratch, from the first on, that a state may be taken from."""
+        verified = [one.steps for one in self._sequences.values() if one.steps]
+        newest = [steps.newest for steps in verified]
+        written = [
+            step.row + 1
+            for step in newest
+            if step and step.row is not None and step.number == self._scratch_pass
+        ]
+        return max(written, default=0)
 
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None

@@ -185,6 +185,30 @@ class TakesRowsOfOthers(HybridCache):
         return steps.end(known)
 
 
+class GivesUpRowsThatAreTaken(HybridCache):
+    """Keeps no row for a state that is taken from it later."""
+
+    def trim_scratch(self, batch: int = 0) -> None:
+        if self.scratch is not None:
+            self.scratch.keep(max(self.live, batch))
+
+
+class GivesUpRowsOfEnded(HybridCache):
+    """Keeps no row for sequences that ended after their step was planned."""
+
+    def trim_scratch(self, batch: int = 0) -> None:
+        if self.scratch is not None:
+            self.scratch.keep(max(self.live, self.drafts.rows_to_take))
+
+
+class HoldsNoRowsForPadding(HybridCache):
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        if self.scratch is not None:
+            layout = self.scratch._layout
+            self.scratch._layout = replace(layout, batches=())
+
+
 class LosesDrafts(HybridCache):
     """Forgets the draft slots that a turn's end leaves."""
 
@@ -324,6 +348,9 @@ ENGINES = [
 # ---------------------------------------------------------------------- are they caught
 
 
+SCRATCH = [GivesUpRowsThatAreTaken, GivesUpRowsOfEnded, HoldsNoRowsForPadding]
+
+
 def first_failure(
     cache: type[HybridCache] = HybridCache,
     engine: type[FakeEngine] = FakeEngine,
@@ -374,6 +401,16 @@ def test_states_that_are_lost_are_not_kept(cache: type[HybridCache]) -> None:
 def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
     failure = first_failure(cache, check_every=1)
     assert not isinstance(failure, ContentError), repr(failure)
+
+
+@pytest.mark.parametrize("cache", SCRATCH, ids=lambda cache: cache.__name__)
+def test_rows_without_memory_are_found(cache: type[HybridCache]) -> None:
+    with pytest.raises(ContentError, match="was touched, but has no memory"):
+        for seed in range(400):
+            for page_size in (1, 4):
+                seeded_traffic(seed, page_size, cache, drafts=True).run(
+                    300, check_every=10_000
+                )
 
 
 def test_growth_without_reserve_is_found() -> None:

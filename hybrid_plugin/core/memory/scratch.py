@@ -39,7 +39,7 @@ class ScratchLayout:
     def padded(self, sequences: int) -> int:
         """Rows that a batch of so many sequences writes."""
         place = bisect_left(self.batches, sequences)
-        if place == len(self.batches):
+        if not sequences or place == len(self.batches):
             return sequences
         return max(min(self.batches[place], self.rows), sequences)
 
