@@ -224,6 +224,14 @@ class FoldsRecordsOfOthers(HybridCache):
         return steps.end(known)
 
 
+class HoldsNoRowsForPadding(HybridCache):
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        if self.scratch is not None:
+            layout = self.scratch._layout
+            self.scratch._layout = replace(layout, batches=())
+
+
 class LosesDrafts(HybridCache):
     """Forgets the draft slots that a turn's end leaves."""
 
@@ -434,6 +442,14 @@ def fail_with(cache: type[HybridCache], make: Callable[..., Traffic]) -> None:
         for page_size in (1, 4):
             traffic = make(seed, page_size, cache, drafts=True)
             traffic.run(300, check_every=10_000)
+
+
+def test_rows_without_memory_are_found() -> None:
+    with pytest.raises(ContentError, match="was touched, but has no memory"):
+        for seed in range(20):
+            seeded_traffic(seed, 4, HoldsNoRowsForPadding, drafts=True).run(
+                300, check_every=10_000
+            )
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)
