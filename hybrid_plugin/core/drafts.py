@@ -185,6 +185,10 @@ class Drafts:
         if row is not None:
             self._scratch_pass = self._passes
 
+    def forget_scratch(self) -> None:
+        """Note that the scratch holds no states any more."""
+        self._scratch_pass = -1
+
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None
     ) -> None:

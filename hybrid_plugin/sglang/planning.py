@@ -41,10 +41,11 @@ from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.pool_rows import kv_tensors, page_rows
 from hybrid_plugin.sglang.speculation import scratch
+from hybrid_plugin.sglang.speculation.arguments import MOST_REQUESTS
+from hybrid_plugin.sglang.speculation.replay import passes, records
+from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
 _GIB = 1 << 30
-_MAX_SEQUENCES = 2048
-"""SGLang runs so many at once, if there is room, unless told otherwise."""
 
 
 def reserve_slots(
@@ -74,7 +75,7 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
-    available -= scratch_bytes(model, limits)
+    available -= scratch_bytes(model, available, options, limits)
     token_bytes = create_memory_pool_configurator(configurator)._cell_size
     taken: VirtualArena | None = None
     packed = False
@@ -112,8 +113,20 @@ def reserve_slots(
     return plan.sizes.pages * plan.layout.page_bytes / _GIB
 
 
-def scratch_bytes(model: Any, limits: EngineLimits) -> int:
-    """Bytes that the states after drafts take beside the pools; says so in the log."""
+def scratch_bytes(
+    model: Any, available: int, options: HybridConfig, limits: EngineLimits
+) -> int:
+    """Bytes that drafts take beside the pools; says so in the log.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        available: bytes that every rank has.
+        options: of the plugin.
+        limits: of SGLang.
+
+    Raises:
+        ConfigError: if an option asks for what there is not.
+    """
     drafts = scratch.drafts_per_step()
     if not drafts:
         return 0
@@ -121,12 +134,18 @@ def scratch_bytes(model: Any, limits: EngineLimits) -> int:
     if limits.slots is not None:
         rows = min(rows, limits.slots.ids - 1)
     params = mambaish_config(model).mamba2_cache_params
-    taken = scratch.rows_bytes(params, rows, drafts)
+    if passes.is_wanted(options):
+        what, row = "records of drafts", records.row_bytes(params, drafts)
+        # Nobody runs without a slot.
+        rows = min(rows, available // (params.mamba_cache_per_req + row))
+        taken = records.rows_of(rows) * row
+    else:
+        what, taken = "states after drafts", scratch.rows_bytes(params, rows, drafts)
     logger.info(
-        "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of "
-        "%d sequences with %d tokens each to verify; fewer --max-running-requests "
-        "take less.",
+        "hybrid-plugin: %.1f MiB beside the pools hold the %s, of %d sequences with %d "
+        "tokens each to verify; fewer --max-running-requests take less.",
         taken / (1 << 20),
+        what,
         rows,
         drafts,
     )
@@ -160,7 +179,7 @@ def limits_of(
     if schedule.max_mamba_cache_size is not None:
         count = schedule.max_mamba_cache_size // attn_dp_size + 1
         slots = FixedCount(count, "--max-mamba-cache-size")
-    sequences = schedule.max_running_requests or _MAX_SEQUENCES
+    sequences = schedule.max_running_requests or MOST_REQUESTS
     return EngineLimits(
         max_model_len=model.context_len,
         max_sequences=max(sequences // attn_dp_size, 1),
@@ -181,6 +200,7 @@ def take_over(
     options: HybridConfig,
     memory: PoolMemory,
     interior: InteriorSnapshots | None,
+    replay: Replay,
 ) -> Any:
     """Put the core in charge of pools that SGLang has just built.
 
@@ -189,6 +209,7 @@ def take_over(
         options: of the plugin.
         memory: what they were built on.
         interior: what forward passes are to keep; None where they can keep nothing.
+        replay: records drafts, where that is wanted.
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
@@ -205,6 +226,7 @@ def take_over(
         stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
     )
     kept = states.mamba_pool.mamba_cache
+    executor.scratch = replay.build(states)
     if scratch.scratch_tensors(kept):
         executor.scratch = scratch.DraftScratch(kept)
     cache = _build(stock, states, options, memory, interior is not None)
