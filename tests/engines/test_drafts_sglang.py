@@ -42,6 +42,7 @@ QUESTION = encode(" And the code for ember? ")
 CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
+REPLAY = {"draft_states": "replay"}
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ RUNS = [
     pytest.param("mamba-2, float32", TREE, NO_OVERLAP, id="tree, no overlap"),
     pytest.param("gated delta net, bfloat16", TREE, (), id="delta net, tree, overlap"),
 ]
+REPLAYS = [*RUNS]
 if EVERYTHING:
     RUNS += [
         pytest.param(model, shape, flags)
@@ -192,12 +194,32 @@ def test_answers_and_hits_are_those_without_drafts(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
+@pytest.mark.parametrize(("chats", "shape", "flags"), REPLAYS, indirect=["chats"])
+def test_replay_changes_no_answer_and_no_hit(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str],
+) -> None:
+    outcome, answers, metrics = served(
+        start_server, chats, shape, flags, options=REPLAY
+    )
+    print(outcome)
+    assert not outcome.wrong
+    assert max(unrestored(chats, answers)) <= 1
+    assert metrics["turn_ends_missed"] == 0
+    assert metrics["turn_ends_exact"] >= len(chats.asks)
+
+
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["columns", "replay"])
 @pytest.mark.parametrize("chats", ["mamba-2, float32"], indirect=True)
 def test_the_state_after_another_draft_is_seen(
-    start_server: StartServer, chats: Chats
+    start_server: StartServer, chats: Chats, options: dict[str, str]
 ) -> None:
     """Negative control: what is hit is as much, and some of it is wrong."""
-    outcome, answers, _ = served(start_server, chats, CHAIN, fault="wrong_drafts")
+    outcome, answers, _ = served(
+        start_server, chats, CHAIN, fault="wrong_drafts", options=options
+    )
     assert len(outcome.wrong) > 0.1 * CHATS
     assert max(unrestored(chats, answers)) <= 1
 

@@ -49,7 +49,7 @@ def with_commands(worker: type) -> type:
         if not isinstance(cache, HybridPrefixCache):
             return run(self, batch, *args, **kwargs)
         verifies = batch.forward_mode.is_decode()
-        idles = not verifies and not batch.forward_mode.is_extend()
+        idles = batch.forward_mode.is_idle()
         cache.step_begins(batch)
         result = run(self, batch, *args, **kwargs)
         if verifies:

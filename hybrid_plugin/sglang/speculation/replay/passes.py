@@ -68,7 +68,7 @@ class Replay:
             model: SGLang's `ModelConfig`.
         """
         self.is_wanted = is_wanted(options)
-        self._is_kda = mixer_of(model) is Mixer.KDA
+        self._is_kda = self.is_wanted and mixer_of(model) is Mixer.KDA
 
     def records(self, backend: Any, batch: Any) -> bool:
         """Whether a pass of a backend is one that verifies and records."""
