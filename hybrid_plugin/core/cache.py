@@ -81,6 +81,9 @@ class HybridCache:
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
     broker: MemoryBroker = field(default_factory=FixedBroker)
+    records_drafts: bool = False
+    """Whether steps that verify record what their tokens do to a state, and what was
+    accepted is folded into the slot before the next step's commands."""
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
@@ -117,7 +120,11 @@ class HybridCache:
         )
         register_pools(self.memory)
         self.drafts = Drafts(
-            self.memory, self._sequences, self._concurrency, self.stats
+            self.memory,
+            self._sequences,
+            self._concurrency,
+            self.stats,
+            recorded=self.records_drafts,
         )
 
     # ----------------------------------------------------------------- look up
@@ -418,7 +425,8 @@ class HybridCache:
     # ------------------------------------------------------------- speculation
 
     def hold_drafts(self, seq_id: str, count: int) -> list[int]:
-        """Lend a live sequence slots for the states after its drafts.
+        """Lend a live sequence slots for the states after its drafts; none where steps
+        record what they do.
 
         They are free slots, or those of snapshots worth less.  Call it before each step
         that verifies: what it holds already stays.  The step may verify as many drafts
@@ -477,13 +485,13 @@ class HybridCache:
 
         Args:
             seq_id: a live sequence whose prompt is computed; in draft slots, its last
-                token may be the known one.
+                token may be the known one, unless steps record what they do.
             start: tokens computed before the step, as the engine counts: with all
                 drafts of steps in flight.  None where it does not count ahead; the
                 first step must have it.
             drafts: number of drafts.
             row: where the engine verifies in a scratch and then commits to the slot,
-                the row of the scratch; otherwise draft slots are needed.
+                the row of the scratch; otherwise draft slots are needed, or a record.
             known: tokens of the sequence known now, for a check of what was accepted;
                 an engine that does not count ahead has no other.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybrid_plugin.core.commands import MoveWindow, Pool, PoolId, Take
+from hybrid_plugin.core.commands import Fold, MoveWindow, Pool, PoolId, Take
 from hybrid_plugin.core.memory.cache_memory import CacheMemory
 from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.speculation import DraftGain
@@ -30,6 +30,8 @@ class Drafts:
         sequences: Mapping[str, LiveSequence],
         concurrency: ConcurrencyTradeoff,
         stats: CacheStats,
+        *,
+        recorded: bool = False,
     ) -> None:
         """Lend from a cache's memory.
 
@@ -38,12 +40,15 @@ class Drafts:
             sequences: that are live, always.
             concurrency: knows how long sequences decode, and who must wait.
             stats: where lent and refused slots are counted.
+            recorded: whether steps record what their tokens do; then drafts need no
+                slots.
         """
         self._memory = memory
         self._slots = memory.slots
         self._sequences = sequences
         self._concurrency = concurrency
         self._stats = stats
+        self.recorded = recorded
         self.gain = DraftGain()
         self._refused_now = False
         self._refused_before = False
@@ -53,10 +58,15 @@ class Drafts:
 
     # ------------------------------------------------------------------- slots
 
+    @property
+    def need_slots(self) -> bool:
+        """Whether each draft needs a slot for the state behind it."""
+        return self._slots.needed and not self.recorded
+
     def hold(self, sequence: LiveSequence, count: int) -> list[int]:
         """Lend a sequence slots until it holds `count`, or no more can be had."""
         missing = count - len(sequence.drafts)
-        if missing <= 0 or not self._slots.needed:
+        if missing <= 0 or not self.need_slots:
             return []
         held = len(sequence.drafts)
         if not self.wait:
@@ -162,16 +172,16 @@ class Drafts:
         known: int | None,
     ) -> None:
         """Note a step of a sequence; see `HybridCache.verify`."""
-        steps = sequence.steps
-        step = VerifyingStep(drafts, row, self._passes)
-        if row is None and self._slots.needed and drafts > len(sequence.drafts):
+        steps, recorded = sequence.steps, self.recorded and row is None
+        step = VerifyingStep(drafts, row, self._passes, recorded)
+        if row is None and self.need_slots and drafts > len(sequence.drafts):
             raise ValueError(
                 f"{drafts} drafts are verified in {len(sequence.drafts)} slots"
             )
         if steps is None:
-            # A scratch is committed to the slot, which must not pass the prompt's end
-            # before the cache has seen its state there.
-            left = 1 if row is None else 0
+            # A scratch or a record is committed to the slot, which must not pass the
+            # prompt's end before the cache has seen its state there.
+            left = 1 if row is None and not recorded else 0
             if start is None or start + left < sequence.prompt_length:
                 raise ValueError(
                     f"the first step that is noted starts behind {start} tokens, of a "
@@ -205,7 +215,14 @@ class Drafts:
             ValueError: if so many cannot be known.
         """
         ending = steps.end(known)
-        if ending.step is not None and ending.step.number != self._scratch_pass:
+        step = ending.step
+        if step is None:
+            return ending
+        if step.recorded and step.number != self._passes:
+            # What was accepted was folded into the slot since.
+            exact = not steps.in_flight and ending.length == steps.final
+            return Ending(ending.length, 0 if exact else None)
+        if not step.recorded and step.number != self._scratch_pass:
             return Ending(ending.length, None)  # another pass wrote the row since
         return ending
 
@@ -219,7 +236,9 @@ class Drafts:
         if not self._slots.needed:
             return slot
         assert column is not None, "a state that is lost is not kept"
-        if ending.step is not None and ending.step.row is not None:
+        if ending.step is not None and ending.step.recorded:
+            enqueue(Fold(Pool.STATE, slot, 1 + column))
+        elif ending.step is not None and ending.step.row is not None:
             enqueue(Take(Pool.STATE, ending.step.row, column, slot))
         elif column:
             slot = sequence.drafts.pop(column - 1)

@@ -22,6 +22,7 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    VERIFY = "verify"
 
 
 AS_FAST: Mapping[Mixer, frozenset[Phase]] = {}
@@ -35,7 +36,7 @@ def are_ours(option: str, mixer: Mixer, phase: Phase, device_type: str) -> bool:
     Args:
         option: `wanted_kernels` of `HybridConfig`.
         mixer: the kind of layer.
-        phase: prefill or decode.
+        phase: what the pass does.
         device_type: "cpu" or "cuda", as torch calls it.  On a CPU ours are a plain
             reference, which only `ours` asks for.
     """

@@ -436,9 +436,10 @@ CPU_HOOKS: tuple[Contract, ...] = (
 
 _GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
-GDN_FORWARD_ON_CPU = (
-    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec"
-)
+_GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+GDN_FORWARD_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_nonspec"
+GDN_CAN_FUSE = f"{_GDN}:QwenGatedDeltaNetAttention._can_use_fused_gdn_mtp_decode"
+GDN_DRAFTS_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_spec_aware"
 _KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 KDA_FORWARD = f"{_KDA}:KimiGatedDeltaNetAttention._forward"
 EAGER = "vllm.compilation.breakable_cudagraph:eager_break_during_capture"
@@ -545,8 +546,11 @@ _PASS_HOOKS: tuple[Contract, ...] = (
     *_fields(
         f"{_PASSES}:CommonAttentionMetadata",
         "num_reqs",
+        "num_actual_tokens",
         "block_table_tensor",
         "query_start_loc",
+        "query_start_loc_cpu",
+        "seq_lens_cpu_upper_bound",
     ),
     HookPoint(
         f"{_PASSES}:CommonAttentionMetadata.compute_num_computed_tokens", ("self",)
@@ -943,7 +947,61 @@ STOP_HOOKS: tuple[Contract, ...] = (
 )
 """For stops inside accepted drafts, where steps are scheduled ahead."""
 
-_GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+V1_AFTER_EXECUTION = f"{_V1_RUNNER}._update_states_after_model_execute"
+V2_POSTPROCESS = f"{_V2_STATES}.postprocess_state"
+REPLAY_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        V1_AFTER_EXECUTION,
+        ("self", "output_token_ids", "scheduler_output"),
+        mentions=("num_accepted_tokens", "gpu"),
+        closed=True,
+    ),
+    HookPoint(f"{_V1_RUNNER}.__init__", mentions=("vllm_config",)),
+    HookPoint(
+        V2_POSTPROCESS,
+        ("self", "idx_mapping", "num_sampled", "num_computed_tokens"),
+        mentions=("num_accepted_tokens_gpu",),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(f"{_V2_STATES}.__init__", ("self", "vllm_config")),
+    HookPoint(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.__init__",
+        mentions=("vllm_config",),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.get_state_dtype", ("self",)
+    ),
+)
+"""Where drafts are recorded, and what was accepted is folded into the states."""
+
+GDN_DRAFT_HOOKS: tuple[Contract, ...] = (
+    HookPoint(GDN_CAN_FUSE, ("self", "attn_metadata"), closed=True, own=True),
+    HookPoint(
+        f"{_GDN}:QwenGatedDeltaNetAttention._forward_core_fused_norm",
+        mentions=("_can_use_fused_gdn_mtp_decode", "_forward_core"),
+        own=True,
+    ),
+)
+"""For drafts of gated delta nets that our kernels verify."""
+GDN_CPU_DRAFT_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        GDN_DRAFTS_ON_CPU,
+        (
+            "layer",
+            "attn_metadata_i",
+            "mixed_qkv",
+            "b",
+            "a",
+            "core_attn_out",
+            "width",
+            "state_len",
+        ),
+        closed=True,
+    ),
+)
+"""The same on a CPU."""
+
 GDN_CPU_ROWS = f"{_GDN_ON_CPU}:_spec_forward"
 GDN_CPU_PLAIN_ROWS = f"{_GDN_ON_CPU}:_spec_aware_nonspec"
 GDN_CPU_WEIGHT = f"{_GDN_ON_CPU}:_unpacked_conv_weight"
@@ -1036,6 +1094,9 @@ HOOKS: tuple[Contract, ...] = (
     *PREFILL_GRAPH_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
+    *REPLAY_HOOKS,
+    *GDN_DRAFT_HOOKS,
+    *GDN_CPU_DRAFT_HOOKS,
     *CPU_SPECULATION_HOOKS,
     *dict.fromkeys(
         contract

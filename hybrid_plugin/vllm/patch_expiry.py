@@ -9,6 +9,7 @@ from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
     BUILDERS,
     GATED_NORM_ROWS,
+    GDN_CAN_FUSE,
     GDN_CPU_PLAIN_ROWS,
     GDN_CPU_ROWS,
     GDN_FORWARD,
@@ -85,6 +86,7 @@ NEEDED = {
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
+    "patches._patch_gated_delta_net_with_drafts": Need(HookPoint(GDN_CAN_FUSE)),
     "patches._patch_kda": Need(HookPoint(KDA_FORWARD)),
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
     "patches._patch_short_conv": Need(HookPoint(SHORT_CONV_FORWARD[0])),

@@ -21,6 +21,7 @@ from hybrid_plugin.vllm.activation import (
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +64,7 @@ class _OnTwoPools(Scheduler):
                 watermark=arguments.get("watermark", 0.0),
                 log_stats=bool(arguments.get("log_stats")),
                 clock=_clock(vllm_config),
+                records_drafts=serving.replays(vllm_config, options),
             )
 
         with patches.manager_factory(create_manager):

@@ -130,7 +130,11 @@ class RunsCommands:
             if pool == Pool.STATE
         ]
         if self.vllm_config.speculative_config is not None:
-            executor.windows = windows.rolling_windows(self.vllm_config, self._specs())
+            self._layers.fold_records()
+            executor.records = self._layers.records
+            executor.windows = windows.rolling_windows(
+                self.vllm_config, self._specs(), self._layers.names
+            )
         if self.device.type != "cpu":  # where nothing is compiled
             self._layers.warm_up(self.vllm_config.scheduler_config.max_num_seqs)
 

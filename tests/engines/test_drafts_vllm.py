@@ -34,6 +34,7 @@ pytestmark = pytest.mark.engine
 
 REQUESTS = 40
 DRAFTS = 3
+OURS = {"kernels": "ours"}
 ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
 
@@ -144,16 +145,21 @@ def lost(chats: Chats, answers: Sequence[Answer]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("drafting", [ORACLE, NGRAM], ids=["oracle", "ngram"])
+@pytest.mark.parametrize(
+    ("drafting", "options"),
+    [(ORACLE, {}), (NGRAM, {}), (ORACLE, OURS)],
+    ids=["oracle", "ngram", "our kernels"],
+)
 def test_answers_and_turn_ends(
-    serve: Any, chats: Chats, drafting: dict[str, Any]
+    serve: Any, chats: Chats, drafting: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Turns end exactly: but for the last token, which may be sampled alone, all of a
     first turn is restored.
     """
-    with serve("drafts", drafting) as server:
+    with serve("drafts", drafting, options=options) as server:
         answers = ask(server, chats)
         metrics = server.metrics()
+        assert ("kernels of hybrid-plugin run" in server.log_text()) == bool(options)
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
     missing = lost(chats, answers)
     assert len(missing) > 0.8 * REQUESTS
@@ -169,9 +175,12 @@ def test_answers_and_turn_ends(
         assert 0.5 < metrics["accepted_drafts"] < 2.5
 
 
-def test_answers_change_when_a_wrong_column_is_kept(serve: Any, chats: Chats) -> None:
+@pytest.mark.parametrize("options", [{}, OURS], ids=["vllm", "our kernels"])
+def test_answers_change_when_a_wrong_column_is_kept(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
     """Negative control: hits are as long, and the comparison sees the difference."""
-    with serve("wrong", ORACLE, fault="wrong_column") as server:
+    with serve("wrong", ORACLE, options=options, fault="wrong_column") as server:
         answers = ask(server, chats)
     assert set(lost(chats, answers)) <= {0, 1}
     assert len(wrong(chats, answers)) > max(3, 2 * chats.stray)
@@ -207,9 +216,12 @@ def test_drafts_take_no_sequence_its_place(serve: Any, chats: Chats) -> None:
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
 
 
-def test_preempted_requests_go_on(serve: Any, chats: Chats) -> None:
+@pytest.mark.parametrize("options", [{}, OURS], ids=["vllm", "our kernels"])
+def test_preempted_requests_go_on(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
     """Preempted in the middle of verified drafts: the state they left is exact."""
-    with serve("preempted", ORACLE, fault="refuse_pages") as server:
+    with serve("preempted", ORACLE, options=options, fault="refuse_pages") as server:
         answers = ask(server, chats)
         metrics = server.metrics()
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)

@@ -237,6 +237,7 @@ def test_a_worker_without_graphs_refuses_it() -> None:
         additional_config={"hybrid_plugin": options},
         compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=None,
+        num_speculative_tokens=0,
         model_config=SimpleNamespace(multimodal_config=None),
     )
     with pytest.raises(ConfigError, match="prefill_graphs is for a GPU; leave it out"):

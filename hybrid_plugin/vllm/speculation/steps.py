@@ -41,7 +41,7 @@ class DraftSteps:
             running: in the order in which vLLM schedules them.
         """
         cache = self._cache
-        if not cache.slots.needed:
+        if not cache.drafts.need_slots:
             return
         narrow = cache.drafts_wanted_back
         for request in running:
