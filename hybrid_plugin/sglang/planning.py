@@ -46,6 +46,14 @@ from hybrid_plugin.sglang.speculation.replay import passes, records
 from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
 _GIB = 1 << 30
+_STATES = (
+    "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of %d "
+    "sequences with %d tokens each to verify; fewer --max-running-requests take less."
+)
+_RECORDS = (
+    "hybrid-plugin: %.1f MiB beside the pools hold records of drafts, of %d sequences "
+    "with %d tokens each to verify; fewer --max-running-requests take less."
+)
 
 
 def reserve_slots(
@@ -135,20 +143,13 @@ def scratch_bytes(
         rows = min(rows, limits.slots.ids - 1)
     params = mambaish_config(model).mamba2_cache_params
     if passes.is_wanted(options):
-        what, row = "records of drafts", records.row_bytes(params, drafts)
+        row = records.row_bytes(params, drafts)
         # Nobody runs without a slot.
         rows = min(rows, available // (params.mamba_cache_per_req + row))
-        taken = records.rows_of(rows) * row
+        message, taken = _RECORDS, records.rows_of(rows) * row
     else:
-        what, taken = "states after drafts", scratch.rows_bytes(params, rows, drafts)
-    logger.info(
-        "hybrid-plugin: %.1f MiB beside the pools hold the %s, of %d sequences with %d "
-        "tokens each to verify; fewer --max-running-requests take less.",
-        taken / (1 << 20),
-        what,
-        rows,
-        drafts,
-    )
+        message, taken = _STATES, scratch.rows_bytes(params, rows, drafts)
+    logger.info(message, taken / (1 << 20), rows, drafts)
     return taken
 
 
