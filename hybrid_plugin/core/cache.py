@@ -538,6 +538,10 @@ class HybridCache:
         path = None if columns is None else tuple(columns)
         self.drafts.accept(self._sequences[seq_id], accepted, path)
 
+    def forget_scratch(self) -> None:
+        """Note that something else than a verification has written the scratch."""
+        self.drafts.forget_scratch()
+
     def is_verifying(self, seq_id: str) -> bool:
         """Whether steps of a live sequence were noted with `verify`."""
         return self._sequences[seq_id].steps is not None

@@ -337,6 +337,10 @@ class Drafts:
         ]
         return max(written, default=0)
 
+    def forget_scratch(self) -> None:
+        """Note that the scratch holds no states any more."""
+        self._scratch_pass = -1
+
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None
     ) -> None:

@@ -772,6 +772,63 @@ DRAFT_HOOKS = (
 )
 """For speculative decoding."""
 
+REPLAY_HOOKS = (
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool._init_mamba_pool",
+        ("speculative_num_draft_tokens",),
+        mentions=("mamba_map", "speculative_num_draft_tokens"),
+    ),
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool.__init__",
+        mentions=("_init_mamba_pool", "speculative_num_draft_tokens"),
+    ),
+    HookPoint(
+        f"{_POOL}:MambaPool.__init__",
+        ("speculative_num_draft_tokens",),
+        mentions=("State", "SpeculativeState"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        ("self", "last_correct_step_indices"),
+        mentions=("linear_attn_backend", "mamba_cache_indices"),
+    ),
+    HookPoint(
+        _METADATA,
+        mentions=(
+            "query_start_loc",
+            "mamba_cache_indices",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "retrieve_parent_token",
+        ),
+        open=True,
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":MambaAttnBackendBase.__init__",
+        mentions=("is_draft_worker", "topk"),
+    ),
+    # Links and parents of trees lie at addresses that a graph knows.
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":MambaAttnBackendBase._replay_metadata",
+        mentions=("retrieve_parent_token_list", "state_indices_list"),
+    ),
+    HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_target_verify"),
+    HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_idle"),
+    HookPoint(
+        f"{_SRT}.configs.mamba_utils:BaseLinearStateParams",
+        mentions=("is_kda", "layers", "dtype"),
+    ),
+    HookPoint(f"{_SRT}.utils.common:get_eager_max_batch_size", ("max_batch_size",)),
+    HookPoint(
+        f"{_SRT}.arg_groups.speculative_hook:_handle_ngram",
+        mentions=("max_running_requests",),
+    ),
+)
+"""For drafts that are recorded: `draft_states`."""
+
 HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
@@ -781,5 +838,6 @@ HOOKS = (
     + SCHEDULER_HOOKS
     + KERNEL_HOOKS
     + DRAFT_HOOKS
+    + REPLAY_HOOKS
 )
 """Every point, as the compatibility checks read them."""

@@ -44,11 +44,20 @@ from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.pool_rows import kv_tensors, page_rows
 from hybrid_plugin.sglang.speculation import draft_pages, scratch
+from hybrid_plugin.sglang.speculation.arguments import MOST_REQUESTS
+from hybrid_plugin.sglang.speculation.replay import passes, records
+from hybrid_plugin.sglang.speculation.replay.passes import Replay
 from hybrid_plugin.sglang.speculation.scratch_layout import row_tensors, scratch_layout
 
 _GIB = 1 << 30
-_MAX_SEQUENCES = 2048
-"""SGLang runs so many at once, if there is room, unless told otherwise."""
+_STATES = (
+    "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of %d "
+    "sequences with %d tokens each to verify; fewer --max-running-requests take less."
+)
+_RECORDS = (
+    "hybrid-plugin: %.1f MiB beside the pools hold records of drafts, of %d sequences "
+    "with %d tokens each to verify; fewer --max-running-requests take less."
+)
 
 
 def reserve_slots(
@@ -78,13 +87,16 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
+    replayed = passes.is_wanted(options)
+    available -= record_bytes(model, available, options, limits)
     page_size = get_schedule().page_size
     kv = create_memory_pool_configurator(configurator)
     lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
     fixed_layout = lay_out(token_bytes=kv._cell_size, elastic=False)
     layout, taken = fixed_layout, None
     if elastic_memory.is_wanted(options, hindrance):
-        layout = elastic_layout(configurator, kv, lay_out, limits)
+        rows = 0 if replayed else limits.max_sequences
+        layout = elastic_layout(configurator, kv, lay_out, rows)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
         )
@@ -96,7 +108,7 @@ def reserve_slots(
         limits,
         logger,
         fixed_layout=fixed_layout,
-        beside=scratch_bytes(model, limits),
+        beside=scratch_bytes(model, options, limits),
     )
     for line in plan.describe():
         logger.info("%s", line)
@@ -107,7 +119,7 @@ def reserve_slots(
     elif taken is not None:
         taken.close()
     if plan.shared is None:
-        tell_of_scratch(model, limits)
+        tell_of_scratch(model, options, limits)
     # SGLang counts without the slot that takes the writes of padded rows.
     slots = plan.sizes.slots - 1
     get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
@@ -120,7 +132,7 @@ def elastic_layout(
     configurator: Any,
     kv: Any,
     lay_out: Callable[..., CacheLayout],
-    limits: EngineLimits,
+    rows: int,
 ) -> CacheLayout:
     """How elastic pools lie.
 
@@ -128,7 +140,7 @@ def elastic_layout(
         configurator: SGLang's `KVCacheConfigurator`.
         kv: its `DefaultPoolConfigurator`.
         lay_out: `make_layout`, but for what is found here.
-        limits: of the engine.
+        rows: of the scratch, sequences that verify at once at most; 0 for none.
     """
     model, page_size = configurator.model_config, get_schedule().page_size
     hybrid = mambaish_config(model)
@@ -146,9 +158,7 @@ def elastic_layout(
         packed=page_layout.can_pack(model, backends, token_bytes, draft, page_size),
         draft=draft,
         scratch=scratch_layout(
-            hybrid.mamba2_cache_params,
-            torch.device(configurator.device).type,
-            limits.max_sequences,
+            hybrid.mamba2_cache_params, torch.device(configurator.device).type, rows
         ),
     )
 
@@ -182,10 +192,36 @@ def _limit_sequences(plan: ElasticPlan, limits: EngineLimits, ranks: int) -> Non
         get_context().override("hybrid_plugin.rows", max_running_requests=rows * ranks)
 
 
-def scratch_bytes(model: Any, limits: EngineLimits) -> int:
+def record_bytes(
+    model: Any, available: int, options: HybridConfig, limits: EngineLimits
+) -> int:
+    """Bytes that records of drafts take beside the pools; says so in the log.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        available: bytes that every rank has.
+        options: of the plugin; 0 where they want no records.
+        limits: of SGLang.
+
+    Raises:
+        ConfigError: if there are no records for this model's layers.
+    """
+    if not passes.is_wanted(options):
+        return 0
+    drafts = scratch.drafts_per_step()
+    params = mambaish_config(model).mamba2_cache_params
+    row = records.row_bytes(params, drafts)
+    # Nobody runs without a slot.
+    rows = min(_verifying(limits), available // (params.mamba_cache_per_req + row))
+    taken = records.rows_of(rows) * row
+    logger.info(_RECORDS, taken / (1 << 20), rows, drafts)
+    return taken
+
+
+def scratch_bytes(model: Any, options: HybridConfig, limits: EngineLimits) -> int:
     """Bytes that the states after drafts take beside pools of a fixed size."""
     drafts = scratch.drafts_per_step()
-    if not drafts:
+    if not drafts or passes.is_wanted(options):
         return 0
     params = mambaish_config(model).mamba2_cache_params
     return scratch.rows_bytes(params, _verifying(limits), drafts)
@@ -198,18 +234,12 @@ def _verifying(limits: EngineLimits) -> int:
     return min(limits.max_sequences, limits.slots.ids - 1)
 
 
-def tell_of_scratch(model: Any, limits: EngineLimits) -> None:
+def tell_of_scratch(model: Any, options: HybridConfig, limits: EngineLimits) -> None:
     """Say in the log what the states after drafts take beside fixed pools."""
-    taken = scratch_bytes(model, limits)
+    taken = scratch_bytes(model, options, limits)
     if taken:
-        logger.info(
-            "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, "
-            "of %d sequences with %d tokens each to verify; fewer "
-            "--max-running-requests take less.",
-            taken / (1 << 20),
-            _verifying(limits),
-            scratch.drafts_per_step(),
-        )
+        drafts = scratch.drafts_per_step()
+        logger.info(_STATES, taken / (1 << 20), _verifying(limits), drafts)
 
 
 def limits_of(
@@ -239,7 +269,7 @@ def limits_of(
     if schedule.max_mamba_cache_size is not None:
         count = schedule.max_mamba_cache_size // attn_dp_size + 1
         slots = FixedCount(count, "--max-mamba-cache-size")
-    sequences = schedule.max_running_requests or _MAX_SEQUENCES
+    sequences = schedule.max_running_requests or MOST_REQUESTS
     return EngineLimits(
         max_model_len=model.context_len,
         max_sequences=max(sequences // attn_dp_size, 1),
@@ -260,6 +290,7 @@ def take_over(
     options: HybridConfig,
     memory: PoolMemory,
     interior: InteriorSnapshots | None,
+    replay: Replay,
 ) -> Any:
     """Put the core in charge of pools that SGLang has just built.
 
@@ -268,6 +299,7 @@ def take_over(
         options: of the plugin.
         memory: what they were built on.
         interior: what forward passes are to keep; None where they can keep nothing.
+        replay: records drafts, where that is wanted.
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
@@ -284,6 +316,7 @@ def take_over(
         stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
     )
     kept = states.mamba_pool.mamba_cache
+    executor.scratch = replay.build(states)
     if scratch.scratch_tensors(kept):
         executor.scratch = scratch.DraftScratch(kept)
     cache = _build(stock, states, options, memory, interior is not None)

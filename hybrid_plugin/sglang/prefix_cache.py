@@ -232,11 +232,16 @@ class HybridPrefixCache(BasePrefixCache):
                 self.front_door.cross(_id(req), req.extend_end)
         verifies = batch.forward_mode.is_decode()
         self.cache.trim_scratch(len(batch.reqs) if verifies else 0)
-        self.run_commands()
+        self.run_commands(verifies=not batch.forward_mode.is_extend())
 
-    def run_commands(self) -> None:
-        """Run the commands that are queued."""
+    def run_commands(self, *, verifies: bool = False) -> None:
+        """Run the commands that are queued.
+
+        Args:
+            verifies: whether the pass behind them may write the scratch of drafts.
+        """
         commands = self.cache.drain_commands()
+        self.drafts.precede(commands, verifies=verifies)
         self._executor.run(commands)
         if commands:
             self._tell_of_moves()

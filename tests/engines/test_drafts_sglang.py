@@ -43,6 +43,7 @@ GDN, MAMBA2 = list(DRIVER.models)[:2] if DRIVER else ("", "")
 CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
+REPLAY = {"draft_states": "replay"}
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ RUNS = [
     pytest.param(MAMBA2, TREE, NO_OVERLAP, id="tree, no overlap"),
     pytest.param(GDN, TREE, (), id="delta net, tree, overlap"),
 ]
+REPLAYS = [*RUNS]
 if EVERYTHING:
     RUNS += [
         pytest.param(model, shape, flags)
@@ -194,15 +196,35 @@ def test_answers_and_hits_are_those_without_drafts(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
+@pytest.mark.parametrize(("chats", "shape", "flags"), REPLAYS, indirect=["chats"])
+def test_replay_changes_no_answer_and_no_hit(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str],
+) -> None:
+    outcome, answers, metrics = served(
+        start_server, chats, shape, flags, options=REPLAY
+    )
+    print(outcome)
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong
+    assert max(unrestored(chats, answers)) <= 1
+    assert metrics["turn_ends_missed"] == 0
+    assert metrics["turn_ends_exact"] >= len(chats.asks)
+
+
 @pytest.mark.skipif(
     "float32" not in MAMBA2, reason="bfloat16 differs from itself by as much"
 )
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["columns", "replay"])
 @pytest.mark.parametrize("chats", [MAMBA2], indirect=True)
 def test_the_state_after_another_draft_is_seen(
-    start_server: StartServer, chats: Chats
+    start_server: StartServer, chats: Chats, options: dict[str, str]
 ) -> None:
     """Negative control: what is hit is as much, and some of it is wrong."""
-    outcome, answers, _ = served(start_server, chats, CHAIN, fault="wrong_drafts")
+    outcome, answers, _ = served(
+        start_server, chats, CHAIN, fault="wrong_drafts", options=options
+    )
     assert len(outcome.wrong) > 0.1 * CHATS
     assert max(unrestored(chats, answers)) <= 1
 

@@ -99,7 +99,11 @@ class Running:
         none = SimpleNamespace(speculative_algorithm=None)
         monkeypatch.setattr(elastic, "get_spec", lambda: none)
         monkeypatch.setattr(planning, "mambaish_config", lambda of: of.states)
-        monkeypatch.setattr(planning.scratch, "drafts_per_step", lambda: self.drafts)
+        for module in (planning.scratch, planning.passes):
+            monkeypatch.setattr(module, "drafts_per_step", lambda: self.drafts)
+        monkeypatch.setattr(
+            planning.records, "get_eager_max_batch_size", lambda count: count
+        )
         features = SimpleNamespace(enable_memory_saver=False)
         alone = SimpleNamespace(launch_world_size=1)
         for module in (planning, elastic):
@@ -160,6 +164,31 @@ def test_the_states_after_drafts_are_beside_the_pools(
     # SGLang has a row more than sequences, for padding.
     left = MIB - 4 * 4 * 3 * STATE_BYTES
     assert left - TOKEN_BYTES * PAGE < spent <= left
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [({"max_running_requests": 3}, 3), ({"max_mamba_cache_size": 5}, 5), ({}, None)],
+    ids=["requests", "slots", "memory"],
+)
+def test_records_of_drafts_are_beside_the_pools(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], rows: int | None
+) -> None:
+    running = Running(monkeypatch, **limits)
+    running.drafts = 4
+    params = running.model_config.states.mamba2_cache_params
+    params.is_kda = False
+    params.shape.conv = [(48, 3)]  # two groups of 8, twice, beside 4 x 4 values
+    # Keys, values and decays in float32, and inputs in bfloat16.
+    row = 4 * 3 * (4 * (2 * 8 + 4 * 4 + 4) + 2 * 48)
+    slot = 3 * (48 * 3 * 2 + 4 * 4 * 8 * 4)
+    params.mamba_cache_per_req = slot
+    sizes = running.reserve(MIB, elastic=False, draft_states="replay")
+    rows = rows or MIB // (slot + row)
+    left = MIB - rows * row
+    spent = sizes.pages * TOKEN_BYTES * PAGE + sizes.slots * slot
+    assert left - TOKEN_BYTES * PAGE - slot < spent <= left
+    assert min(sizes.slots - 1, limits.get("max_running_requests", MIB)) <= rows
 
 
 def test_no_more_sequences_verify_than_there_are_slots(

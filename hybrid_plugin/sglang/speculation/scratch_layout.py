@@ -23,7 +23,7 @@ from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
 def scratch_layout(
     params: Any, device_type: str, sequences: int
 ) -> ScratchLayout | None:
-    """How the rows lie; None without drafts.
+    """How the rows lie; None without drafts, or rows.
 
     Args:
         params: SGLang's `BaseLinearStateParams`.
@@ -31,7 +31,7 @@ def scratch_layout(
         sequences: that run at once, at most.
     """
     drafts = drafts_per_step()
-    if not drafts:
+    if not drafts or not sequences:
         return None
     topk = get_spec().speculative_eagle_topk
     tensors = row_tensors(params, drafts, topk)

@@ -77,14 +77,22 @@ def _wrong_drafts() -> None:
     from dataclasses import replace
 
     from hybrid_plugin.core.commands import Take
+    from hybrid_plugin.sglang.speculation.replay.scratch import ReplayScratch
     from hybrid_plugin.sglang.speculation.scratch import DraftScratch
 
-    take = DraftScratch.take
+    def next_of(commands):  # type: ignore[no-untyped-def]
+        return [replace(one, step=one.step + 1) for one in commands]
+
+    take, cut = DraftScratch.take, ReplayScratch._cut
 
     def wrongly(self, commands: list[Take]) -> None:  # type: ignore[no-untyped-def]
-        take(self, [replace(one, step=one.step + 1) for one in commands])
+        take(self, next_of(commands))
+
+    def wrong_cut(self, verified, takes, ended):  # type: ignore[no-untyped-def]
+        cut(self, verified, next_of(takes), ended)
 
     DraftScratch.take = wrongly  # type: ignore[method-assign]
+    ReplayScratch._cut = wrong_cut  # type: ignore[method-assign]
 
 
 def _exclude_workers() -> None:
