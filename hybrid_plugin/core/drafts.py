@@ -83,9 +83,8 @@ class Drafts:
             name: tokens + min(wanted.get(name, 0), width) + 1
             for name, tokens in growth.items()
         }
-        if self.need_slots:
-            missed = [max(count - width, 0) for count in wanted.values()]
-            self._stats.drafts_refused += sum(missed)
+        dropped = [max(count - width, 0) for count in wanted.values()]
+        self._stats.drafts_refused += sum(dropped)
         return width
 
     def foresee(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
@@ -127,12 +126,13 @@ class Drafts:
         width = self._narrowed(wanted, growth, width)
         moves = self._memory.broker.moves_memory
         self._lacks_pages = width < 0 and moves and self._slots.drafts > 0
-        if self.wait:
+        if self.wait or width <= 0:
             return 0
-        for level in range(1, width + 1):
+        least = min(len(self._sequences[name].drafts) for name in wanted)
+        for level in range(least + 1, width + 1):
             if not self._widen(wanted, growth, level):
                 return level - 1
-        return max(width, 0)
+        return width
 
     def _narrowed(
         self, wanted: Mapping[str, int], growth: Mapping[str, int], width: int
@@ -157,10 +157,12 @@ class Drafts:
         are free behind a step without drafts, so that one must find pages as well.
         """
         memory = self._memory
-        pages, further = 0, int(memory.broker.moves_memory)
+        pages, size = 0, memory.tree.page_size
+        further = int(memory.broker.moves_memory) + size - 1  # rounds up
         for name, sequence in self._sequences.items():
-            tokens = growth.get(name, 0) + min(wanted.get(name, 0), width) + further
-            pages += max(self._further(tokens, len(sequence.pages)), sequence.promised)
+            tokens = growth.get(name, 0) + min(wanted.get(name, 0), width)
+            most = max((tokens + further) // size, sequence.reserved)
+            pages += max(most - len(sequence.pages), 0)
         needs: dict[PoolId, int] = {
             pool: pages + (0 if pool == Pool.KV else memory.promised_pages(pool))
             for pool in memory.page_pools
