@@ -174,7 +174,7 @@ def test_a_setting_whose_answers_alone_are_others_is_told(tmp_path: Path) -> Non
 
 
 def test_each_setting_is_asked_for_in_vllms_own_words() -> None:
-    assert len({one.name for one in settings_of_vllm.SETTINGS}) == 10
+    assert len({one.name for one in settings_of_vllm.SETTINGS}) == 9
     args = deterministic.parse(
         ["settings", "--out", "x", "--engine", "vllm", "--only", "PIECEWISE"]
     )

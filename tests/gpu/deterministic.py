@@ -20,7 +20,7 @@ all have the same bits (or, so wanted, some do not).
         --options '{"deterministic": "prefix"}' --requests 60 --at-once 3
 
 starts vLLM with one setting after the other (`determinism.settings`: CUDA graphs of
-each kind and none, other sizes of them, other attention) and prints a line about each.
+each kind and none, other sizes of them) and prints a line about each.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ SETTINGS = (
     Setting("powers_of_two", _graphs("FULL_AND_PIECEWISE", *(2**n for n in range(7)))),
     # A sequence alone decodes in the graph that a crowd decodes in.
     Setting("one_size", _graphs("FULL_DECODE_ONLY", 32)),
-    Setting("triton_attention", {"attention_backend": "TRITON_ATTN"}),
     # What differs here is the cache's doing: nothing shares a pass.
     Setting("one_sequence", {"max_num_seqs": 1}),
     Setting("sync_scheduling", {"async_scheduling": False}),
