@@ -15,7 +15,7 @@ import sglang.srt.configs as configs
 from sglang.srt.configs.gigachat35 import GigaChat35Config
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
@@ -52,6 +52,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state_layers, "get_exec", lambda: SimpleNamespace(features=features)
     )
     monkeypatch.setattr(state_layers, "check_cuda_graph_backend", lambda *_: False)
+    mamba = SimpleNamespace(
+        linear_attn_backend=TRITON,
+        linear_attn_prefill_backend=None,
+        linear_attn_decode_backend=None,
+    )
+    monkeypatch.setattr(choice, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(choice, "is_flashinfer_gdn_prefill_available", lambda: False)
     return features
 
 
@@ -149,7 +156,7 @@ def test_layers_are_ours_wholly_or_not_at_all(
 
 @pytest.mark.parametrize("available", [False, True])
 def test_auto_goes_by_what_sglang_takes_otherwise(
-    monkeypatch: pytest.MonkeyPatch, server: SimpleNamespace, available: bool
+    monkeypatch: pytest.MonkeyPatch, available: bool
 ) -> None:
     monkeypatch.setattr(
         choice, "is_flashinfer_gdn_prefill_available", lambda: available
