@@ -30,15 +30,16 @@ SHORTEST_ANSWER = 64
 """Tokens that SGLang's test has each request generate at least: if answers have just so
 many, all requests begin where the prompt ends."""
 TURN_ANSWER = 512
-LONGEST_PROMPT = 4096
+LONGEST_PROMPT = 3500
+"""With an answer behind it as long as models of `slow_decay` take."""
 NEVER = 10**9
 """Steps between two retractions."""
 
 
-def arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Of SGLang's engine with delays."""
+def setup_of(args: argparse.Namespace) -> Setup:
+    """The engine's configuration but for what the test needs."""
     flags = {"enable_deterministic_inference": True} if ON_GPU else {}
-    setup = Setup(
+    return Setup(
         "sglang",
         model_folder(args.model),
         args.dtype,
@@ -46,7 +47,10 @@ def arguments(args: argparse.Namespace) -> dict[str, Any]:
         None if args.stock else {"enabled": True, **args.options},
         flags | args.flags,
     )
-    setup.set_environment()
+
+
+def arguments(setup: Setup, args: argparse.Namespace) -> dict[str, Any]:
+    """Of SGLang's engine with delays."""
     longest = args.prompt + _answer(args)
     return setup.arguments() | {
         "context_length": longest,
@@ -64,11 +68,11 @@ def _answer(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the test; 0 if it passes."""
-    given = arguments(args)
+    setup = setup_of(args)
+    setup.set_environment()
     from sglang.test.cache_consistency_jitter import get_jitter_engine, run_jitter_test
 
-    vocabulary = json.loads((model_folder(args.model) / "config.json").read_text())
-    with get_jitter_engine(**given) as engine:
+    with get_jitter_engine(**arguments(setup, args)) as engine:
         try:
             run_jitter_test(
                 engine,
@@ -77,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                 prefix_len_min=args.prompt // 2,
                 prefix_len_max=args.prompt,
                 new_tokens=_answer(args),
-                vocab_size=vocabulary["vocab_size"],
+                vocab_size=setup.vocabulary,
                 min_retracted_requests=10 if args.turns else 0,
             )
         except AssertionError as failure:
