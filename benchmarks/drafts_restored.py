@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,10 +69,24 @@ def engines(name: str, drafts: int, cache_mib: int) -> Mapping[str, Engine]:
     return {WITHOUT: Drafting(), WITH: Drafting(drafts=drafts)}
 
 
+Results = dict[str, dict[str, Result]]
+"""By workload and side."""
+
+
 def run(
-    found: Mapping[str, Engine], workloads: Sequence[Workload], logs: Path
-) -> dict[str, dict[str, Result]]:
-    """Results by workload and side."""
+    found: Mapping[str, Engine],
+    workloads: Sequence[Workload],
+    logs: Path,
+    save: Callable[[Results], None],
+) -> Results:
+    """Serve the workloads, one after the other.
+
+    Args:
+        found: servers, by side.
+        workloads: to send to each.
+        logs: folder of what the servers print.
+        save: told of all results so far, after each workload.
+    """
     with ExitStack() as stack:
         targets = {}
         for side, engine in found.items():
@@ -85,19 +99,20 @@ def run(
         for target in targets.values():
             target.server.wait_until_ready()
             measure(target, shared_prompt(requests=8), lambda: None)
-        results: dict[str, dict[str, Result]] = {}
+        results: Results = {}
         for workload in workloads:
             for side, target in targets.items():
                 result = measure(target, workload, lambda: None).result
                 results.setdefault(workload.name, {})[side] = result
                 print(workload.name, side, result, file=sys.stderr, flush=True)
+            save(results)
         return results
 
 
 def difference(of_sides: Mapping[str, Result]) -> float:
     """Points of the share restored that drafts cost, negative where they gain some."""
     without, drafted = of_sides[WITHOUT], of_sides[WITH]
-    return 100 * (without.cached_share - drafted.cached_share)
+    return round(100 * (without.cached_share - drafted.cached_share), 3)
 
 
 def table(results: Mapping[str, Mapping[str, Result]]) -> str:
@@ -114,7 +129,7 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
         "with",
         "of",
     )
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    lines = [_row(names), "|---" * len(names) + "|"]
     for workload, of_sides in results.items():
         without, drafted = of_sides[WITHOUT], of_sides[WITH]
         cells = (
@@ -129,11 +144,15 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
             str(drafted.right_answers),
             str(without.requests),
         )
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(_row(cells))
     beyond = [name for name, r in results.items() if difference(r) > POINTS]
     verdict = f"More than {POINTS:g} point is lost in: {', '.join(beyond)}."
     within = f"Drafts cost no workload more than {POINTS:g} point."
     return "\n".join([*lines, "", verdict if beyond else within])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _told(value: float | None) -> str:
@@ -172,17 +191,20 @@ def main() -> int:
     found = engines(args.engine, args.drafts, args.cache_mib)
     named = args.workloads or [one.name for one in all_workloads()]
     workloads = [one for one in all_workloads() if one.name in named]
-    with tempfile.TemporaryDirectory() as scratch:
-        results = run(found, workloads, args.logs or Path(scratch))
     version = found[WITHOUT].version()
-    text = table(results)
-    if args.out:
+
+    def save(results: Results) -> None:
+        if args.out is None:
+            return
         about = {"drafts": args.drafts, "settings": found[WITH].settings()}
         written = document(args.engine, results, version=version, **about)
         write(args.out, ".json", json.dumps(written, indent=1))
         title = f"# Restored with and without drafts, {args.engine} {version}, CPU\n\n"
-        write(args.out, ".md", title + text)
-    print(text)
+        write(args.out, ".md", title + table(results))
+
+    with tempfile.TemporaryDirectory() as scratch:
+        results = run(found, workloads, args.logs or Path(scratch), save)
+    print(table(results))
     return 0
 
 
