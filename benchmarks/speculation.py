@@ -53,6 +53,8 @@ class Run:
         # Looking may take memory of the device: engines' processes are told.
         self.on = args.on or ("cpu" if machine()["device"] == "CPU" else "gpu")
         self.setup = setup(args, self.on)
+        if args.engine == "vllm" and self.on == "cpu" and self.setup.acceptance:
+            raise SystemExit("--acceptance: vLLM's CPU build forces none; leave it out")
         extra = [(name, json.loads(options)) for name, options in args.extra]
         self.configurations = sides.configurations(args.engine) | {
             f"{sides.PLUGIN}, {name}": sides.of_plugin({"elastic": True, **options})
