@@ -39,6 +39,7 @@ ROOM = (512, 160)
 BEYOND = 6
 """Tokens of each answer that the oracle knows and nobody asks for."""
 QUESTION = encode(" And the code for ember? ")
+GDN, MAMBA2 = list(DRIVER.models)[:2] if DRIVER else ("", "")
 CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
@@ -51,6 +52,7 @@ class Chats:
     model: Path
     dtype: str
     bound: float
+    stray: int
     asks: Sequence[Ask]
     answers: Sequence[Answer]
     known: Path
@@ -111,7 +113,7 @@ def _make(start_server: StartServer, driver: Driver, name: str, folder: Path) ->
         )
         for ask, answer in zip(asks, answers, strict=True)
     ]
-    return Chats(model, entry.dtype, entry.bound, asks, asked, known)
+    return Chats(model, entry.dtype, entry.bound, entry.stray, asks, asked, known)
 
 
 def _more(ask: Ask) -> Ask:
@@ -161,14 +163,14 @@ def unrestored(chats: Chats, answers: Sequence[Answer]) -> Iterator[int]:
 
 
 RUNS = [
-    pytest.param("mamba-2, float32", CHAIN, (), id="chain, overlap"),
-    pytest.param("mamba-2, float32", TREE, NO_OVERLAP, id="tree, no overlap"),
-    pytest.param("gated delta net, bfloat16", TREE, (), id="delta net, tree, overlap"),
+    pytest.param(MAMBA2, CHAIN, (), id="chain, overlap"),
+    pytest.param(MAMBA2, TREE, NO_OVERLAP, id="tree, no overlap"),
+    pytest.param(GDN, TREE, (), id="delta net, tree, overlap"),
 ]
 if EVERYTHING:
     RUNS += [
         pytest.param(model, shape, flags)
-        for model in ("mamba-2, float32", "gated delta net, bfloat16")
+        for model in (MAMBA2, GDN)
         for shape in (CHAIN, TREE)
         for flags in ((), NO_OVERLAP, ("--page-size=1",))
     ]
@@ -183,7 +185,7 @@ def test_answers_and_hits_are_those_without_drafts(
 ) -> None:
     outcome, answers, metrics = served(start_server, chats, shape, flags)
     print(outcome)
-    assert not outcome.wrong
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong
     assert outcome.compared == len(chats.asks)
     lost = list(unrestored(chats, answers))
     assert len(lost) > 0.8 * CHATS
@@ -192,7 +194,10 @@ def test_answers_and_hits_are_those_without_drafts(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
-@pytest.mark.parametrize("chats", ["mamba-2, float32"], indirect=True)
+@pytest.mark.skipif(
+    "float32" not in MAMBA2, reason="bfloat16 differs from itself by as much"
+)
+@pytest.mark.parametrize("chats", [MAMBA2], indirect=True)
 def test_the_state_after_another_draft_is_seen(
     start_server: StartServer, chats: Chats
 ) -> None:
@@ -213,4 +218,4 @@ def test_stock_drafts_change_no_answer(
     outcome, _, _ = served(
         start_server, chats, shape, flags, plugin=False, prefix_cache=False
     )
-    assert not outcome.wrong
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong
