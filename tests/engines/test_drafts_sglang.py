@@ -257,7 +257,7 @@ def test_a_crowd_shares_its_memory_with_what_it_verifies(
     with start_server("crowd", options=options, **wanted) as server:
         answers = ask(server, chats)
         crowded = read(tmp_path / "report.json")
-        aborted = server.ask_all(burst(0)[:32], concurrency=32)
+        aborted = server.ask_all(burst(0)[:16], concurrency=16)
         idle = wait_until_idle(server)
         long = server.ask_all(long_prompts(), concurrency=1)
         alone = read(tmp_path / "report.json")
@@ -282,7 +282,7 @@ def test_a_crowd_shares_its_memory_with_what_it_verifies(
 def long_prompts() -> list[Ask]:
     """Prompts that share nothing, and fill most of the memory with their pages."""
     rng = random.Random(3)
-    return [Ask(tuple(rng.randrange(3, 250) for _ in range(900)), 4) for _ in range(12)]
+    return [Ask(tuple(rng.randrange(3, 250) for _ in range(900)), 4) for _ in range(6)]
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="it is SGLang's own way, on our platform")
