@@ -22,7 +22,7 @@ from tests.engines.compare import Comparison, compare
 from tests.engines.conftest import DRIVER, StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
-from tests.engines.drivers.sglang import RETRACTING
+from tests.engines.drivers.sglang import ON_GPU, RETRACTING
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.reference import EVERYTHING
@@ -44,10 +44,11 @@ ROOM = (512, 160)
 BEYOND = 6
 """Tokens of each answer that the oracle knows and nobody asks for."""
 QUESTION = encode(" And the code for ember? ")
+GDN, MAMBA2 = list(DRIVER.models)[:2] if DRIVER else ("", "")
 CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
-ELASTIC = {"elastic": True, "gpu_memory_budget": 64 << 20}
+ELASTIC = {"elastic": True, "gpu_memory_budget": (512 if ON_GPU else 64) << 20}
 """Room for all of them, likewise."""
 BUDGET = 10 << 20
 """A row takes a tenth of it with a chain, and a slot a third of that."""
@@ -60,6 +61,7 @@ class Chats:
     model: Path
     dtype: str
     bound: float
+    stray: int
     asks: Sequence[Ask]
     answers: Sequence[Answer]
     known: Path
@@ -120,7 +122,7 @@ def _make(start_server: StartServer, driver: Driver, name: str, folder: Path) ->
         )
         for ask, answer in zip(asks, answers, strict=True)
     ]
-    return Chats(model, entry.dtype, entry.bound, asks, asked, known)
+    return Chats(model, entry.dtype, entry.bound, entry.stray, asks, asked, known)
 
 
 def _more(ask: Ask) -> Ask:
@@ -181,21 +183,27 @@ def unrestored(chats: Chats, answers: Sequence[Answer]) -> Iterator[int]:
 
 
 RUNS = [
-    pytest.param("mamba-2, float32", CHAIN, (), id="chain, overlap"),
-    pytest.param("mamba-2, float32", TREE, NO_OVERLAP, id="tree, no overlap"),
-    pytest.param("gated delta net, bfloat16", TREE, (), id="delta net, tree, overlap"),
+    pytest.param(MAMBA2, CHAIN, (), id="chain, overlap"),
+    pytest.param(MAMBA2, TREE, NO_OVERLAP, id="tree, no overlap"),
+    pytest.param(GDN, TREE, (), id="delta net, tree, overlap"),
 ]
-CROWDS = [pytest.param("mamba-2, float32", CHAIN, (), True, id="chain")]
+IN_ELASTIC_POOLS = [pytest.param(GDN, CHAIN, (), id="delta net, chain")]
+CROWDS = [pytest.param(MAMBA2, CHAIN, (), True, id="chain")]
+if EVERYTHING or ON_GPU:
+    IN_ELASTIC_POOLS += [
+        pytest.param(MAMBA2, TREE, (), id="tree"),
+        pytest.param(GDN, TREE, NO_OVERLAP, id="delta net, tree, no overlap"),
+    ]
 if EVERYTHING:
     RUNS += [
         pytest.param(model, shape, flags)
-        for model in ("mamba-2, float32", "gated delta net, bfloat16")
+        for model in (MAMBA2, GDN)
         for shape in (CHAIN, TREE)
         for flags in ((), NO_OVERLAP, ("--page-size=1",))
     ]
     CROWDS += [
         pytest.param(model, shape, flags, packed)
-        for model in ("mamba-2, float32", "gated delta net, bfloat16")
+        for model in (MAMBA2, GDN)
         for shape, flags in ((CHAIN, NO_OVERLAP), (TREE, ()))
         for packed in (True, False)
     ]
@@ -208,9 +216,32 @@ def test_answers_and_hits_are_those_without_drafts(
     shape: tuple[int, int],
     flags: Sequence[str],
 ) -> None:
-    outcome, answers, metrics = served(start_server, chats, shape, flags)
+    check(chats, *served(start_server, chats, shape, flags))
+
+
+@pytest.mark.parametrize(
+    ("chats", "shape", "flags"), IN_ELASTIC_POOLS, indirect=["chats"]
+)
+def test_elastic_pools_change_neither(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str],
+) -> None:
+    found = served(start_server, chats, shape, flags, options=ELASTIC)
+    check(chats, *found)
+    assert found[2]["scratch{used}"] == 0 < found[2]["mapped_bytes{scratch}"]
+
+
+def check(
+    chats: Chats,
+    outcome: Comparison,
+    answers: Sequence[Answer],
+    metrics: dict[str, float],
+) -> None:
+    """Answers are those without drafts, and second turns resume where first ones end."""
     print(outcome)
-    assert not outcome.wrong
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong
     assert outcome.compared == len(chats.asks)
     lost = list(unrestored(chats, answers))
     assert len(lost) > 0.8 * CHATS
@@ -219,7 +250,10 @@ def test_answers_and_hits_are_those_without_drafts(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
-@pytest.mark.parametrize("chats", ["mamba-2, float32"], indirect=True)
+@pytest.mark.skipif(
+    "float32" not in MAMBA2, reason="bfloat16 differs from itself by as much"
+)
+@pytest.mark.parametrize("chats", [MAMBA2], indirect=True)
 @pytest.mark.parametrize("options", [{}, ELASTIC], ids=["fixed", "elastic"])
 def test_the_state_after_another_draft_is_seen(
     start_server: StartServer, chats: Chats, options: dict[str, Any]
@@ -232,6 +266,7 @@ def test_the_state_after_another_draft_is_seen(
     assert max(unrestored(chats, answers)) <= 1
 
 
+@pytest.mark.skipif(ON_GPU, reason="the host's memory is looked at")
 @pytest.mark.parametrize(
     ("chats", "shape", "flags", "packed"), CROWDS, indirect=["chats"]
 )
@@ -296,4 +331,4 @@ def test_stock_drafts_change_no_answer(
     outcome, _, _ = served(
         start_server, chats, shape, flags, plugin=False, prefix_cache=False
     )
-    assert not outcome.wrong
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong
