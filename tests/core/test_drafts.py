@@ -102,7 +102,8 @@ def test_a_turn_ends_on_what_is_folded(known: int, folded: int) -> None:
     start(cache, "a", span(0, 8))
     prefill(cache, "a", span(0, 8))
     assert cache.grow("a", 16) is not None
-    assert cache.hold_drafts("a", 3) == []
+    assert cache.lend_drafts({"a": 3}, {}) == 3
+    assert cache.sequence("a").drafts == []
     cache.drain_commands()
     with pytest.raises(ValueError, match="starts behind 7 tokens"):
         cache.verify("a", 7, 3)  # a snapshot at the prompt's end would be too late
