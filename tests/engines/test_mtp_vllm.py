@@ -160,10 +160,15 @@ def test_conversations_hit_what_they_hit_without_drafts(
 # -------------------------------------------------------------------------- pressure
 
 SLOTS = 5
+LEAST_WITH_ONE = 1.3
+"""Tokens a verification of mostly one draft."""
 
 
 def test_the_drafter_makes_way(start_server: StartServer, driver: Driver) -> None:
-    """With slots for five, five run at once: the head drafts less, or nothing."""
+    """With slots for five, five run at once, and the head drafts nothing meanwhile.
+
+    When two run, there are slots for one draft of each.
+    """
     texts = [text.encode() + b"%d " % i for i in range(4) for text in PROMPTS]
     done = threading.Event()
     with (
@@ -183,12 +188,15 @@ def test_the_drafter_makes_way(start_server: StartServer, driver: Driver) -> Non
         asks = asks_of(texts)
         answers = server.ask_all(asks, len(asks))
         done.set()
-        metrics = server.metrics()
+        crowd = server.metrics()
+        server.reset_prefix_cache()
+        answers += server.ask_all(asks[:4], 2)
         length = acceptance_length(driver.metrics(server.url))
+        pair = server.metrics()
     assert not any(answer.error for answer in answers)
-    assert max(gaps(MODEL, asks, answers)) <= NEAR_TIE
+    assert max(gaps(MODEL, [*asks, *asks[:4]], answers)) <= NEAR_TIE
     assert watch.result() == SLOTS
-    assert metrics["preemptions"] == 0
-    assert metrics["turn_ends_exact"] == len(asks)
-    assert metrics["drafts_lent"] > 0
-    assert length > 1
+    assert crowd["preemptions"] == 0
+    assert pair["turn_ends_exact"] == len(asks) + 4
+    assert pair["drafts_lent"] > crowd["drafts_lent"]
+    assert length >= LEAST_WITH_ONE
