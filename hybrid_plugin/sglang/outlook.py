@@ -88,6 +88,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     from hybrid_plugin.sglang.arguments import has_windows
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
+    from hybrid_plugin.sglang.speculation.replay import passes
     from hybrid_plugin.sglang.speculation.scratch_layout import scratch_layout
 
     model = ModelConfig.from_server_args(server_args)

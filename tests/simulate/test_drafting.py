@@ -218,6 +218,33 @@ def test_whatever_is_lent_the_same_drafts_are_right() -> None:
     assert first.accepted <= drafting_of(beside).accepted
 
 
+# --------------------------------------------------------------------------- scratch
+
+SCRATCH = Speculation(3, 4.0, scratch=True)
+
+
+def test_a_scratch_takes_no_slots_and_a_copy_more() -> None:
+    engine = server(SCRATCH, slots=4)
+    jobs = run(engine, [at(0.0, 8, 9, 100 * n) for n in range(4)])
+    assert [job.generated for job in jobs] == [9] * 4
+    assert drafting_of(engine).peak_slots == drafting_of(engine).narrowed == 0
+    assert engine.work.passes == 3
+    assert engine.work.decode_sequences == 4 * 2 * (1 + 1 + 3 / 2)
+
+
+def test_a_scratch_has_a_row_a_sequence_and_one_for_padding() -> None:
+    assert SCRATCH.scratch_bytes(48, 100) == 49 * 4 * 100
+    assert ALL.scratch_bytes(48, 100) == 0
+
+
+def test_turns_from_a_scratch_end_where_they_end() -> None:
+    first = at(0.0, 8, 7)
+    history = tokens(0, 8) + first.answer
+    goes_on = replace(request(history + tokens(900, 905), answer=3), arrival=500.0)
+    _, second = run(server(SCRATCH), [first, goes_on])
+    assert second.hit == len(history)
+
+
 # ---------------------------------------------------------------------- command line
 
 SMALL = ("--requests", "40", "--concurrency", "4", "--json")
@@ -255,6 +282,7 @@ def test_drafts_are_part_of_the_text() -> None:
         (("--acceptance", "2"), "--drafts and --acceptance go together"),
         (("--drafts", "0", "--acceptance", "1"), "--drafts must lie between 1"),
         (("--drafts", "3", "--acceptance", "4.5"), "from 1 to 4 with 3 drafts"),
+        (("--draft-states", "scratch"), "needs --drafts, and --gpu-memory"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -270,3 +298,14 @@ def test_the_others_know_no_drafts(tmp_path: Path) -> None:
         ["simulate", *flags, "--drafts", "3", "--acceptance", "2"],
         "without drafts: leave --drafts out",
     )
+
+
+def test_a_scratch_takes_memory_from_the_pools(tmp_path: Path) -> None:
+    model = write(tmp_path, QWEN3_NEXT)
+    flags = ["--gpu-memory", "200GiB", "--no-elastic", "--model-config", str(model)]
+    drafts = ["--drafts", "3", "--acceptance", "2.5"]
+    slots = simulate(*flags, *drafts)
+    scratch = simulate(*flags, *drafts, "--draft-states", "scratch")
+    assert scratch["drafts"]["peak_slots"] == 0
+    for kind in ("pages", "slots"):
+        assert scratch["capacity"][kind] < slots["capacity"][kind]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding in a simulation: slots lent for drafts, and what is accepted.
+"""Speculative decoding in a simulation: memory for drafts, and what is accepted.
 
-Slots are asked for in the calls of vLLM's adapter, so the cache decides who gets some;
-whether a draft is right is drawn at random.
+Slots are asked for in the calls of vLLM's adapter, so the cache decides who gets some.
+A scratch is SGLang's: it lies beside the pools, with room for all that may run.
+Whether a draft is right is drawn at random.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Speculation:
     length: float
     """Tokens that a verification of all of them gives on average: those accepted, and
     the one after them."""
+    scratch: bool = False
+    """Whether states after drafts lie in a scratch, not in slots lent for them."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= 1 + self.drafts:
@@ -36,6 +39,20 @@ class Speculation:
                 f"--acceptance is tokens of a verification, from 1 to {1 + self.drafts}"
                 f" with {self.drafts} drafts, got {self.length:g}."
             )
+
+    def scratch_bytes(self, sequences: int, state_bytes: int) -> int:
+        """Of a scratch for so many sequences, and one more for padding; 0 without."""
+        return (sequences + 1) * (1 + self.drafts) * state_bytes * self.scratch
+
+    def decodes(self, drafts: int) -> float:
+        """Decodes that a verification reads and writes as many states as.
+
+        A decode reads one and writes one; a verification reads one and writes one after
+        each token, of which a scratch is copied from once more.
+        """
+        if not drafts and not self.scratch:
+            return 1.0
+        return 1.0 + drafts / 2 + self.scratch
 
     @property
     def chance(self) -> float:
@@ -65,6 +82,8 @@ class Drafting:
         self._cache = cache
         self._most = speculation.drafts
         self._chance = speculation.chance
+        self._lends = cache.slots.needed and not speculation.scratch
+        self.speculation = speculation
         self._planned: dict[Job, int] = {}
         self.verifications = 0
         """Of sequences with at least one draft."""
@@ -82,10 +101,12 @@ class Drafting:
         Args:
             running: in the order in which they are scheduled.
         """
-        cache = self._cache
-        jobs = list(running)
+        cache, jobs = self._cache, list(running)
         wanted = {job.seq_id: self._most for job in jobs if not job.is_prefilling}
-        width = cache.lend_drafts(wanted, {job.seq_id: job.num_tokens for job in jobs})
+        width = self._most
+        if self._lends:
+            growth = {job.seq_id: job.num_tokens for job in jobs}
+            width = cache.lend_drafts(wanted, growth)
         self.narrowed += bool(wanted) and not width
         self._planned = {job: width for job in jobs if job.seq_id in wanted}
         self.peak_slots = max(self.peak_slots, cache.drafts_held)
@@ -106,9 +127,10 @@ class Drafting:
         """
         cache = self._cache
         accepted = {}
-        for job, count in drafts.items():
+        for place, (job, count) in enumerate(drafts.items()):
             start = job.computed - 1
-            cache.verify(job.seq_id, start, count, known=job.num_tokens)
+            row = place if self.speculation.scratch else None
+            cache.verify(job.seq_id, start, count, row=row, known=job.num_tokens)
             accepted[job] = self._right(job, count)
             cache.accept(job.seq_id, accepted[job])
             self.verifications += count > 0

@@ -151,8 +151,15 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         "--drafts",
         type=int,
         metavar="K",
-        help="tokens that are drafted and verified at a time, as in vLLM: each takes a "
-        "state slot while it is verified",
+        help="tokens that are drafted and verified at a time",
+    )
+    group.add_argument(
+        "--draft-states",
+        choices=("slots", "scratch"),
+        default="slots",
+        help="where states after drafts lie: in slots that are lent for them, or in a "
+        "scratch beside the pools as in SGLang, with room for all of --max-running; it "
+        "takes a part of --gpu-memory (%(default)s)",
     )
     group.add_argument(
         "--acceptance",
@@ -193,6 +200,12 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--drafts and --acceptance go together: how many are drafted, and how many "
             "tokens a verification of them gives."
+        )
+    scratch = args.draft_states == "scratch"
+    if scratch and (args.drafts is None or args.gpu_memory is None):
+        raise ConfigError(
+            "--draft-states scratch needs --drafts, and --gpu-memory, which the "
+            "scratch takes a part of."
         )
     if args.compare and args.drafts is not None:
         raise ConfigError(
@@ -250,7 +263,8 @@ def read_simulation(
 def _speculation(args: argparse.Namespace) -> Speculation | None:
     if args.drafts is None:
         return None
-    return Speculation(args.drafts, args.acceptance)
+    scratch = args.draft_states == "scratch"
+    return Speculation(args.drafts, args.acceptance, scratch)
 
 
 def read_comparison(args: argparse.Namespace, serving: Serving) -> Comparison:
@@ -283,6 +297,9 @@ def _capacity(
         if args.kv_only:
             layout = replace(layout, states=())
         budget = read_budget(args, shape).bytes
+        speculation = _speculation(args)
+        if speculation is not None:
+            budget -= speculation.scratch_bytes(args.max_running, layout.slot_bytes)
         return Capacity.of_layout(
             layout,
             budget,

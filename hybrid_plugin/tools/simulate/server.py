@@ -13,9 +13,8 @@ costs of each pass.  Passes in which all that run only decode are taken together
 the next one in which something else may happen.
 
 With drafts each pass stands alone, and is scheduled when the outcome of the one before
-is known.  A sequence with `d` drafts costs what `1 + d/2` that decode cost, for its
-state is read once and written `1 + d` times, and `d` tokens of prefill.  Drafting
-itself costs nothing here.
+is known.  A sequence with `d` drafts costs what others cost that read and write as many
+states while they decode, and `d` tokens of prefill.  Drafting itself costs nothing.
 """
 
 from __future__ import annotations
@@ -302,10 +301,15 @@ class Server:
                 tokens += count
                 pairs += self.reach.pairs(job.computed, end)
             else:
-                sequences += 1 + (count - 1) / 2
+                sequences += self._decodes_of(count - 1)
                 drafts += count - 1
                 read += self.reach.read(end)
         return Work(1, tokens > 0, tokens + drafts, pairs, sequences, read)
+
+    def _decodes_of(self, drafts: int) -> float:
+        if self.drafting is None:
+            return 1.0
+        return self.drafting.speculation.decodes(drafts)
 
     def _ended(self) -> Iterator[Job]:
         for job in list(self.running):
