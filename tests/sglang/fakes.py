@@ -99,7 +99,9 @@ class Batch:
         self.reqs = reqs
         self.device = "cpu"
         self.batch_is_full = False
-        self.forward_mode = SimpleNamespace(is_extend=lambda: True)
+        self.forward_mode = SimpleNamespace(
+            is_extend=lambda: True, is_decode=lambda: False
+        )
         self.prefix_lens = [req.prefix_len for req in reqs]
         self.seq_lens_cpu = torch.tensor([req.extend_end for req in reqs])
         self.seq_lens = self.seq_lens_cpu

@@ -179,7 +179,9 @@ class WindowBench(Bench):
         batch.prefix_lens = lengths
         batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lengths)
         batch.req_pool_indices = torch.tensor([req.kv.req_pool_idx for req in reqs])
-        batch.forward_mode = SimpleNamespace(is_extend=lambda: False)
+        batch.forward_mode = SimpleNamespace(
+            is_extend=lambda: False, is_decode=lambda: True
+        )
         positions = token_placement.decode(self.cache, batch)
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         self.cache.step_begins(batch)
