@@ -239,7 +239,7 @@ def check(
     answers: Sequence[Answer],
     metrics: dict[str, float],
 ) -> None:
-    """Answers are those without drafts, and second turns resume where first ones end."""
+    """Answers are those without drafts, and second turns go on where first ones end."""
     print(outcome)
     assert len(outcome.wrong) <= chats.stray, outcome.wrong
     assert outcome.compared == len(chats.asks)
