@@ -210,7 +210,9 @@ def _share_memory(memory: PoolMemory) -> None:
     """Symptom: the memory of the pools cannot move, and is taken twice.
 
     Cause: SGLang's pools allocate the memory of all their ids.
-    Fix: where the pools share their memory, build them on what was reserved.
+    Fix: where the pools share their memory, build them on what was reserved, those of
+    a draft model too; and move accepted drafts by PyTorch, because SGLang's kernel takes
+    contiguous tokens and is tried before there is memory.
     Delete when: a pool can be given its tensors.
     """
 
