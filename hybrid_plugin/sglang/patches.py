@@ -216,8 +216,10 @@ def _share_memory(memory: PoolMemory, replay: Replay) -> None:
     most of it goes for the states after them.
 
     Cause: SGLang's pools allocate the memory of all their ids, and of these states.
-    Fix: where the pools share their memory, build them on what was reserved; where
-    drafts are recorded, build them as without drafts.
+    Fix: where the pools share their memory, build them on what was reserved, those of
+    a draft model too, and move accepted drafts by PyTorch, because SGLang's kernel
+    takes contiguous tokens and is tried before there is memory; where drafts are
+    recorded, build the pools as without drafts.
     Delete when: a pool can be given its tensors.
     """
     from hybrid_plugin.sglang.speculation.replay.passes import without_draft_states
