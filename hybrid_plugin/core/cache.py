@@ -30,6 +30,7 @@ from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.reclaim import register_pools
+from hybrid_plugin.core.memory.scratch import ScratchRows
 from hybrid_plugin.core.memory.window_tables import (
     WindowDemand,
     WindowGroup,
@@ -70,6 +71,8 @@ class HybridCache:
         eviction: what cached content is worth; by default its recency.
         events: where to note which pages come and go; by default nowhere.
         broker: finds free ids in all pools; by default every pool keeps its memory.
+        scratch: rows in which the engine verifies drafts, where they share the pools'
+            memory.
     """
 
     pages: PagePool
@@ -84,6 +87,7 @@ class HybridCache:
     records_drafts: bool = False
     """Whether steps that verify record what their tokens do to a state, and what was
     accepted is folded into the slot before the next step's commands."""
+    scratch: ScratchRows | None = None
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
@@ -117,6 +121,7 @@ class HybridCache:
             stats=self.stats,
             enqueue=self.enqueue,
             promised_pages=self.promised_pages,
+            scratch=self.scratch,
         )
         register_pools(self.memory)
         self.drafts = Drafts(
@@ -295,6 +300,7 @@ class HybridCache:
             pages=most - shared + watermark_pages + promised,
             window_pages=self._window_wants(count, window_demand),
             slots=1,
+            sequences=self.live + 1,
         )
         if not self.memory.has_room(match, wanted) or self._must_wait(wanted):
             self.drafts.refused(match, wanted, waits=True)
@@ -307,9 +313,14 @@ class HybridCache:
         held, origin = self._hold(match), found.origin
         room = self.memory.obtain(
             match,
-            now=self.memory.wanted(pages=count, window_pages=windows, slots=1),
+            now=self.memory.wanted(
+                pages=count, window_pages=windows, slots=1, sequences=self.live + 1
+            ),
             ahead=self.memory.wanted(
-                pages=most - shared + promised, window_pages=windows, slots=1
+                pages=most - shared + promised,
+                window_pages=windows,
+                slots=1,
+                sequences=self.live + 1,
             )
             if most - shared > count
             else None,
@@ -529,6 +540,22 @@ class HybridCache:
         """Whether steps of a live sequence were noted with `verify`."""
         return self._sequences[seq_id].steps is not None
 
+    def trim_scratch(self, batch: int = 0) -> None:
+        """Give back the rows of the scratch that no step needs any more.
+
+        Call it before the commands of each step are drained, and when nothing runs.
+        What gets their memory runs behind the steps that were launched.
+
+        Args:
+            batch: sequences that the next step verifies; they may have ended since it
+                was planned.
+
+        Raises:
+            ValueError: if there are not so many rows.
+        """
+        if self.scratch is not None:
+            self.scratch.keep(max(self.live, batch, self.drafts.rows_to_take))
+
     # ------------------------------------------------------------- time and end
 
     def pass_time(self, now: float) -> None:
@@ -658,6 +685,9 @@ class HybridCache:
         slots = self.slots
         used = slots.running + slots.drafts
         found[Pool.STATE] = PoolLevel(used, slots.snapshots, slots.free)
+        if self.scratch is not None:
+            rows = self.scratch.ids
+            found[Pool.SCRATCH] = PoolLevel(rows.live, rows.cached, rows.free)
         return found
 
     # ---------------------------------------------------- internal: admission

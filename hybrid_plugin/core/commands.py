@@ -22,11 +22,18 @@ class Pool:
     """Pages of the layers with full attention."""
     STATE: Final[PoolId] = "state"
     """Slots of the state layers."""
+    SCRATCH: Final[PoolId] = "scratch"
+    """Rows in which an engine verifies drafts before it commits to slots."""
 
     @staticmethod
     def window(index: int) -> PoolId:
         """Pages of a window group, by its place in `HybridCache.windows`."""
         return f"window{index}"
+
+    @staticmethod
+    def noun(pool: PoolId) -> str:
+        """What the ids of a pool are, in the plural."""
+        return {Pool.STATE: "slots", Pool.SCRATCH: "rows"}.get(pool, "pages")
 
 
 @dataclass(frozen=True, slots=True)

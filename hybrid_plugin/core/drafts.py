@@ -199,6 +199,18 @@ class Drafts:
         """Note that the scratch holds no states any more."""
         self._scratch_pass = -1
 
+    @property
+    def rows_to_take(self) -> int:
+        """Rows of the scratch, from the first on, that a state may be taken from."""
+        verified = [one.steps for one in self._sequences.values() if one.steps]
+        newest = [steps.newest for steps in verified]
+        written = [
+            step.row + 1
+            for step in newest
+            if step and step.row is not None and step.number == self._scratch_pass
+        ]
+        return max(written, default=0)
+
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None
     ) -> None:

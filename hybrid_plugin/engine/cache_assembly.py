@@ -57,6 +57,7 @@ def build_cache(
         slots=pools.slots,
         windows=pools.windows,
         broker=pools.broker,
+        scratch=pools.scratch,
         page_size=layout.page_size,
         policy=policy,
         eviction=eviction_for(layout, device_type),

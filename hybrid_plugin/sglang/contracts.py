@@ -823,6 +823,9 @@ REPLAY_HOOKS = (
     ),
     HookPoint(f"{_SRT}.utils.common:get_eager_max_batch_size", ("max_batch_size",)),
     HookPoint(
+        f"{_SRT}.utils.common:get_cuda_graph_max_batch_size", ("max_batch_size",)
+    ),
+    HookPoint(
         f"{_SRT}.arg_groups.speculative_hook:_handle_ngram",
         mentions=("max_running_requests",),
     ),

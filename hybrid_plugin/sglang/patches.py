@@ -173,7 +173,8 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers, replay: Replay) -> N
         if not _is_ours():
             return original(self, **kwargs)
         if self.is_draft_worker:
-            result = original(self, **kwargs)
+            with memory.building():
+                result = original(self, **kwargs)
             target = kwargs["req_to_token_pool"]
             planning.share_draft_pages(result, self.model, target, memory)
             return result
@@ -242,11 +243,20 @@ def _share_memory(memory: PoolMemory, replay: Replay) -> None:
 
         shared = memory.lent
         if shared is not None:
-            self.mamba_pool_cls = partial(SlotMajorPool, shared.slot_rows)
+            self.mamba_pool_cls = partial(
+                SlotMajorPool, shared.slot_rows, shared.scratch
+            )
         without_draft_states(replay, original, self, *args, **kwargs)
+
+    def prepare_moves(original: Callable[..., None], self: Any) -> None:
+        if memory.lent is None:
+            original(self)
+        else:  # SGLang's kernel takes contiguous tokens, and is tried on holes here
+            self._kv_copy_config, self.use_native_move_kv_cache = None, True
 
     pool = f"{_SRT}.mem_cache.memory_pool"
     _hook(f"{pool}.MHATokenToKVPool._create_buffers_normal", "AROUND", keys_and_values)
+    _hook(f"{pool}.MHATokenToKVPool._init_kv_copy_and_warmup", "AROUND", prepare_moves)
     _hook(f"{pool}.MLATokenToKVPool._create_buffers", "AROUND", latents)
     _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
 

@@ -230,6 +230,8 @@ class HybridPrefixCache(BasePrefixCache):
         if batch.forward_mode.is_extend():
             for req in batch.reqs:
                 self.front_door.cross(_id(req), req.extend_end)
+        verifies = batch.forward_mode.is_decode()
+        self.cache.trim_scratch(len(batch.reqs) if verifies else 0)
         self.run_commands(verifies=not batch.forward_mode.is_extend())
 
     def run_commands(self, *, verifies: bool = False) -> None:
@@ -261,7 +263,8 @@ class HybridPrefixCache(BasePrefixCache):
             self._metrics.publish_now_and_then()
 
     def idle(self) -> None:
-        """Publish the last counts before a pause."""
+        """Give back what no step needs, and publish the last counts before a pause."""
+        self.cache.trim_scratch()
         if self._metrics is not None:
             self._metrics.publish_now_and_then()
 

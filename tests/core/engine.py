@@ -128,6 +128,7 @@ class FakeEngine:
             self.receive()
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
+        self.cache.trim_scratch(len(self._work))
         self.device.run(self.cache.drain_commands())
         work = enumerate(self._work.items())
         parts = {one: self._forward(one, end, row) for row, (one, end) in work}

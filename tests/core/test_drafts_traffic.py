@@ -185,6 +185,14 @@ class TakesRowsOfOthers(HybridCache):
         return steps.end(known)
 
 
+class HoldsNoRowsForPadding(HybridCache):
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        if self.scratch is not None:
+            layout = self.scratch._layout
+            self.scratch._layout = replace(layout, batches=())
+
+
 class LosesDrafts(HybridCache):
     """Forgets the draft slots that a turn's end leaves."""
 
@@ -374,6 +382,14 @@ def test_states_that_are_lost_are_not_kept(cache: type[HybridCache]) -> None:
 def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
     failure = first_failure(cache, check_every=1)
     assert not isinstance(failure, ContentError), repr(failure)
+
+
+def test_rows_without_memory_are_found() -> None:
+    with pytest.raises(ContentError, match="was touched, but has no memory"):
+        for seed in range(20):
+            seeded_traffic(seed, 4, HoldsNoRowsForPadding, drafts=True).run(
+                300, check_every=10_000
+            )
 
 
 def test_growth_without_reserve_is_found() -> None:

@@ -101,9 +101,9 @@ class Running:
         monkeypatch.setattr(planning, "mambaish_config", lambda of: of.states)
         for module in (planning.scratch, planning.passes):
             monkeypatch.setattr(module, "drafts_per_step", lambda: self.drafts)
-        monkeypatch.setattr(
-            planning.records, "get_eager_max_batch_size", lambda count: count
-        )
+        for kind in ("eager", "cuda_graph"):
+            name = f"get_{kind}_max_batch_size"
+            monkeypatch.setattr(planning.records, name, lambda count: count)
         features = SimpleNamespace(enable_memory_saver=False)
         alone = SimpleNamespace(launch_world_size=1)
         for module in (planning, elastic):

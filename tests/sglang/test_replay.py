@@ -55,7 +55,10 @@ def platform() -> None:
 @pytest.fixture(autouse=True)
 def width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "drafts_per_step", lambda: WIDTH)
-    monkeypatch.setattr(records, "get_eager_max_batch_size", lambda count: count)
+    arguments = SimpleNamespace(speculative_eagle_topk=2)
+    monkeypatch.setattr(passes, "get_spec", lambda: arguments)
+    for kind in ("eager", "cuda_graph"):
+        monkeypatch.setattr(records, f"get_{kind}_max_batch_size", lambda count: count)
 
 
 class States:

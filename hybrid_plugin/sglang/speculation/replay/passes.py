@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from hybrid_kernels import speculative
+from sglang.srt.runtime_context import get_spec
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.engine.kernel_choice import Mixer
@@ -57,6 +58,7 @@ class Replay:
             drafts_per_step(),
             is_kda=self._is_kda,
         )
+        self._records.warm_up(trees=(get_spec().speculative_eagle_topk or 1) > 1)
         self.scratch = ReplayScratch(self._records)
         return self.scratch
 
@@ -146,8 +148,8 @@ def commit(
     # The next pass may write metadata at the same addresses before this is folded.
     scratch.note_accepted(
         named(metadata.mamba_cache_indices[:count]),
-        last_correct_step_indices + 1,
-        None if parents is None else parents[:count].clone(),
+        (last_correct_step_indices + 1).int(),
+        None if parents is None else parents[:count].to(torch.int32, copy=True),
     )
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from hybrid_kernels import replay
-from sglang.srt.utils.common import get_eager_max_batch_size
+from sglang.srt.utils.common import (
+    get_cuda_graph_max_batch_size,
+    get_eager_max_batch_size,
+)
 
 from hybrid_plugin.mixers.verifications import Record
 
@@ -33,7 +36,9 @@ def row_bytes(params: Any, drafts: int) -> int:
 
 def rows_of(requests: int) -> int:
     """Rows for so many running requests: SGLang may pad a batch beyond them."""
-    return max(get_eager_max_batch_size(requests), requests)
+    return max(
+        get_eager_max_batch_size(requests), get_cuda_graph_max_batch_size(requests)
+    )
 
 
 class Records:
@@ -69,6 +74,19 @@ class Records:
                 for pool, record in zip(windows, self._of_layer, strict=True)
             ],
         )
+
+    def warm_up(self, *, trees: bool) -> None:
+        """Compile the kernel that folds, before there is anything to fold.
+
+        Args:
+            trees: whether drafts are trees.
+        """
+        recorded = self._of_layer[0].states
+        nobody = torch.full(
+            (len(recorded),), -1, dtype=torch.int32, device=recorded.device
+        )
+        links = nobody[:, None].repeat(1, recorded.shape[1]) if trees else None
+        replay.commit(self.layers, nobody, torch.zeros_like(nobody), parents=links)
 
     def of(self, layer: int) -> Record:
         """Those of a state layer, by its place among them."""
