@@ -60,7 +60,8 @@ def place(
     """Lay the tensors of a row pool out.
 
     Args:
-        memory: ``[bytes]`` int8, of all rows.
+        memory: ``[bytes]`` int8, of all rows; they are so many that each layer of a
+            tensor whose rows lie apart is a whole number of its elements.
         rows: how many there are.
         stride: bytes from a row of the tensors that lie side by side to the next.
         tensors: of the pool.
@@ -80,7 +81,8 @@ def place(
             continue
         size = one.layers * rows * one.layer_bytes
         part = memory[start : start + size]
-        parts += part.view(one.layers, rows, -1).unbind() if size else ()
+        if size:
+            parts += part.view(one.layers, rows, one.layer_bytes).unbind()
         start += size
     side_by_side = memory[start:]
     if side_by_side.numel() != rows * stride or together_bytes(tensors) > stride:
@@ -105,5 +107,6 @@ def place(
 def _of_rows(cells: torch.Tensor, one: RowTensor, rows: int) -> torch.Tensor:
     """``[layers, rows, *shape]`` of what lies side by side in ``[rows, bytes]``."""
     size = torch.Size(one.shape).numel()
-    padded = cells.view(one.dtype).view(rows, one.layers, -1)[:, :, :size]
+    width = one.layer_bytes // one.dtype.itemsize
+    padded = cells.view(one.dtype).view(rows, one.layers, width)[:, :, :size]
     return padded.view(rows, one.layers, *one.shape).transpose(0, 1)
