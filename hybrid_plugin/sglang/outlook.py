@@ -110,8 +110,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         device_type,
         elastic.hindrance(device_type),
     )
-    cache_bytes -= planning.record_bytes(model, cache_bytes, options, limits)
-    cache_bytes -= planning.scratch_bytes(model, options, limits)
+    cache_bytes -= planning.scratch_bytes(model, cache_bytes, options, limits)
     return Outlook.sized(
         lay_out(
             elastic=True,
