@@ -8,6 +8,7 @@ each answer than is asked for, so that limits lie within what a step accepts.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,14 @@ from tests.engines.compare import Comparison, compare
 from tests.engines.conftest import DRIVER, StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
+from tests.engines.drivers.sglang import RETRACTING
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.reference import EVERYTHING
+from tests.engines.server import Server
+from tests.engines.test_pressure import burst, wait_until_idle
 from tests.engines.traffic import Mix, encode, mixed
+from tests.engines.watch import read, watch_environment
 
 pytestmark = [
     pytest.mark.engine,
@@ -42,7 +47,11 @@ QUESTION = encode(" And the code for ember? ")
 CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
-REPLAY = {"draft_states": "replay"}
+REPLAY: dict[str, Any] = {"draft_states": "replay"}
+ELASTIC: dict[str, Any] = {"elastic": True, "gpu_memory_budget": 64 << 20}
+"""Room for all of them, likewise."""
+BUDGET = 10 << 20
+"""A row takes a tenth of it with a chain, and a slot a third of that."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,22 @@ def _more(ask: Ask) -> Ask:
     return replace(ask, max_tokens=ask.max_tokens + BEYOND, logprobs=5)
 
 
+def drafting(chats: Chats, shape: tuple[int, int]) -> dict[str, Any]:
+    """What a server needs that verifies the oracle's drafts."""
+    topk, width = shape
+    return {
+        "dtype": chats.dtype,
+        "model": chats.model,
+        "flags": (
+            f"--speculative-algorithm={oracle.NAME}",
+            f"--speculative-eagle-topk={topk}",
+            f"--speculative-num-draft-tokens={width}",
+            f"--speculative-num-steps={width - 1}",
+        ),
+        "environment": {oracle.VARIABLE: str(chats.known)} | planted("none"),
+    }
+
+
 def served(
     start_server: StartServer,
     chats: Chats,
@@ -128,29 +153,24 @@ def served(
     **setup: Any,
 ) -> tuple[Comparison, list[Answer], dict[str, float]]:
     """Serve both turns, eight requests at a time."""
-    topk, width = shape
-    with start_server(
-        "drafts",
-        dtype=chats.dtype,
-        model=chats.model,
-        pools=ROOM,
-        flags=(
-            f"--speculative-algorithm={oracle.NAME}",
-            f"--speculative-eagle-topk={topk}",
-            f"--speculative-num-draft-tokens={width}",
-            f"--speculative-num-steps={width - 1}",
-            *flags,
-        ),
-        environment={oracle.VARIABLE: str(chats.known)} | planted(fault or "none"),
-        **setup,
-    ) as server:
-        answers = server.ask_all(chats.asks[:CHATS], concurrency=8)
-        answers += server.ask_all(chats.asks[CHATS:], concurrency=8)
+    wanted = drafting(chats, shape)
+    wanted["flags"] += tuple(flags)
+    wanted["environment"] |= planted(fault or "none")
+    if not setup.get("options", {}).get("elastic"):
+        wanted["pools"] = ROOM
+    with start_server("drafts", **wanted, **setup) as server:
+        answers = ask(server, chats)
         metrics = server.metrics()
         verified = server.counter("sglang:spec_verify_calls_total")
     generated = sum(len(answer.tokens) - 1 for answer in answers)
     assert verified < 0.8 * generated, "drafts were accepted"
     return compare(chats.answers, answers, chats.bound), answers, metrics
+
+
+def ask(server: Server, chats: Chats) -> list[Answer]:
+    """Both turns."""
+    answers = server.ask_all(chats.asks[:CHATS], concurrency=8)
+    return answers + server.ask_all(chats.asks[CHATS:], concurrency=8)
 
 
 def unrestored(chats: Chats, answers: Sequence[Answer]) -> Iterator[int]:
@@ -166,13 +186,26 @@ RUNS = [
     pytest.param("mamba-2, float32", TREE, NO_OVERLAP, id="tree, no overlap"),
     pytest.param("gated delta net, bfloat16", TREE, (), id="delta net, tree, overlap"),
 ]
-REPLAYS = [*RUNS]
+REPLAYS = [
+    pytest.param("mamba-2, float32", CHAIN, (), REPLAY, id="chain, overlap"),
+    pytest.param("mamba-2, float32", TREE, NO_OVERLAP, REPLAY, id="tree, no overlap"),
+    pytest.param(
+        "gated delta net, bfloat16", TREE, (), REPLAY | ELASTIC, id="delta net, elastic"
+    ),
+]
+CROWDS = [pytest.param("mamba-2, float32", CHAIN, (), True, id="chain")]
 if EVERYTHING:
     RUNS += [
         pytest.param(model, shape, flags)
         for model in ("mamba-2, float32", "gated delta net, bfloat16")
         for shape in (CHAIN, TREE)
         for flags in ((), NO_OVERLAP, ("--page-size=1",))
+    ]
+    CROWDS += [
+        pytest.param(model, shape, flags, packed)
+        for model in ("mamba-2, float32", "gated delta net, bfloat16")
+        for shape, flags in ((CHAIN, NO_OVERLAP), (TREE, ()))
+        for packed in (True, False)
     ]
 
 
@@ -194,15 +227,18 @@ def test_answers_and_hits_are_those_without_drafts(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
-@pytest.mark.parametrize(("chats", "shape", "flags"), REPLAYS, indirect=["chats"])
+@pytest.mark.parametrize(
+    ("chats", "shape", "flags", "options"), REPLAYS, indirect=["chats"]
+)
 def test_replay_changes_no_answer_and_no_hit(
     start_server: StartServer,
     chats: Chats,
     shape: tuple[int, int],
     flags: Sequence[str],
+    options: dict[str, Any],
 ) -> None:
     outcome, answers, metrics = served(
-        start_server, chats, shape, flags, options=REPLAY
+        start_server, chats, shape, flags, options=options
     )
     print(outcome)
     assert not outcome.wrong
@@ -211,10 +247,12 @@ def test_replay_changes_no_answer_and_no_hit(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
-@pytest.mark.parametrize("options", [{}, REPLAY], ids=["columns", "replay"])
 @pytest.mark.parametrize("chats", ["mamba-2, float32"], indirect=True)
+@pytest.mark.parametrize(
+    "options", [{}, ELASTIC, REPLAY], ids=["fixed", "elastic", "replay"]
+)
 def test_the_state_after_another_draft_is_seen(
-    start_server: StartServer, chats: Chats, options: dict[str, str]
+    start_server: StartServer, chats: Chats, options: dict[str, Any]
 ) -> None:
     """Negative control: what is hit is as much, and some of it is wrong."""
     outcome, answers, _ = served(
@@ -222,6 +260,59 @@ def test_the_state_after_another_draft_is_seen(
     )
     assert len(outcome.wrong) > 0.1 * CHATS
     assert max(unrestored(chats, answers)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("chats", "shape", "flags", "packed"), CROWDS, indirect=["chats"]
+)
+def test_a_crowd_shares_its_memory_with_what_it_verifies(
+    start_server: StartServer,
+    chats: Chats,
+    shape: tuple[int, int],
+    flags: Sequence[str],
+    packed: bool,
+    tmp_path: Path,
+) -> None:
+    """Elastic pools for a few of the chats, requests sent back, aborts, long prompts.
+
+    Rows take the memory of what is cached while many run, and give it to pages when
+    few do.
+    """
+    wanted = drafting(chats, shape)
+    watched = watch_environment(tmp_path / "report.json", packed=packed)
+    paths = [watched["PYTHONPATH"], wanted["environment"]["PYTHONPATH"]]
+    wanted["environment"] |= RETRACTING | watched | {"PYTHONPATH": ":".join(paths)}
+    wanted["flags"] += tuple(flags)
+    options = {"elastic": True, "gpu_memory_budget": BUDGET}
+    with start_server("crowd", options=options, **wanted) as server:
+        answers = ask(server, chats)
+        crowded = read(tmp_path / "report.json")
+        aborted = server.ask_all(burst(0)[:16], concurrency=16)
+        idle = wait_until_idle(server)
+        long = server.ask_all(long_prompts(), concurrency=1)
+        alone = read(tmp_path / "report.json")
+        idle_again = wait_until_idle(server)
+        assert server.is_alive()
+    outcome = compare(chats.answers, answers, chats.bound)
+    print(outcome, crowded, alone, idle)
+    assert not outcome.wrong
+    assert outcome.compared == len(chats.asks)
+    assert [one.error for one in (*aborted, *long) if one.error] == []
+    assert idle["preemptions"] > 0 and idle["turn_ends_missed"] == 0
+    assert idle["snapshots_evicted"] > 0 and idle["pages_evicted"] > 0
+    for levels in (idle, idle_again):
+        assert levels["kv{used}"] == levels["state{used}"] == 0
+        assert levels["scratch{used}"] == 0
+    assert crowded["grown_scratch"] > 0
+    assert crowded["mapped_scratch"] > 2 * alone["mapped_scratch"]
+    assert alone["mapped_kv"] > crowded["mapped_kv"]
+    assert alone["most_resident"] <= alone["most_mapped"] <= BUDGET
+
+
+def long_prompts() -> list[Ask]:
+    """Prompts that share nothing, and fill most of the memory with their pages."""
+    rng = random.Random(3)
+    return [Ask(tuple(rng.randrange(3, 250) for _ in range(900)), 4) for _ in range(6)]
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="it is SGLang's own way, on our platform")

@@ -245,7 +245,7 @@ class SglangDriver:
             command,
             variables | planted(setup.fault),
             () if setup.cold or ON_GPU else IMPORTS,
-            RETRACTING_NOW if setup.environment == RETRACTING else {},
+            RETRACTING_NOW if RETRACTING.items() <= setup.environment.items() else {},
         )
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
