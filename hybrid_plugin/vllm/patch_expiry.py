@@ -17,6 +17,7 @@ from hybrid_plugin.vllm.contracts import (
     LIGHTNING_FORWARD,
     MAMBA2_FORWARD,
     SHORT_CONV_FORWARD,
+    V2_POSTPROCESS,
     V2_SAMPLE,
 )
 
@@ -87,6 +88,7 @@ NEEDED = {
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
     "patches._patch_gated_delta_net_with_drafts": Need(HookPoint(GDN_CAN_FUSE)),
+    "patches.patch_accepted": Need(HookPoint(V2_POSTPROCESS)),
     "patches._patch_kda": Need(HookPoint(KDA_FORWARD)),
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
     "patches._patch_short_conv": Need(HookPoint(SHORT_CONV_FORWARD[0])),

@@ -125,6 +125,7 @@ class ElasticSetup(Setup):
             scratch=None
             if self.rows is None
             else ScratchRows(self.rows, self.rows_per_granule),
+            records_drafts=self.records,
         )
 
 
@@ -158,14 +159,14 @@ class ElasticDevice(FakeDevice):
         twin.orders = list(self.orders)
         twin.pages = _copy(self.pages)
         twin.slots = _Memory(self.slots)
-        twin.scratch = dict(self.scratch)
+        twin.scratch, twin.records = dict(self.scratch), dict(self.records)
         twin.windows = [_copy(group) for group in self.windows]
         twin.mapped = {pool: set(granules) for pool, granules in self.mapped.items()}
         return twin
 
     def run(self, commands: Iterable[Command]) -> None:
         """Execute commands in order."""
-        for command in commands:
+        for command in self._folded(commands):
             match command:
                 case Map(pool, granules):
                     self._require(not self.mapped[pool] & set(granules), f"{command}")
@@ -178,9 +179,9 @@ class ElasticDevice(FakeDevice):
                     self._turn(pool, granules, mapped=False)
                 case Take(_, row, _, _) if self.setup.rows is not None:
                     self._require_row(row)
-                    super().run([command])
+                    self._execute(command)
                 case _:
-                    super().run([command])
+                    self._execute(command)
             used = self.mapped_bytes()
             self._require(
                 used <= self.setup.budget, f"{used} bytes are mapped after {command}"

@@ -164,7 +164,7 @@ class FakeEngine:
         request.counted += 1 + drafts
         request.computed += 1 + len(steps)
         request.unseen += 1 + len(steps)
-        request.selected = 0 if self.setup.scratch else len(steps)
+        request.selected = len(steps) if self.setup.in_slots else 0
         request.last_pass = self.passes
         if self.setup.scratch:
             self.scratch_pass = self.passes
@@ -258,7 +258,9 @@ class FakeEngine:
         if not noted:
             return request.computed <= known if request.computed else None
         in_flight = [o.request for step in self.outputs for o in step].count(request)
-        intact = not setup.scratch or request.last_pass == self.scratch_pass
+        intact = setup.in_slots or request.last_pass == (
+            self.scratch_pass if setup.scratch else self.passes
+        )
         if not in_flight:
             return intact or known >= request.final
         return intact and in_flight == 1 and known == request.final + 1
@@ -313,7 +315,7 @@ class FakeEngine:
     def _plan(self, request: Request, end: int, drafts: int | None) -> None:
         """Take a request into the step; it verifies as many drafts as it has slots."""
         self._work[request] = end
-        if drafts and not self.setup.scratch:
+        if drafts and self.setup.in_slots:
             drafts = min(drafts, len(self._hold(request, drafts)))
         if drafts is not None:
             self._drafts[request] = drafts
@@ -323,7 +325,7 @@ class FakeEngine:
         one, luck = request.computed + 1, self.luck
         if not self.setup.drafts or not end == one == request.known + request.unseen:
             return None
-        if self.setup.scratch and self.cache.is_prefilling(request.seq_id):
+        if not self.setup.in_slots and self.cache.is_prefilling(request.seq_id):
             return None
         if self.cache.drafts_wanted_back or luck.random() < 0.2:
             drafts = 0
@@ -392,7 +394,7 @@ class FakeEngine:
 
     def _plan_first_drafts(self, request: Request, hit: int, end: int) -> int | None:
         """Drafts of a request's first step, if its hit leaves a single token."""
-        wants = self.setup.drafts and not self.setup.scratch
+        wants = self.setup.drafts and self.setup.in_slots
         wants = wants and end == hit + 1 == request.known
         if not wants or self.cache.drafts_wanted_back:
             return None
@@ -509,6 +511,7 @@ class FakeEngine:
             verified=tuple(verified),
             accepted=tuple(accepted),
             row=row if tree else None,
+            recorded=self.setup.records,
         )
 
     def _has_sampled(self, request: Request) -> bool:

@@ -35,6 +35,8 @@ pytestmark = pytest.mark.engine
 REQUESTS = 40
 DRAFTS = 3
 OURS = {"kernels": "ours"}
+REPLAY = {"draft_states": "replay"}
+EVERY, NAMES = [{}, OURS, REPLAY], ["vllm", "our kernels", "replay"]
 ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
 
@@ -147,8 +149,8 @@ def lost(chats: Chats, answers: Sequence[Answer]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafting", "options"),
-    [(ORACLE, {}), (NGRAM, {}), (ORACLE, OURS)],
-    ids=["oracle", "ngram", "our kernels"],
+    [(ORACLE, {}), (NGRAM, {}), (ORACLE, OURS), (ORACLE, REPLAY)],
+    ids=["oracle", "ngram", "our kernels", "replay"],
 )
 def test_answers_and_turn_ends(
     serve: Any, chats: Chats, drafting: dict[str, Any], options: dict[str, Any]
@@ -168,18 +170,22 @@ def test_answers_and_turn_ends(
     assert 0 in missing
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
     assert metrics["turn_ends_missed"] == 0
-    assert metrics["drafts_lent"] > 0
+    # With replay no draft has a state of its own.
+    assert (metrics["drafts_lent"] > 0) == (options is not REPLAY)
     assert metrics["draft_slots"] == metrics["state{used}"] == 0
     if drafting is ORACLE:
         # A quarter of the chats accepts nothing, a quarter all, the rest half.
         assert 0.5 < metrics["accepted_drafts"] < 2.5
 
 
-@pytest.mark.parametrize("options", [{}, OURS], ids=["vllm", "our kernels"])
+@pytest.mark.parametrize("options", EVERY, ids=NAMES)
 def test_answers_change_when_a_wrong_column_is_kept(
     serve: Any, chats: Chats, options: dict[str, Any]
 ) -> None:
-    """Negative control: hits are as long, and the comparison sees the difference."""
+    """Negative control: hits are as long, and the comparison sees the difference.
+
+    With replay the state is one to which fewer tokens than the accepted are folded.
+    """
     with serve("wrong", ORACLE, options=options, fault="wrong_column") as server:
         answers = ask(server, chats)
     assert set(lost(chats, answers)) <= {0, 1}
@@ -189,11 +195,17 @@ def test_answers_change_when_a_wrong_column_is_kept(
 SLOTS = 6
 
 
-def test_drafts_take_no_sequence_its_place(serve: Any, chats: Chats) -> None:
-    """With slots for six, six run at once: drafts make way, and come again."""
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
+def test_drafts_take_no_sequence_its_place(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
+    """With slots for six, six run at once: drafts make way, and come again.
+
+    With replay they need none, and every step verifies.
+    """
     done = threading.Event()
     with (
-        serve("pressed", ORACLE, pools=(200, SLOTS + 1)) as server,
+        serve("pressed", ORACLE, options=options, pools=(200, SLOTS + 1)) as server,
         ThreadPoolExecutor(1) as pool,
     ):
 
@@ -212,11 +224,12 @@ def test_drafts_take_no_sequence_its_place(serve: Any, chats: Chats) -> None:
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
     assert watch.result() == SLOTS
     assert metrics["preemptions"] == 0
-    assert metrics["drafts_lent"] > 0 and metrics["drafts_refused"] > 0
+    lends = options is not REPLAY
+    assert (metrics["drafts_lent"] > 0) == (metrics["drafts_refused"] > 0) == lends
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
 
 
-@pytest.mark.parametrize("options", [{}, OURS], ids=["vllm", "our kernels"])
+@pytest.mark.parametrize("options", EVERY, ids=NAMES)
 def test_preempted_requests_go_on(
     serve: Any, chats: Chats, options: dict[str, Any]
 ) -> None:
@@ -229,9 +242,12 @@ def test_preempted_requests_go_on(
     assert metrics["turn_ends_missed"] == 0
 
 
-def test_aborted_requests_leave_what_is_exact(serve: Any, chats: Chats) -> None:
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
+def test_aborted_requests_leave_what_is_exact(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
     """Dropped in the middle of an answer, and asked again from the beginning."""
-    with serve("aborted", ORACLE) as server:
+    with serve("aborted", ORACLE, options=options) as server:
         cut = [replace(ask, abort_after=1 + i % 6) for i, ask in enumerate(chats.first)]
         assert any(a.aborted for a in server.ask_all(cut, 8))
         answers = ask(server, chats)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -49,16 +49,30 @@ def acceptance_length(text: str) -> float:
     return 1 + accepted / verifications
 
 
-@pytest.mark.parametrize("plugin", [False, True], ids=["stock", "plugin"])
+@pytest.mark.parametrize(
+    ("plugin", "options"),
+    [
+        (False, {}),
+        (True, {}),
+        (True, {"kernels": "ours"}),
+        (True, {"draft_states": "replay"}),
+    ],
+    ids=["stock", "plugin", "our kernels", "replay"],
+)
 def test_answers_are_greedy_and_drafts_accepted(
-    start_server: StartServer, driver: Driver, plugin: bool
+    start_server: StartServer,
+    driver: Driver,
+    plugin: bool,
+    options: Mapping[str, object],
 ) -> None:
     """Stock without its prefix cache; with the plugin, second turns restore the first.
 
     Of an answer's last token there is a state only where it was an accepted draft.
     """
     first = asks_of([text.encode() for text in PROMPTS])
-    with start_server("mtp", plugin=plugin, prefix_cache=plugin, flags=FLAGS) as server:
+    with start_server(
+        "mtp", plugin=plugin, prefix_cache=plugin, options=options, flags=FLAGS
+    ) as server:
         answers = server.ask_all(first, 4)
         turns = [
             (*ask.prompt, *answer.tokens)

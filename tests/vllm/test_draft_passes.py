@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.worker.gpu.model_states import mamba_hybrid
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import draft_passes, layers, passes
@@ -25,7 +30,13 @@ from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 from hybrid_plugin.vllm.wrapping import WRAPPED
 from tests.vllm import test_gated_delta_net as net
-from tests.vllm.kernel_passes import SLOTS, Row, common_of, gdn_builder
+from tests.vllm.kernel_passes import (
+    SLOTS,
+    Row,
+    common_of,
+    config_with,
+    gdn_builder,
+)
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="vLLM's own functions of a CPU are hooked"
@@ -57,17 +68,21 @@ class Part:
 
 def layer_with(drafts: int) -> net.Layer:
     layer = net.layer_with()
+    layer.get_state_dtype = lambda: (torch.bfloat16, torch.float32)
     wide = torch.full((SLOTS, net.TAPS - 1 + drafts, net.CHANNELS), torch.nan)
     layer.kv_cache = wide.bfloat16(), layer.kv_cache[1]
     return layer
 
 
-def ours_of(layer: net.Layer, drafts: int) -> StateLayers:
+def ours_of(layer: net.Layer, drafts: int, rows: int = 0) -> StateLayers:
     kind = layers.Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "kind_of", lambda _: kind)
-        found = StateLayers({"0": layer}, "ours", "cpu", drafts=drafts)
+        found = StateLayers(
+            {"0": layer}, "ours", "cpu", drafts=drafts, recorded_rows=rows
+        )
     found.hang()
+    found.fold_records()
     return found
 
 
@@ -225,6 +240,81 @@ def test_a_wrong_column_shows(without: dict[int, Alone]) -> None:
     assert not torch.allclose(out[0], without[A[0]].outs[8], **CLOSE)
 
 
+ACCEPTED = ((1, 1), (3, 1), (4, 1), (1, 1, 1), (3, 2, 1))
+"""Of each row of `passes_of_drafts`, the known token counted."""
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_replay_changes_nothing(without: dict[int, Alone], wrong: bool) -> None:
+    """With one state for each sequence; negative control: one draft too few."""
+    mine = layer_with(DRAFTS)
+    records = ours_of(mine, DRAFTS, rows=8).records
+    assert records is not None
+    builder, differing = builder_of(mine, DRAFTS), 0
+    for parts, accepted in zip(passes_of_drafts(), ACCEPTED, strict=True):
+        parts = [replace(part, columns=part.columns[:1]) for part in parts]
+        records.fold()
+        for part, out in zip(parts, run(mine, builder, parts), strict=True):
+            first = part.tokens[0] // 100 * 100
+            for i, number in enumerate(part.tokens):
+                if number != first + part.start + i:
+                    break
+                expected = without[first].outs[part.start + i]
+                differing += not torch.allclose(out[i], expected, **CLOSE)
+        counts = torch.tensor(accepted, dtype=torch.int32)
+        records.accepted((counts - int(wrong)).clamp(min=1))
+    assert bool(differing) == wrong
+    if not wrong:
+        records.fold()
+        for slot, first, end in ((3, A[0], 16), (4, B[0], 12), (5, C[0], 5)):
+            inputs, state = without[first].states[end]
+            assert torch.equal(mine.kv_cache[0][slot, : net.TAPS - 1], inputs)
+            torch.testing.assert_close(mine.kv_cache[1][slot], state, **CLOSE)
+        rest = [slot for slot in range(SLOTS) if slot not in (3, 4, 5)]
+        assert mine.kv_cache[1][rest].isnan().all()
+
+
+def test_layers_without_kernels_for_records_are_refused() -> None:
+    layer = layer_with(DRAFTS)
+    with pytest.raises(ConfigError, match='"draft_states" is "replay", and there'):
+        StateLayers({"0": layer}, "engine", "cpu", drafts=DRAFTS, recorded_rows=8)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_what_was_accepted_is_noted_where_the_runner_counts_it(v2: bool) -> None:
+    patches.patch_accepted(v2=v2)
+    mine = layer_with(DRAFTS)
+    records = ours_of(mine, DRAFTS, rows=8).records
+    assert records is not None
+    records.recorded(torch.tensor([3, 4], dtype=torch.int32))
+    counted = torch.tensor([9, 0, 3, 9], dtype=torch.int32)
+    given: Any = SimpleNamespace(
+        vllm_config=config_with({"0": mine}),
+        speculative_config=None,  # where vLLM's own function ends at once
+        num_accepted_tokens=SimpleNamespace(gpu=counted[1:]),
+        num_accepted_tokens_gpu=counted.clamp(min=1),
+        recoverssm=None,
+    )
+    if v2:
+        state_of = vars(MambaHybridModelState)["postprocess_state"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mamba_hybrid, "_scatter_num_accepted_kernel", _NoKernel())
+            given._align_mode = False
+            state_of(given, torch.tensor([1, 2]), torch.tensor([0, 3]), None)
+    else:
+        GPUModelRunner._update_states_after_model_execute(
+            given, torch.zeros(2, WIDTH), None
+        )
+    assert records.tokens[:2].tolist() == [1, 3]
+
+
+class _NoKernel:
+    """A Triton kernel that a CPU cannot run."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_: None
+
+
 def test_kernels_with_drafts_are_all_ours_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -310,7 +400,8 @@ def test_what_a_builder_is_told_is_read_by_name() -> None:
     assert draft_passes.counts_of(build, (one, two), {}) == DraftCounts(one, two)
 
 
-def test_warming_up_touches_no_state() -> None:
+@pytest.mark.parametrize("rows", [0, 8])
+def test_warming_up_touches_no_state(rows: int) -> None:
     mine = layer_with(DRAFTS)
-    ours_of(mine, DRAFTS).warm_up(3)
+    ours_of(mine, DRAFTS, rows).warm_up(3)
     assert all(states.isnan().all() for states in mine.kv_cache)
