@@ -754,6 +754,19 @@ STATE_BACKENDS = (
 """Of the layers that a mixer can run."""
 _GATED_NORM = "vllm.third_party.flash_linear_attention.ops.layernorm_guard"
 GATED_NORM_ROWS = f"{_GATED_NORM}:calc_rows_per_block"
+_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
+ATTENTION_BUILD = f"{_FLASH_ATTENTION}:FlashAttentionMetadataBuilder.build"
+ATTENTION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        ATTENTION_BUILD,
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        mentions=("max_query_len", "FlashAttentionMetadata"),
+    ),
+    HookPoint(
+        f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward", mentions=("max_query_len",)
+    ),
+)
+"""For the same option."""
 DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
     HookPoint(
@@ -1091,6 +1104,7 @@ HOOKS: tuple[Contract, ...] = (
     *WORKER_HOOKS,
     *CPU_HOOKS,
     *DETERMINISTIC_HOOKS,
+    *ATTENTION_HOOKS,
     *PREFILL_GRAPH_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,

@@ -7,6 +7,7 @@ from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
+    ATTENTION_BUILD,
     BUILDERS,
     GATED_NORM_ROWS,
     GDN_CAN_FUSE,
@@ -76,6 +77,12 @@ NEEDED = {
     ),
     "patches.patch_gated_norm": Need(
         HookPoint(GATED_NORM_ROWS, mentions=("sm_count",)),
+    ),
+    "patches.patch_attention_tiles": Need(
+        HookPoint(
+            ATTENTION_BUILD,
+            mentions=("max_query_len",),
+        ),
     ),
     "patches.patch_prefill_graphs": Need(
         HookPoint(

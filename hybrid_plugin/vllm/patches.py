@@ -384,6 +384,32 @@ def _one_row(*_: Any) -> int:
     return 1
 
 
+def patch_attention_tiles(longest: int) -> None:
+    """Symptom: a sequence's logprobs differ where its pass also prefills another one.
+
+    Cause: FlashAttention 3 chooses the keys of a tile, and with them the order of sums,
+    by the most tokens that a sequence has in the pass: with heads of up to 64 it takes
+    192 keys for decodes alone and 128 beside a prefill.  vLLM tells it the pass's
+    number, in its batch-invariant mode too.
+    Fix: the same number in every pass.
+    Delete when: the number is a constant where VLLM_BATCH_INVARIANT is set.
+
+    Args:
+        longest: tokens that a sequence can have in a pass, at most.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    require(contracts.ATTENTION_HOOKS)
+
+    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        metadata = original(*args, **kwargs)
+        metadata.max_query_len = longest
+        return metadata
+
+    wrap(contracts.ATTENTION_BUILD, build)
+
+
 def patch_kernels(mixers: Iterable[Mixer], *, drafts: bool = False) -> None:
     """Hook the layers that our kernels run, once their weights are loaded.
 

@@ -44,6 +44,7 @@ ROOM = (512, 160)
 BEYOND = 6
 """Tokens of each answer that the oracle knows and nobody asks for."""
 QUESTION = encode(" And the code for ember? ")
+GDN, MAMBA2 = list(DRIVER.models)[:2] if DRIVER else ("", "")
 CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
@@ -61,6 +62,7 @@ class Chats:
     model: Path
     dtype: str
     bound: float
+    stray: int
     asks: Sequence[Ask]
     answers: Sequence[Answer]
     known: Path
@@ -121,7 +123,7 @@ def _make(start_server: StartServer, driver: Driver, name: str, folder: Path) ->
         )
         for ask, answer in zip(asks, answers, strict=True)
     ]
-    return Chats(model, entry.dtype, entry.bound, asks, asked, known)
+    return Chats(model, entry.dtype, entry.bound, entry.stray, asks, asked, known)
 
 
 def _more(ask: Ask) -> Ask:
@@ -182,22 +184,20 @@ def unrestored(chats: Chats, answers: Sequence[Answer]) -> Iterator[int]:
 
 
 RUNS = [
-    pytest.param("mamba-2, float32", CHAIN, (), id="chain, overlap"),
-    pytest.param("mamba-2, float32", TREE, NO_OVERLAP, id="tree, no overlap"),
-    pytest.param("gated delta net, bfloat16", TREE, (), id="delta net, tree, overlap"),
+    pytest.param(MAMBA2, CHAIN, (), id="chain, overlap"),
+    pytest.param(MAMBA2, TREE, NO_OVERLAP, id="tree, no overlap"),
+    pytest.param(GDN, TREE, (), id="delta net, tree, overlap"),
 ]
 REPLAYS = [
-    pytest.param("mamba-2, float32", CHAIN, (), REPLAY, id="chain, overlap"),
-    pytest.param("mamba-2, float32", TREE, NO_OVERLAP, REPLAY, id="tree, no overlap"),
-    pytest.param(
-        "gated delta net, bfloat16", TREE, (), REPLAY | ELASTIC, id="delta net, elastic"
-    ),
+    pytest.param(MAMBA2, CHAIN, (), REPLAY, id="chain, overlap"),
+    pytest.param(MAMBA2, TREE, NO_OVERLAP, REPLAY, id="tree, no overlap"),
+    pytest.param(GDN, TREE, (), REPLAY | ELASTIC, id="delta net, elastic"),
 ]
-CROWDS = [pytest.param("mamba-2, float32", CHAIN, (), True, id="chain")]
+CROWDS = [pytest.param(MAMBA2, CHAIN, (), True, id="chain")]
 if EVERYTHING:
     RUNS += [
         pytest.param(model, shape, flags)
-        for model in ("mamba-2, float32", "gated delta net, bfloat16")
+        for model in (MAMBA2, GDN)
         for shape in (CHAIN, TREE)
         for flags in ((), NO_OVERLAP, ("--page-size=1",))
     ]
@@ -218,7 +218,7 @@ def test_answers_and_hits_are_those_without_drafts(
 ) -> None:
     outcome, answers, metrics = served(start_server, chats, shape, flags)
     print(outcome)
-    assert not outcome.wrong
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong
     assert outcome.compared == len(chats.asks)
     lost = list(unrestored(chats, answers))
     assert len(lost) > 0.8 * CHATS
@@ -247,7 +247,10 @@ def test_replay_changes_no_answer_and_no_hit(
     assert metrics["turn_ends_exact"] >= len(chats.asks)
 
 
-@pytest.mark.parametrize("chats", ["mamba-2, float32"], indirect=True)
+@pytest.mark.skipif(
+    "float32" not in MAMBA2, reason="bfloat16 differs from itself by as much"
+)
+@pytest.mark.parametrize("chats", [MAMBA2], indirect=True)
 @pytest.mark.parametrize(
     "options", [{}, ELASTIC, REPLAY], ids=["fixed", "elastic", "replay"]
 )
@@ -326,4 +329,4 @@ def test_stock_drafts_change_no_answer(
     outcome, _, _ = served(
         start_server, chats, shape, flags, plugin=False, prefix_cache=False
     )
-    assert not outcome.wrong
+    assert len(outcome.wrong) <= chats.stray, outcome.wrong

@@ -26,6 +26,8 @@ from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
+from tests.engines.drivers.vllm import ON_GPU, PAGE_SIZE
+from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
@@ -39,6 +41,8 @@ REPLAY = {"draft_states": "replay"}
 EVERY, NAMES = [{}, OURS, REPLAY], ["vllm", "our kernels", "replay"]
 ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
+if ON_GPU:  # where `oracle_vllm_v2` is what "ngram_gpu" proposes
+    ORACLE = {"method": "ngram_gpu", "prompt_lookup_max": 4}
 
 
 @dataclass(frozen=True)
@@ -105,16 +109,23 @@ def serve(start_server: StartServer, chats: Chats) -> Any:
     """Start a server that verifies drafts of the chats."""
 
     def start(
-        name: str, drafting: dict[str, Any], **setup: Any
+        name: str,
+        drafting: dict[str, Any],
+        flags: Sequence[str] = (),
+        fault: str | None = None,
+        **setup: Any,
     ) -> AbstractContextManager[Server]:
-        flags = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
+        told = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
+        # n-gram search would have PyTorch's threads wait for one another.
+        environment = {"NUMBA_NUM_THREADS": "1"} | planted(fault or "none")
+        if drafting is ORACLE:
+            environment[oracle.FILE] = str(chats.file)
         return start_server(
             name,
             model=chats.model,
             dtype=chats.dtype,
-            flags=("--speculative-config", flags),
-            # n-gram search would have PyTorch's threads wait for one another.
-            environment={oracle.FILE: str(chats.file), "NUMBA_NUM_THREADS": "1"},
+            flags=("--speculative-config", told, *flags),
+            environment=environment,
             **setup,
         )
 
@@ -193,6 +204,7 @@ def test_answers_change_when_a_wrong_column_is_kept(
 
 
 SLOTS = 6
+PAGES = 6400 // PAGE_SIZE
 
 
 @pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
@@ -205,7 +217,7 @@ def test_drafts_take_no_sequence_its_place(
     """
     done = threading.Event()
     with (
-        serve("pressed", ORACLE, options=options, pools=(200, SLOTS + 1)) as server,
+        serve("pressed", ORACLE, options=options, pools=(PAGES, SLOTS + 1)) as server,
         ThreadPoolExecutor(1) as pool,
     ):
 

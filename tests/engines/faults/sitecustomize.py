@@ -80,7 +80,10 @@ def _exclude_workers() -> None:
 
 
 def _wrong_column() -> None:
-    """Every turn that ends behind accepted drafts keeps the state before them."""
+    """Turns keep the state before accepted drafts, or behind one that nobody accepted.
+
+    The latter where a step ahead began at the turn's end, as asynchronous ones do.
+    """
     from dataclasses import replace
 
     from hybrid_plugin.core.verification import Verification
@@ -89,7 +92,10 @@ def _wrong_column() -> None:
 
     def before(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         found = end(self, *args, **kwargs)
-        return replace(found, column=0) if found.column else found
+        if found.column:
+            return replace(found, column=0)
+        ahead = self.in_flight and self.in_flight[0].drafts
+        return replace(found, column=1) if found.column == 0 and ahead else found
 
     Verification.end = before  # type: ignore[method-assign]
 
