@@ -50,7 +50,8 @@ def two_pools(
 ) -> Estimate:
     """Pages and slots in pools of their own, by this package.
 
-    Drafts take nothing from sequences: slots are lent for them where nobody waits.
+    Drafts take nothing from sequences in vLLM: slots are lent for them where nobody
+    waits.  In SGLang each that runs takes a row of states besides.
     """
     layout = shape.layout(page_size)
     pages = layout.pages_for(length)
@@ -75,6 +76,12 @@ def two_pools(
         f"{gib(usable)} (less the reserved ids) / {gib(one)} = {count}",
     ]
     if drafts and layout.slot_bytes:
+        row = (1 + drafts) * layout.slot_bytes
+        rows = max(usable // (one + row), 0)
+        steps.append(
+            f"{drafts} drafts in SGLang, elastic pools: a row of {gib(row)} for each "
+            f"that runs, {gib(usable)} / {gib(one + row)} = {rows} sequences"
+        )
         verifying = one + drafts * layout.slot_bytes
         at_once = max(usable // verifying, 0)
         steps.append(
