@@ -302,7 +302,8 @@ class HybridCache:
             slots=1,
             sequences=self.live + 1,
         )
-        if not self.memory.has_room(match, wanted) or self._must_wait(wanted):
+        kept = self.drafts.kept_pages(found.length, most)
+        if not self._has_room(match, wanted, kept) or self._must_wait(wanted):
             self.drafts.refused(match, wanted, waits=True)
             self.memory.unshare(match)
             self.stats.refusals += 1
@@ -435,35 +436,40 @@ class HybridCache:
 
     # ------------------------------------------------------------- speculation
 
-    def hold_drafts(self, seq_id: str, count: int) -> list[int]:
-        """Lend a live sequence slots for the states after its drafts; none where steps
-        record what they do.
+    def lend_drafts(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
+        """Lend live sequences slots for the states after their drafts.
 
         They are free slots, or those of snapshots worth less.  Call it before each step
-        that verifies: what it holds already stays.  The step may verify as many drafts
-        as the sequence holds slots, its columns 1, 2, ... behind its own slot.
+        is planned.  A sequence's columns 1, 2, ... behind its own slot are then
+        `LiveSequence.drafts`.  What it holds stays, unless slots or pages are short:
+        then all slots are taken back that the last step noted did not verify in, which
+        the next one selects no state from.
 
         Args:
-            seq_id: a live sequence.
-            count: drafts that the next step should verify.
+            wanted: drafts that the step should verify, by sequence.
+            growth: tokens for which each live sequence will need pages in the step, its
+                drafts not counted; what is not there does not grow beyond its prompt.
 
         Returns:
-            The new slots, in the order of columns.  Fewer than are missing, or none, if
-            they cannot be had or an admission waits for them; no sequence or slot has
-            changed if none.
+            The step's width: each sequence may verify so many of its drafts.  It is the
+            greatest for which all find slots, and pages besides; 0 where somebody waits
+            for what drafts hold, or would get.
         """
-        return self.drafts.hold(self._sequences[seq_id], count)
+        return self.drafts.lend(wanted, growth)
 
-    def return_drafts(self, seq_id: str) -> None:
-        """Take a live sequence's draft slots back.
+    def foresee_drafts(
+        self, wanted: Mapping[str, int], growth: Mapping[str, int]
+    ) -> int:
+        """How wide the step after the one that is planned now can be; changes nothing.
 
-        Call it when a step without drafts was noted with `verify`: that one leaves
-        everything in the sequence's own slot.  The next owner's commands run behind it.
+        It may turn out narrower, and is never wider: more drafts than that are proposed
+        for nothing.
 
-        Raises:
-            ValueError: if the last step noted verifies drafts: the next one reads them.
+        Args:
+            wanted: drafts that the step should verify, by sequence.
+            growth: as in `lend_drafts`, of that step.
         """
-        self.drafts.give_back(self._sequences[seq_id])
+        return self.drafts.foresee(wanted, growth)
 
     @property
     def drafts_held(self) -> int:
@@ -474,7 +480,7 @@ class HybridCache:
     def drafts_wanted_back(self) -> bool:
         """Whether an admission or growth waits for memory that drafts hold.
 
-        The next step should verify no drafts, and then `return_drafts` is due.
+        The next step verifies no drafts, and what it leaves behind is then taken back.
         """
         return self.slots.drafts > 0 and self.drafts.wait
 
@@ -729,6 +735,13 @@ class HybridCache:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def _has_room(self, match: Match, wanted: Mapping[PoolId, int], kept: int) -> bool:
+        """Whether there is room, and so many more pages of each kind."""
+        if kept:
+            pools = self.memory.page_pools
+            wanted = {p: n + (kept if p in pools else 0) for p, n in wanted.items()}
+        return self.memory.has_room(match, wanted)
 
     def _must_wait(self, wanted: Mapping[PoolId, int]) -> bool:
         """Whether a sequence leaves memory to cached content that is worth more."""

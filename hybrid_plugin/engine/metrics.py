@@ -43,7 +43,7 @@ _TOTALS = {
     "promises_broken": "TTLs that ended without a use of what they kept.",
     "promises_evicted": "TTLs within which all that they kept was evicted.",
     "drafts_lent": "State slots lent to requests that verify drafts.",
-    "drafts_refused": "State slots that such requests asked for and did not get.",
+    "drafts_refused": "Proposed drafts dropped for want of slots or pages.",
     "turn_ends_exact": "Requests that left the state after their last known token.",
     "turn_ends_missed": "Requests whose last state was overwritten before they ended.",
     "moves": "Granules of memory that pools got or lost.",

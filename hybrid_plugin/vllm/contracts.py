@@ -878,9 +878,20 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
             "pad_spec_decode",
         ),
     ),
-    HookPoint(f"{_SCHEDULER}:Scheduler.__init__", mentions=("num_spec_tokens",)),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.__init__",
+        mentions=("num_spec_tokens", "num_lookahead_tokens"),
+    ),
     HookPoint(f"{_SCHEDULED}.scheduled_spec_decode_tokens"),
-    HookPoint("vllm.v1.request:Request", mentions=("spec_token_ids",)),
+    HookPoint(
+        "vllm.v1.request:Request",
+        mentions=("spec_token_ids", "num_output_placeholders"),
+    ),
+    # How many drafts are proposed behind a step.
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._update_after_schedule", ("self", "scheduler_output")
+    ),
+    HookPoint(f"{_SCHEDULED}.num_spec_tokens_to_schedule"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "sampled_token_ids"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index"),
     # The columns of a row, in the tables of both model runners.
@@ -951,12 +962,21 @@ STOP_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         "vllm.v1.worker.gpu.states:RequestState.__init__",
-        mentions=("req_id_to_index", "num_computed_tokens"),
+        mentions=("req_id_to_index", "num_computed_tokens", "all_token_ids"),
     ),
     *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping"),
+    *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping_np"),
     *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "num_draft_tokens"),
     HookPoint("vllm.sampling_params:SamplingParams.eos_token_id"),
     *_fields("vllm.sampling_params:SamplingParams", "stop_token_ids", "max_tokens"),
+    *_fields("vllm.sampling_params:SamplingParams", "min_tokens"),
+    *_fields("vllm.sampling_params:SamplingParams", "repetition_detection"),
+    *_fields(
+        "vllm.sampling_params:RepetitionDetectionParams",
+        "min_pattern_size",
+        "max_pattern_size",
+        "min_count",
+    ),
 )
 """For stops inside accepted drafts, where steps are scheduled ahead."""
 

@@ -122,10 +122,10 @@ class ElasticSetup(Setup):
             policy=Setup.build(self).policy,
             eviction=self.eviction,
             broker=controller,
+            records_drafts=self.records,
             scratch=None
             if self.rows is None
             else ScratchRows(self.rows, self.rows_per_granule),
-            records_drafts=self.records,
         )
 
 

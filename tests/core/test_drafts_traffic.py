@@ -11,7 +11,7 @@ are broken on purpose show that the checks can say no.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,7 +23,7 @@ from hybrid_plugin.core.commands import Command, Fold, MoveWindow, Take
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.verification import Ending
-from tests.core.device import ContentError, Forward
+from tests.core.device import ContentError
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
 from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
@@ -260,17 +260,25 @@ class NeverWantsDraftsBack(HybridCache):
 class LendsWhileOthersWait(HybridCache):
     """Gives drafts what an admission was refused."""
 
-    def hold_drafts(self, seq_id: str, count: int) -> list[int]:
+    def lend_drafts(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
         self.drafts._refused_now = self.drafts._refused_before = False
-        return HybridCache.hold_drafts(self, seq_id, count)
+        return HybridCache.lend_drafts(self, wanted, growth)
 
 
-class LendsInElasticPoolsTooFreely(HybridCache):
-    """Lends what sequences grow into."""
+class IgnoresPages(HybridCache):
+    """Lends what sequences grow into, and has drafts want pages of others."""
 
     def __post_init__(self) -> None:
         HybridCache.__post_init__(self)
-        self.drafts._leaves_pages = lambda slots: True  # type: ignore[method-assign]
+        self.drafts._fits = lambda *_, **__: True  # type: ignore[method-assign]
+
+
+class AdmitsIntoWhatDraftsNeed(HybridCache):
+    """Leaves no pages for the step that gives drafts back."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        self.drafts.kept_pages = lambda *_: 0  # type: ignore[method-assign]
 
 
 CONTENT = [
@@ -344,20 +352,11 @@ class TakesNothingBack(FakeEngine):
         return 0
 
 
-class ReturnsDraftsAtOnce(FakeEngine):
-    """Gives draft slots back before the next step has selected one."""
-
-    def _launched(self, request: Request, part: Forward) -> None:
-        FakeEngine._launched(self, request, part)
-        if request.columns:
-            self.cache.return_drafts(request.seq_id)
-            request.columns = []
-
-
-class VerifiesInOneSlotTooFew(FakeEngine):
-    def _hold(self, request: Request, drafts: int) -> list[int]:
-        columns = FakeEngine._hold(self, request, drafts - 1)
-        return [*columns, 0]
+class VerifiesMoreThanTheWidth(FakeEngine):
+    def _plan_width(self) -> None:
+        FakeEngine._plan_width(self)
+        for request, drafts in self._planned.items():
+            self._planned[request] = drafts + 1
 
 
 ENGINES = [
@@ -367,8 +366,7 @@ ENGINES = [
     NotesNoStepWithoutDrafts,
     NotesStepsTwice,
     TakesNothingBack,
-    ReturnsDraftsAtOnce,
-    VerifiesInOneSlotTooFew,
+    VerifiesMoreThanTheWidth,
 ]
 
 
@@ -427,21 +425,31 @@ def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
     assert not isinstance(failure, ContentError), repr(failure)
 
 
+@pytest.mark.parametrize("make", [Traffic.seeded, seeded_traffic])
+def test_drafts_that_do_not_make_way_are_found(make: Callable[..., Traffic]) -> None:
+    with pytest.raises(AssertionError, match="drafts have not made way"):
+        fail_with(IgnoresPages, make)
+
+
+def test_admissions_that_leave_drafts_no_way_out_are_found() -> None:
+    with pytest.raises(AssertionError, match="drafts have not made way"):
+        fail_with(AdmitsIntoWhatDraftsNeed, seeded_traffic)
+
+
+def fail_with(cache: type[HybridCache], make: Callable[..., Traffic]) -> None:
+    """Run traffic on a broken cache until something fails."""
+    for seed in range(100):
+        for page_size in (1, 4):
+            traffic = make(seed, page_size, cache, drafts=True)
+            traffic.run(300, check_every=10_000)
+
+
 def test_rows_without_memory_are_found() -> None:
     with pytest.raises(ContentError, match="was touched, but has no memory"):
         for seed in range(20):
             seeded_traffic(seed, 4, HoldsNoRowsForPadding, drafts=True).run(
                 300, check_every=10_000
             )
-
-
-def test_growth_without_reserve_is_found() -> None:
-    with pytest.raises(AssertionError, match="a sequence alone finds no room"):
-        for seed in range(100):
-            for page_size in (1, 4):
-                seeded_traffic(
-                    seed, page_size, LendsInElasticPoolsTooFreely, drafts=True
-                ).run(300, check_every=10_000)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)

@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 
 from tests.engines import oracle_sglang as oracle
-from tests.engines import slow_decay
 from tests.engines.compare import Comparison, compare
 from tests.engines.conftest import DRIVER, StartServer
 from tests.engines.drivers import Driver
-from tests.engines.drivers.driver import MODEL
 from tests.engines.drivers.sglang import ON_GPU, RETRACTING
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
@@ -95,9 +93,7 @@ def chats(
 
 def _make(start_server: StartServer, driver: Driver, name: str, folder: Path) -> Chats:
     entry = driver.models[name]
-    model = MODEL
-    if entry.kind != "bundled":
-        model = getattr(slow_decay, f"write_{entry.kind}")(folder)
+    model = entry.checkpoint(folder)
     first = [replace(a, abort_after=None) for a in mixed(Mix(driver.page_size, CHATS))]
     with start_server(
         "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model

@@ -21,11 +21,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines import oracle_vllm as oracle
-from tests.engines import slow_decay
 from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
-from tests.engines.drivers.driver import MODEL
 from tests.engines.drivers.vllm import ON_GPU, PAGE_SIZE
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
@@ -79,11 +77,7 @@ def chats(
     name = request.param
     if name not in made:
         entry, folder = driver.models[name], tmp_path_factory.mktemp("chats")
-        model = (
-            MODEL
-            if entry.kind == "bundled"
-            else getattr(slow_decay, f"write_{entry.kind}")(folder / "model")
-        )
+        model = entry.checkpoint(folder / "model")
         first = _plain(mixed(Mix(driver.page_size, requests=REQUESTS)))
         with start_server(
             "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model

@@ -50,6 +50,7 @@ class FakeRequest:
     request_id: str
     all_token_ids: Tokens
     num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None

@@ -17,7 +17,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.vllm import scheduler
-from hybrid_plugin.vllm.speculation.serving import obstacle_of_layers, obstacles
+from hybrid_plugin.vllm.speculation.serving import (
+    obstacle_of_layers,
+    obstacles,
+    takes_fewer_drafts,
+)
 
 Kind = MambaAttentionBackendEnum
 
@@ -130,6 +134,31 @@ def test_kinds_of_layers(kind: Kind, served: bool) -> None:
             f"vLLM does not verify drafts in layer s, of the kind {kind.name}; drop "
             "--speculative-config."
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "ranks", "fewer"),
+    [
+        ("mtp", False, 1, True),
+        ("ngram", False, 1, True),
+        ("suffix", False, 1, False),
+        ("medusa", False, 1, False),
+        ("custom_class", False, 1, False),
+        ("ngram_gpu", True, 1, True),
+        ("mtp", True, 2, False),
+    ],
+)
+def test_who_proposes_fewer_drafts(
+    method: str, v2: bool, ranks: int, fewer: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method),
+        use_v2_model_runner=v2,
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+    )
+    assert takes_fewer_drafts(config) == fewer
+    config.speculative_config = None
+    assert not takes_fewer_drafts(config)
 
 
 @pytest.mark.parametrize("v2", [False, True])

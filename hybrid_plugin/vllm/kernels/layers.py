@@ -12,7 +12,7 @@ import torch
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.draft_records import DraftRecords
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase, are_ours
 from hybrid_plugin.vllm.kernels import draft_passes, passes, records
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
@@ -59,6 +59,9 @@ KINDS: Mapping[str, Kind] = {
 
 RECORDED = frozenset({Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2})
 """Whose layers' drafts can be recorded, with `record_form` in their module."""
+
+_THEIRS = "gdn_prefill_backend"
+"""Attribute of vLLM's gated delta nets: whose kernels prefill."""
 
 _PLAIN = frozenset({Phase.PREFILL, Phase.DECODE})
 """What passes do with sequences that have no drafts."""
@@ -126,14 +129,12 @@ class StateLayers:
                 )
             if kind is None:
                 continue
-            wanted = _PLAIN | ({Phase.VERIFY} if drafts else set())
-            phases = frozenset(
-                phase
+            wanted = _PLAIN | (frozenset({Phase.VERIFY}) if drafts else frozenset())
+            if all(
+                are_ours(option, kind.mixer, phase, device_type, _theirs(layer, phase))
                 for phase in wanted
-                if are_ours(option, kind.mixer, phase, device_type)
-            )
-            if phases == wanted or (phases and not drafts):
-                self._ours[name] = OurKernels(layer, kind, phases, self)
+            ):
+                self._ours[name] = OurKernels(layer, kind, wanted, self)
         if recorded_rows:
             self._record(layers, recorded_rows)
 
@@ -312,6 +313,11 @@ def kind_of(layer: Any) -> Kind | None:
     """What a layer is; None if only vLLM's own kernels run such."""
     cls = type(layer)
     return KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _theirs(layer: Any, phase: Phase) -> str:
+    """The library of kernels that vLLM has for a layer."""
+    return str(getattr(layer, _THEIRS, TRITON)) if phase is Phase.PREFILL else TRITON
 
 
 def ours(layer: Any) -> OurKernels | None:
