@@ -113,9 +113,7 @@ class Records:
             trees: whether drafts are trees.
         """
         recorded = self._of_layer[0].states
-        nobody = torch.full(
-            (len(recorded),), -1, dtype=torch.int32, device=recorded.device
-        )
+        nobody = torch.full((1,), -1, dtype=torch.int32, device=recorded.device)
         links = nobody[:, None].repeat(1, recorded.shape[1]) if trees else None
         replay.commit(self.layers, nobody, torch.zeros_like(nobody), parents=links)
 
