@@ -112,21 +112,24 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         device_type,
         elastic.hindrance(device_type),
     )
-    cache_bytes -= planning.record_bytes(model, cache_bytes, options, limits)
     params = mambaish_config(model).mamba2_cache_params
-    rows = 0 if passes.is_wanted(options) else limits.max_sequences
     return Outlook.sized(
         lay_out(
             elastic=True,
             packed=page_layout.can_pack(model, attention_backends(), token_bytes),
-            scratch=scratch_layout(params, device_type, rows),
+            scratch=scratch_layout(
+                params,
+                device_type,
+                limits.max_sequences,
+                recorded=passes.is_wanted(options),
+            ),
         ),
         cache_bytes,
         options,
         limits,
         logger,
         fixed_layout=lay_out(elastic=False),
-        beside=planning.scratch_bytes(model, options, limits),
+        beside=planning.scratch_bytes(model, cache_bytes, options, limits),
     )
 
 

@@ -245,9 +245,8 @@ def _share_memory(memory: PoolMemory, replay: Replay) -> None:
 
         shared = memory.lent
         if shared is not None:
-            self.mamba_pool_cls = partial(
-                SlotMajorPool, shared.slot_rows, shared.scratch
-            )
+            scratch = () if replay.is_wanted else shared.scratch
+            self.mamba_pool_cls = partial(SlotMajorPool, shared.slot_rows, scratch)
         without_draft_states(replay, original, self, *args, **kwargs)
 
     def prepare_moves(original: Callable[..., None], self: Any) -> None:

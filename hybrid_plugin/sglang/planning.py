@@ -18,7 +18,6 @@ from sglang.srt.runtime_context import (
     get_context,
     get_schedule,
     get_server_args,
-    get_spec,
 )
 
 from hybrid_plugin.config import HybridConfig
@@ -47,7 +46,7 @@ from hybrid_plugin.sglang.speculation import draft_pages, scratch
 from hybrid_plugin.sglang.speculation.arguments import MOST_REQUESTS
 from hybrid_plugin.sglang.speculation.replay import passes, records
 from hybrid_plugin.sglang.speculation.replay.passes import Replay
-from hybrid_plugin.sglang.speculation.scratch_layout import row_tensors, scratch_layout
+from hybrid_plugin.sglang.speculation.scratch_layout import scratch_layout, tensors_of
 
 _GIB = 1 << 30
 _STATES = (
@@ -87,16 +86,13 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
-    replayed = passes.is_wanted(options)
-    available -= record_bytes(model, available, options, limits)
     page_size = get_schedule().page_size
     kv = create_memory_pool_configurator(configurator)
     lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
     fixed_layout = lay_out(token_bytes=kv._cell_size, elastic=False)
     layout, taken = fixed_layout, None
     if elastic_memory.is_wanted(options, hindrance):
-        rows = 0 if replayed else limits.max_sequences
-        layout = elastic_layout(configurator, kv, lay_out, rows)
+        layout = elastic_layout(configurator, kv, lay_out, options, limits)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
         )
@@ -108,18 +104,18 @@ def reserve_slots(
         limits,
         logger,
         fixed_layout=fixed_layout,
-        beside=scratch_bytes(model, options, limits),
+        beside=scratch_bytes(model, available, options, limits),
     )
     for line in plan.describe():
         logger.info("%s", line)
     memory.plan = plan
     if plan.shared is not None and taken is not None:
-        memory.shared = _share(plan.shared, taken, model)
+        memory.shared = _share(plan.shared, taken, model, options)
         _limit_sequences(plan.shared, limits, configurator.attn_dp_size)
     elif taken is not None:
         taken.close()
     if plan.shared is None:
-        tell_of_scratch(model, options, limits)
+        tell_of_scratch(model, available, options, limits)
     # SGLang counts without the slot that takes the writes of padded rows.
     slots = plan.sizes.slots - 1
     get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
@@ -132,7 +128,8 @@ def elastic_layout(
     configurator: Any,
     kv: Any,
     lay_out: Callable[..., CacheLayout],
-    rows: int,
+    options: HybridConfig,
+    limits: EngineLimits,
 ) -> CacheLayout:
     """How elastic pools lie.
 
@@ -140,7 +137,8 @@ def elastic_layout(
         configurator: SGLang's `KVCacheConfigurator`.
         kv: its `DefaultPoolConfigurator`.
         lay_out: `make_layout`, but for what is found here.
-        rows: of the scratch, sequences that verify at once at most; 0 for none.
+        options: of the plugin.
+        limits: of the engine.
     """
     model, page_size = configurator.model_config, get_schedule().page_size
     hybrid = mambaish_config(model)
@@ -158,19 +156,24 @@ def elastic_layout(
         packed=page_layout.can_pack(model, backends, token_bytes, draft, page_size),
         draft=draft,
         scratch=scratch_layout(
-            hybrid.mamba2_cache_params, torch.device(configurator.device).type, rows
+            hybrid.mamba2_cache_params,
+            torch.device(configurator.device).type,
+            limits.max_sequences,
+            recorded=passes.is_wanted(options),
         ),
     )
 
 
-def _share(plan: ElasticPlan, taken: VirtualArena, model: Any) -> SharedPools:
+def _share(
+    plan: ElasticPlan, taken: VirtualArena, model: Any, options: HybridConfig
+) -> SharedPools:
     """The memory of all pools."""
     if plan.layout.scratch is None:
         return SharedPools(plan, taken)
     params = mambaish_config(model).mamba2_cache_params
-    topk = get_spec().speculative_eagle_topk
+    recorded = passes.is_wanted(options)
     return SharedPools(
-        plan, taken, row_tensors(params, scratch.drafts_per_step(), topk)
+        plan, taken, tensors_of(params, scratch.drafts_per_step(), recorded=recorded)
     )
 
 
@@ -192,54 +195,54 @@ def _limit_sequences(plan: ElasticPlan, limits: EngineLimits, ranks: int) -> Non
         get_context().override("hybrid_plugin.rows", max_running_requests=rows * ranks)
 
 
-def record_bytes(
+def scratch_bytes(
     model: Any, available: int, options: HybridConfig, limits: EngineLimits
 ) -> int:
-    """Bytes that records of drafts take beside the pools; says so in the log.
+    """Bytes that drafts take beside pools of a fixed size.
 
     Args:
         model: SGLang's `ModelConfig`.
-        available: bytes that every rank has.
-        options: of the plugin; 0 where they want no records.
+        available: bytes that every rank has for all of them.
+        options: of the plugin.
         limits: of SGLang.
-
-    Raises:
-        ConfigError: if there are no records for this model's layers.
     """
-    if not passes.is_wanted(options):
-        return 0
     drafts = scratch.drafts_per_step()
-    params = mambaish_config(model).mamba2_cache_params
-    row = records.row_bytes(params, drafts)
-    # Nobody runs without a slot.
-    rows = min(_verifying(limits), available // (params.mamba_cache_per_req + row))
-    taken = records.rows_of(rows) * row
-    logger.info(_RECORDS, taken / (1 << 20), rows, drafts)
-    return taken
-
-
-def scratch_bytes(model: Any, options: HybridConfig, limits: EngineLimits) -> int:
-    """Bytes that the states after drafts take beside pools of a fixed size."""
-    drafts = scratch.drafts_per_step()
-    if not drafts or passes.is_wanted(options):
+    if not drafts:
         return 0
     params = mambaish_config(model).mamba2_cache_params
-    return scratch.rows_bytes(params, _verifying(limits), drafts)
+    rows = _verifying(params, available, options, limits)
+    if passes.is_wanted(options):
+        return records.rows_of(rows) * records.row_bytes(params, drafts)
+    return scratch.rows_bytes(params, rows, drafts)
 
 
-def _verifying(limits: EngineLimits) -> int:
+def _verifying(
+    params: Any, available: int, options: HybridConfig, limits: EngineLimits
+) -> int:
     """Sequences that verify at once in fixed pools, at most."""
-    if limits.slots is None:
-        return limits.max_sequences
-    return min(limits.max_sequences, limits.slots.ids - 1)
+    most = limits.max_sequences
+    if limits.slots is not None:
+        most = min(most, limits.slots.ids - 1)
+    if not passes.is_wanted(options):
+        return most
+    # Nobody runs without a slot.
+    row = records.row_bytes(params, scratch.drafts_per_step())
+    return min(most, available // int(params.mamba_cache_per_req + row))
 
 
-def tell_of_scratch(model: Any, options: HybridConfig, limits: EngineLimits) -> None:
-    """Say in the log what the states after drafts take beside fixed pools."""
-    taken = scratch_bytes(model, options, limits)
+def tell_of_scratch(
+    model: Any, available: int, options: HybridConfig, limits: EngineLimits
+) -> None:
+    """Say in the log what drafts take beside fixed pools; arguments as above."""
+    taken = scratch_bytes(model, available, options, limits)
     if taken:
-        drafts = scratch.drafts_per_step()
-        logger.info(_STATES, taken / (1 << 20), _verifying(limits), drafts)
+        params = mambaish_config(model).mamba2_cache_params
+        logger.info(
+            _RECORDS if passes.is_wanted(options) else _STATES,
+            taken / (1 << 20),
+            _verifying(params, available, options, limits),
+            scratch.drafts_per_step(),
+        )
 
 
 def limits_of(
@@ -316,7 +319,8 @@ def take_over(
         stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
     )
     kept = states.mamba_pool.mamba_cache
-    executor.scratch = replay.build(states)
+    tensors = () if memory.shared is None else memory.shared.scratch
+    executor.scratch = replay.build(states, tensors)
     if scratch.scratch_tensors(kept):
         executor.scratch = scratch.DraftScratch(kept)
     cache = _build(stock, states, options, memory, interior is not None)

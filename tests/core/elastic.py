@@ -179,7 +179,7 @@ class ElasticDevice(FakeDevice):
                     self._turn(pool, granules, mapped=False)
                 case Take(_, row, _, _) if self.setup.rows is not None:
                     self._require_row(row)
-                    super().run([command])
+                    self._execute(command)
                 case _:
                     self._execute(command)
             used = self.mapped_bytes()

@@ -68,10 +68,10 @@ def test_drafts(next_shape: ModelShape) -> None:
     usable = 8 * GIB - 16 * 24_576 - state
     at_once = usable // (4096 * 24_576 + 4 * state)
     assert at_once == 33
-    assert f"= {at_once} sequences" in ours.steps[-3]
-    rows = usable // (4096 * 24_576 + 5 * state)
-    assert rows == 28 and f"= {rows} sequences" in ours.steps[-2]
+    assert f"= {at_once} sequences" in ours.steps[-2]
     assert "= 5.64 MiB beside the pools for each" in ours.steps[-1]
+    rows = usable // (4096 * 24_576 + 5 * state)
+    assert rows == 28 and f"= {rows} sequences" in ours.steps[-3]
     stock = vllm_aligned(next_shape, 8 * GIB, 4096, drafts=3)
     assert stock.running == 641 // (8 + (2 + 3) * 3)
     assert stock.cached_sequences == 641 // (7 + 3)

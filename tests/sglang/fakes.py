@@ -22,6 +22,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import (
     kv_private_tokens,
 )
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from hybrid_plugin.config import HybridConfig
@@ -99,9 +100,7 @@ class Batch:
         self.reqs = reqs
         self.device = "cpu"
         self.batch_is_full = False
-        self.forward_mode = SimpleNamespace(
-            is_extend=lambda: True, is_decode=lambda: False
-        )
+        self.forward_mode = ForwardMode.EXTEND
         self.prefix_lens = [req.prefix_len for req in reqs]
         self.seq_lens_cpu = torch.tensor([req.extend_end for req in reqs])
         self.seq_lens = self.seq_lens_cpu

@@ -65,9 +65,7 @@ class Decoding(Bench):
             req.decode_batch_idx += 1
         token_placement.verify(self.cache, self.rows, reqs, ends)
         batch: Any = SimpleNamespace(reqs=list(reqs))
-        batch.forward_mode = SimpleNamespace(
-            is_extend=lambda: False, is_decode=lambda: True
-        )
+        batch.forward_mode = ForwardMode.DECODE
         self.cache.step_begins(batch)
         self.cache.drafts.launched(batch, WIDTH)
         self.cache.step_launched(batch)

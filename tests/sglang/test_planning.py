@@ -117,7 +117,7 @@ class Running:
             draft_model_config=None, draft_kv_num_layers=None
         )
         self.kv_cache_dtype, self.draft_attn_tp_size = torch.bfloat16, 1
-        for module in (elastic, planning, draft_pages, scratch_layout):
+        for module in (elastic, draft_pages, scratch_layout):
             monkeypatch.setattr(module, "get_spec", lambda: self.spec)
         monkeypatch.setattr(scratch_layout, "drafts_per_step", lambda: self.drafts)
         monkeypatch.setattr(draft_pages, "mambaish_config", lambda _: None)
@@ -205,6 +205,17 @@ def test_the_states_after_drafts_are_beside_the_pools(
     assert left - TOKEN_BYTES * PAGE < spent <= left
 
 
+def with_key_heads(running: Running) -> tuple[int, int]:
+    """Layers that drafts can be recorded of; bytes of a slot and of a row of 4."""
+    params = running.model_config.states.mamba2_cache_params
+    params.is_kda = False
+    params.shape.conv = [(48, 3)]  # two groups of 8, twice, beside 4 x 4 values
+    slot = 3 * (48 * 3 * 2 + 4 * 4 * 8 * 4)
+    params.mamba_cache_per_req = slot
+    # Keys, values and decays in float32, and inputs in bfloat16.
+    return slot, 4 * 3 * (4 * (2 * 8 + 4 * 4 + 4) + 2 * 48)
+
+
 @pytest.mark.parametrize(
     ("limits", "rows"),
     [({"max_running_requests": 3}, 3), ({"max_mamba_cache_size": 5}, 5), ({}, None)],
@@ -215,13 +226,7 @@ def test_records_of_drafts_are_beside_the_pools(
 ) -> None:
     running = Running(monkeypatch, **limits)
     running.drafts = 4
-    params = running.model_config.states.mamba2_cache_params
-    params.is_kda = False
-    params.shape.conv = [(48, 3)]  # two groups of 8, twice, beside 4 x 4 values
-    # Keys, values and decays in float32, and inputs in bfloat16.
-    row = 4 * 3 * (4 * (2 * 8 + 4 * 4 + 4) + 2 * 48)
-    slot = 3 * (48 * 3 * 2 + 4 * 4 * 8 * 4)
-    params.mamba_cache_per_req = slot
+    slot, row = with_key_heads(running)
     sizes = running.reserve(MIB, elastic=False, draft_states="replay")
     rows = rows or MIB // (slot + row)
     left = MIB - rows * row
@@ -263,6 +268,27 @@ def test_rows_that_verify_share_the_memory(
         groups = shared.plan.layout.attention
         assert [len(group.layers) for group in groups] == [4, 2][: 1 + draft_layers]
         assert groups[-1].page_bytes == (5 * 8 if draft_layers else 3 * 8) * 2 * PAGE
+    finally:
+        shared.memory.close()
+
+
+@needs_returned_memory
+def test_records_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of records, side by side, in the place of states."""
+    running = Running(monkeypatch, max_running_requests=3)
+    running.verify(4)
+    _, row = with_key_heads(running)
+    running.reserve(4 * MIB, draft_states="replay")
+    shared = running.memory.shared
+    assert shared is not None
+    try:
+        scratch = shared.plan.layout.scratch
+        assert scratch is not None and scratch.rows == 3
+        assert scratch.apart == () and row <= scratch.together < row + 6 * 128
+        recorded, inputs = shared.scratch
+        rows = shared.plan.ids(Pool.SCRATCH)
+        assert recorded.shape == (3, rows, 4, 2 * 8 + 4 * 4 + 4)
+        assert inputs.shape == (3, rows, 4, 48) and inputs.dtype == torch.bfloat16
     finally:
         shared.memory.close()
 

@@ -302,7 +302,7 @@ class Folding:
         temporal = torch.zeros(1, SLOTS, 1, 1, 1)
         conv = torch.zeros(1, SLOTS, 3, 1)
         states = SimpleNamespace(temporal=temporal, conv=[conv])
-        self.records = records.Records(states, ROWS, WIDTH, is_kda=False)
+        self.records = records.Records.allocated(states, ROWS, WIDTH, is_kda=False)
         self.scratch = ReplayScratch(self.records)
         self.states = temporal[0, :, 0, 0, 0]
         self.live: set[str] = set()
@@ -433,7 +433,7 @@ def test_what_is_charged_is_what_records_take(make: Callable[[], Any]) -> None:
         temporal=torch.zeros(*lead, *params.shape.temporal),
         conv=[torch.zeros(*lead, *params.shape.conv[0], dtype=params.dtype.conv)],
     )
-    taken = records.Records(states, ROWS, WIDTH, is_kda=params.is_kda)
+    taken = records.Records.allocated(states, ROWS, WIDTH, is_kda=params.is_kda)
     tensors = [
         tensor
         for place in range(lead[0])

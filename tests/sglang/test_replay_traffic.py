@@ -52,7 +52,7 @@ class Device:
         temporal = torch.zeros(1, SLOTS, 1, 1, 1)
         windows = torch.zeros(1, SLOTS, 3, 1)
         states = SimpleNamespace(temporal=temporal, conv=[windows])
-        self.records = records.Records(states, SLOTS, WIDTH, is_kda=False)
+        self.records = records.Records.allocated(states, SLOTS, WIDTH, is_kda=False)
         self.scratch: Any = ReplayScratch(self.records)
         self.states = temporal[0, :, 0, 0, 0]
 

@@ -24,6 +24,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import (
 )
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.core.cache import HybridCache
@@ -179,9 +180,7 @@ class WindowBench(Bench):
         batch.prefix_lens = lengths
         batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lengths)
         batch.req_pool_indices = torch.tensor([req.kv.req_pool_idx for req in reqs])
-        batch.forward_mode = SimpleNamespace(
-            is_extend=lambda: False, is_decode=lambda: True
-        )
+        batch.forward_mode = ForwardMode.DECODE
         positions = token_placement.decode(self.cache, batch)
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         self.cache.step_begins(batch)

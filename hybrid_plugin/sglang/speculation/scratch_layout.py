@@ -17,24 +17,25 @@ from sglang.srt.runtime_context import get_exec, get_spec
 
 from hybrid_plugin.core.memory.scratch import ScratchLayout
 from hybrid_plugin.device.row_pool import RowTensor, apart_bytes, together_bytes
+from hybrid_plugin.sglang.speculation.replay import records
 from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
 
 
 def scratch_layout(
-    params: Any, device_type: str, sequences: int
+    params: Any, device_type: str, sequences: int, *, recorded: bool = False
 ) -> ScratchLayout | None:
-    """How the rows lie; None without drafts, or rows.
+    """How the rows lie; None without drafts.
 
     Args:
         params: SGLang's `BaseLinearStateParams`.
         device_type: "cpu" or "cuda", as torch calls it.
         sequences: that run at once, at most.
+        recorded: whether a row holds records of drafts, and not the states after them.
     """
     drafts = drafts_per_step()
-    if not drafts or not sequences:
+    if not drafts:
         return None
-    topk = get_spec().speculative_eagle_topk
-    tensors = row_tensors(params, drafts, topk)
+    tensors = tensors_of(params, drafts, recorded=recorded)
     on_gpu = device_type != "cpu"
     return ScratchLayout(
         rows=sequences,
@@ -46,6 +47,13 @@ def scratch_layout(
         # Graphs are captured, and kernels tuned, with batches of any size.
         warm_up_rows=sequences if on_gpu else 1,
     )
+
+
+def tensors_of(params: Any, drafts: int, *, recorded: bool) -> list[RowTensor]:
+    """What a row has, as above."""
+    if recorded:
+        return records.row_tensors(params, drafts)
+    return row_tensors(params, drafts, get_spec().speculative_eagle_topk)
 
 
 def row_tensors(params: Any, drafts: int, topk: int | None) -> list[RowTensor]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,22 +42,26 @@ class Replay:
         self._places: dict[int, int] = {}
         self._is_kda = False
 
-    def build(self, rows: Any) -> ReplayScratch | None:
-        """Take memory for records, where drafts are recorded.
+    def build(
+        self, rows: Any, tensors: Sequence[torch.Tensor] = ()
+    ) -> ReplayScratch | None:
+        """Record drafts, where that is wanted.
 
         Args:
             rows: SGLang's `HybridReqToTokenPool`, with its state pool.
+            tensors: for the records; without any, they are allocated.
         """
         if not self.is_wanted:
             return None
         pool = rows.mamba_pool
         self._places = dict(rows.mamba_map)
-        self._records = Records(
-            pool.mamba_cache,
-            rows_of(rows.size),
-            drafts_per_step(),
-            is_kda=self._is_kda,
-        )
+        states, is_kda = pool.mamba_cache, self._is_kda
+        if tensors:
+            self._records = Records(states, tensors, is_kda=is_kda)
+        else:
+            self._records = Records.allocated(
+                states, rows_of(rows.size), drafts_per_step(), is_kda=is_kda
+            )
         self._records.warm_up(trees=(get_spec().speculative_eagle_topk or 1) > 1)
         self.scratch = ReplayScratch(self._records)
         return self.scratch

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,26 +13,37 @@ from sglang.srt.utils.common import (
     get_eager_max_batch_size,
 )
 
+from hybrid_plugin.device.row_pool import RowTensor
 from hybrid_plugin.mixers.verifications import Record
 
 _FLOAT = torch.float32
 
 
-def row_bytes(params: Any, drafts: int) -> int:
-    """Bytes that the drafts of one sequence take, over all state layers.
+def row_tensors(params: Any, drafts: int) -> list[RowTensor]:
+    """What records have of a sequence: of the recurrences, then of the convolutions.
 
     Args:
         params: SGLang's `BaseLinearStateParams`.
         drafts: tokens that it verifies, the known one counted.
     """
-    shape, type_ = params.shape, params.dtype.conv
+    shape, layers = params.shape, len(params.layers)
     channels = shape.conv[0][1 if params.is_kda else 0]
     pool = torch.empty((1, *shape.temporal), device="meta")
-    numbers = replay.record_size(
+    size = replay.record_size(
         pool, _key_heads(pool, channels), wide_decay=params.is_kda
     )
-    token = numbers * _FLOAT.itemsize + channels * type_.itemsize
-    return int(token * drafts * len(params.layers))
+    return [
+        RowTensor(layers, (drafts, size), _FLOAT),
+        RowTensor(layers, (drafts, channels), params.dtype.conv),
+    ]
+
+
+def row_bytes(params: Any, drafts: int) -> int:
+    """Bytes of these, behind each other."""
+    return sum(
+        one.layers * torch.Size(one.shape).numel() * one.dtype.itemsize
+        for one in row_tensors(params, drafts)
+    )
 
 
 def rows_of(requests: int) -> int:
@@ -44,25 +56,22 @@ def rows_of(requests: int) -> int:
 class Records:
     """A record of each draft, layer and row of the batch; one commit folds them all."""
 
-    def __init__(self, states: Any, rows: int, drafts: int, *, is_kda: bool) -> None:
-        """Take memory for them.
+    def __init__(
+        self, states: Any, tensors: Sequence[torch.Tensor], *, is_kda: bool
+    ) -> None:
+        """Describe them.
 
         Args:
             states: SGLang's `State` of a pool: `temporal` ``[layers, S, HV, V, K]``,
                 and of `conv` one, ``[layers, S, D, W - 1]``; of Kimi delta attention
                 ``[layers, S, W - 1, D]``.
-            rows: sequences that verify at once, padding counted.
-            drafts: tokens of each, the known one counted.
+            tensors: those of `row_tensors`, ``[layers, R, L, ...]``.
             is_kda: whether the layers are Kimi delta attention.
         """
         temporal, (windows,) = states.temporal, states.conv
         windows = windows.transpose(-1, -2) if is_kda else windows
-        channels = windows.shape[2]
-        heads = _key_heads(temporal[0], channels)
-        size = replay.record_size(temporal[0], heads, wide_decay=is_kda)
-        lead, device = (len(temporal), rows, drafts), temporal.device
-        recorded = torch.zeros((*lead, size), dtype=_FLOAT, device=device)
-        inputs = torch.zeros((*lead, channels), dtype=windows.dtype, device=device)
+        heads = _key_heads(temporal[0], windows.shape[2])
+        recorded, inputs = tensors
         self._of_layer = [Record(*pair) for pair in zip(recorded, inputs, strict=True)]
         self.layers = replay.Layers(
             [
@@ -75,6 +84,28 @@ class Records:
             ],
         )
 
+    @classmethod
+    def allocated(cls, states: Any, rows: int, drafts: int, *, is_kda: bool) -> Records:
+        """Take memory for them.
+
+        Args:
+            states: as above.
+            rows: sequences that verify at once, padding counted.
+            drafts: tokens of each, the known one counted.
+            is_kda: as above.
+        """
+        temporal, (windows,) = states.temporal, states.conv
+        channels = windows.shape[3 if is_kda else 2]
+        size = replay.record_size(
+            temporal[0], _key_heads(temporal[0], channels), wide_decay=is_kda
+        )
+        lead, device = (len(temporal), rows, drafts), temporal.device
+        tensors = (
+            torch.zeros((*lead, size), dtype=_FLOAT, device=device),
+            torch.zeros((*lead, channels), dtype=windows.dtype, device=device),
+        )
+        return cls(states, tensors, is_kda=is_kda)
+
     def warm_up(self, *, trees: bool) -> None:
         """Compile the kernel that folds, before there is anything to fold.
 
@@ -82,9 +113,7 @@ class Records:
             trees: whether drafts are trees.
         """
         recorded = self._of_layer[0].states
-        nobody = torch.full(
-            (len(recorded),), -1, dtype=torch.int32, device=recorded.device
-        )
+        nobody = torch.full((1,), -1, dtype=torch.int32, device=recorded.device)
         links = nobody[:, None].repeat(1, recorded.shape[1]) if trees else None
         replay.commit(self.layers, nobody, torch.zeros_like(nobody), parents=links)
 
