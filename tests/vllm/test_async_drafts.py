@@ -72,7 +72,7 @@ class Engine:
         self.manager = self.scheduler.kv_cache_manager
         self.flying: deque[tuple[Any, dict[str, list[int]]]] = deque()
         self.widths: list[set[int]] = []
-        """Drafts of the rows of each step that decodes only, but for newcomers."""
+        """Drafts of the rows of each step that decodes only, prompts' ends left out."""
         self.before_reading: Callable[[], None] = lambda: None
         """What happens when the next step is scheduled and the last one not read."""
         self._answered: dict[str, int] = {}
@@ -124,9 +124,15 @@ class Engine:
         counts = output.num_scheduled_tokens
         rows = {name: len(drafts.get(name, ())) for name in counts}
         if all(counts[name] == 1 + row for name, row in rows.items()):
-            cached = output.scheduled_cached_reqs
-            old = set(cached.req_ids) - set(cached.resumed_req_ids)
-            self.widths.append({rows[name] for name in old})
+            requests = [self.scheduler.requests[name] for name in rows]
+            self.widths.append(
+                {
+                    rows[one.request_id]
+                    for one in requests
+                    if one.num_computed_tokens - counts[one.request_id]
+                    >= self.manager.cache.sequence(one.request_id).prompt_length
+                }
+            )
         return {name: self._sample(output, name) for name in counts}
 
     def _sample(self, output: Any, name: str) -> list[int]:
