@@ -30,6 +30,7 @@ from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.reclaim import register_pools
+from hybrid_plugin.core.memory.scratch import ScratchRows
 from hybrid_plugin.core.memory.window_tables import (
     WindowDemand,
     WindowGroup,
@@ -70,6 +71,8 @@ class HybridCache:
         eviction: what cached content is worth; by default its recency.
         events: where to note which pages come and go; by default nowhere.
         broker: finds free ids in all pools; by default every pool keeps its memory.
+        scratch: rows in which the engine verifies drafts, where they share the pools'
+            memory.
     """
 
     pages: PagePool
@@ -81,6 +84,10 @@ class HybridCache:
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
     broker: MemoryBroker = field(default_factory=FixedBroker)
+    records_drafts: bool = False
+    """Whether steps that verify record what their tokens do to a state, and what was
+    accepted is folded into the slot before the next step's commands."""
+    scratch: ScratchRows | None = None
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
@@ -114,10 +121,15 @@ class HybridCache:
             stats=self.stats,
             enqueue=self.enqueue,
             promised_pages=self.promised_pages,
+            scratch=self.scratch,
         )
         register_pools(self.memory)
         self.drafts = Drafts(
-            self.memory, self._sequences, self._concurrency, self.stats
+            self.memory,
+            self._sequences,
+            self._concurrency,
+            self.stats,
+            recorded=self.records_drafts,
         )
 
     # ----------------------------------------------------------------- look up
@@ -288,6 +300,7 @@ class HybridCache:
             pages=most - shared + watermark_pages + promised,
             window_pages=self._window_wants(count, window_demand),
             slots=1,
+            sequences=self.live + 1,
         )
         kept = self.drafts.kept_pages(found.length, most)
         if not self._has_room(match, wanted, kept) or self._must_wait(wanted):
@@ -301,9 +314,14 @@ class HybridCache:
         held, origin = self._hold(match), found.origin
         room = self.memory.obtain(
             match,
-            now=self.memory.wanted(pages=count, window_pages=windows, slots=1),
+            now=self.memory.wanted(
+                pages=count, window_pages=windows, slots=1, sequences=self.live + 1
+            ),
             ahead=self.memory.wanted(
-                pages=most - shared + promised, window_pages=windows, slots=1
+                pages=most - shared + promised,
+                window_pages=windows,
+                slots=1,
+                sequences=self.live + 1,
             )
             if most - shared > count
             else None,
@@ -484,13 +502,13 @@ class HybridCache:
 
         Args:
             seq_id: a live sequence whose prompt is computed; in draft slots, its last
-                token may be the known one.
+                token may be the known one, unless steps record what they do.
             start: tokens computed before the step, as the engine counts: with all
                 drafts of steps in flight.  None where it does not count ahead; the
                 first step must have it.
             drafts: number of drafts.
             row: where the engine verifies in a scratch and then commits to the slot,
-                the row of the scratch; otherwise draft slots are needed.
+                the row of the scratch; otherwise draft slots are needed, or a record.
             known: tokens of the sequence known now, for a check of what was accepted;
                 an engine that does not count ahead has no other.
 
@@ -520,9 +538,29 @@ class HybridCache:
         path = None if columns is None else tuple(columns)
         self.drafts.accept(self._sequences[seq_id], accepted, path)
 
+    def forget_scratch(self) -> None:
+        """Note that something else than a verification has written the scratch."""
+        self.drafts.forget_scratch()
+
     def is_verifying(self, seq_id: str) -> bool:
         """Whether steps of a live sequence were noted with `verify`."""
         return self._sequences[seq_id].steps is not None
+
+    def trim_scratch(self, batch: int = 0) -> None:
+        """Give back the rows of the scratch that no step needs any more.
+
+        Call it before the commands of each step are drained, and when nothing runs.
+        What gets their memory runs behind the steps that were launched.
+
+        Args:
+            batch: sequences that the next step verifies; they may have ended since it
+                was planned.
+
+        Raises:
+            ValueError: if there are not so many rows.
+        """
+        if self.scratch is not None:
+            self.scratch.keep(max(self.live, batch, self.drafts.rows_to_take))
 
     # ------------------------------------------------------------- time and end
 
@@ -653,6 +691,9 @@ class HybridCache:
         slots = self.slots
         used = slots.running + slots.drafts
         found[Pool.STATE] = PoolLevel(used, slots.snapshots, slots.free)
+        if self.scratch is not None:
+            rows = self.scratch.ids
+            found[Pool.SCRATCH] = PoolLevel(rows.live, rows.cached, rows.free)
         return found
 
     # ---------------------------------------------------- internal: admission

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hybrid_plugin.core.commands import MoveWindow, Pool, PoolId, Take
+from hybrid_plugin.core.commands import Fold, MoveWindow, Pool, PoolId, Take
 from hybrid_plugin.core.memory.cache_memory import CacheMemory
 from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.speculation import DraftGain
@@ -32,6 +32,8 @@ class Drafts:
         sequences: Mapping[str, LiveSequence],
         concurrency: ConcurrencyTradeoff,
         stats: CacheStats,
+        *,
+        recorded: bool = False,
     ) -> None:
         """Lend from a cache's memory.
 
@@ -40,12 +42,15 @@ class Drafts:
             sequences: that are live, always.
             concurrency: knows how long sequences decode, and who must wait.
             stats: where lent and refused slots are counted.
+            recorded: whether steps record what their tokens do; then drafts need no
+                slots.
         """
         self._memory = memory
         self._slots = memory.slots
         self._sequences = sequences
         self._concurrency = concurrency
         self._stats = stats
+        self.recorded = recorded
         self.gain = DraftGain()
         self._refused_now = False
         self._refused_before = False
@@ -61,6 +66,11 @@ class Drafts:
         """The last forward pass that wrote the scratch."""
 
     # ------------------------------------------------------------------- slots
+
+    @property
+    def need_slots(self) -> bool:
+        """Whether each draft needs a slot for the state behind it."""
+        return self._slots.needed and not self.recorded
 
     def lend(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
         """Lend slots for a step; see `HybridCache.lend_drafts`."""
@@ -157,7 +167,7 @@ class Drafts:
             pool: pages + (0 if pool == Pool.KV else memory.promised_pages(pool))
             for pool in memory.page_pools
         }
-        if self._slots.needed:
+        if self.need_slots:
             needs[Pool.STATE] = slots
         return memory.broker.fits(needs)
 
@@ -180,7 +190,7 @@ class Drafts:
         self, wanted: Mapping[str, int], growth: Mapping[str, int], width: int
     ) -> bool:
         """Have all sequences hold one slot more for a width, or none."""
-        if not self._slots.needed:
+        if not self.need_slots:
             return True
         lacking = self._lacking(wanted, width)
         for lent, (sequence, _) in enumerate(lacking):
@@ -205,7 +215,7 @@ class Drafts:
 
         Where memory moves, or something is worth less than drafts, they may be.
         """
-        needed = self._slots.needed and not self._memory.broker.moves_memory
+        needed = self.need_slots and not self._memory.broker.moves_memory
         if not needed or slots <= self._slots.free:
             return True
         least, most = self._memory.tree.snapshot_worth(), max(wanted.values())
@@ -264,7 +274,7 @@ class Drafts:
             wanted: ids by pool.
             waits: whether it leaves memory to content that is worth more.
         """
-        if not self._slots.needed:
+        if not self.need_slots:
             return
         drafts = self._slots.draft_ids()
         # With one slot less: the next one that is free must be for it, not for drafts.
@@ -294,16 +304,16 @@ class Drafts:
         known: int | None,
     ) -> None:
         """Note a step of a sequence; see `HybridCache.verify`."""
-        steps = sequence.steps
-        step = VerifyingStep(drafts, row, self._passes)
-        if row is None and self._slots.needed and drafts > len(sequence.drafts):
+        steps, recorded = sequence.steps, self.recorded and row is None
+        step = VerifyingStep(drafts, row, self._passes, recorded)
+        if row is None and self.need_slots and drafts > len(sequence.drafts):
             raise ValueError(
                 f"{drafts} drafts are verified in {len(sequence.drafts)} slots"
             )
         if steps is None:
-            # A scratch is committed to the slot, which must not pass the prompt's end
-            # before the cache has seen its state there.
-            left = 1 if row is None else 0
+            # A scratch or a record is committed to the slot, which must not pass the
+            # prompt's end before the cache has seen its state there.
+            left = 1 if row is None and not recorded else 0
             if start is None or start + left < sequence.prompt_length:
                 raise ValueError(
                     f"the first step that is noted starts behind {start} tokens, of a "
@@ -316,6 +326,22 @@ class Drafts:
         sequence.steps = steps
         if row is not None:
             self._scratch_pass = self._passes
+
+    @property
+    def rows_to_take(self) -> int:
+        """Rows of the scratch, from the first on, that a state may be taken from."""
+        verified = [one.steps for one in self._sequences.values() if one.steps]
+        newest = [steps.newest for steps in verified]
+        written = [
+            step.row + 1
+            for step in newest
+            if step and step.row is not None and step.number == self._scratch_pass
+        ]
+        return max(written, default=0)
+
+    def forget_scratch(self) -> None:
+        """Note that the scratch holds no states any more."""
+        self._scratch_pass = -1
 
     def accept(
         self, sequence: LiveSequence, accepted: int, columns: tuple[int, ...] | None
@@ -333,7 +359,14 @@ class Drafts:
             ValueError: if so many cannot be known.
         """
         ending = steps.end(known)
-        if ending.step is not None and ending.step.number != self._scratch_pass:
+        step = ending.step
+        if step is None:
+            return ending
+        if step.recorded and step.number != self._passes:
+            # What was accepted was folded into the slot since.
+            exact = not steps.in_flight and ending.length == steps.final
+            return Ending(ending.length, 0 if exact else None)
+        if not step.recorded and step.number != self._scratch_pass:
             return Ending(ending.length, None)  # another pass wrote the row since
         return ending
 
@@ -347,7 +380,9 @@ class Drafts:
         if not self._slots.needed:
             return slot
         assert column is not None, "a state that is lost is not kept"
-        if ending.step is not None and ending.step.row is not None:
+        if ending.step is not None and ending.step.recorded:
+            enqueue(Fold(Pool.STATE, slot, 1 + column))
+        elif ending.step is not None and ending.step.row is not None:
             enqueue(Take(Pool.STATE, ending.step.row, column, slot))
         elif column:
             slot = sequence.drafts.pop(column - 1)

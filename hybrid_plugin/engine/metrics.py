@@ -15,7 +15,13 @@ from prometheus_client import Counter, Gauge
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 
-_POOLS = {"pages": "KV pages", "slots": "State slots"}
+_POOLS = {
+    "pages": "KV pages",
+    "slots": "State slots",
+    "scratch_rows": "Rows in which drafts are verified",
+}
+_GAUGES = {Pool.STATE: "slots", Pool.SCRATCH: "scratch_rows"}
+"""Of the pools that hold no pages."""
 _KINDS = {
     "used": "of live sequences",
     "cached": "that only the prefix cache holds",
@@ -111,7 +117,7 @@ class CacheMetrics:
             what, _, place = name.partition("/")
             pool, _, kind = place.partition("/")
             if what == _LEVEL:
-                gauge = self._gauges["slots" if pool == Pool.STATE else "pages"]
+                gauge = self._gauges[_GAUGES.get(pool, "pages")]
                 gauge.labels(**self._labels, pool=pool, kind=kind).set(value)
             elif what == _MAPPED:
                 self._gauges["mapped"].labels(**self._labels, pool=pool).set(value)

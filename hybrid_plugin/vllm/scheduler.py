@@ -64,6 +64,7 @@ class _OnTwoPools(Scheduler):
                 watermark=arguments.get("watermark", 0.0),
                 log_stats=bool(arguments.get("log_stats")),
                 clock=_clock(vllm_config),
+                records_drafts=serving.replays(vllm_config, options),
             )
 
         with patches.manager_factory(create_manager):

@@ -132,6 +132,7 @@ class FakeEngine:
             self.receive()
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
+        self.cache.trim_scratch(len(self._work))
         self.device.run(self.cache.drain_commands())
         work = enumerate(self._work.items())
         parts = {one: self._forward(one, end, row) for row, (one, end) in work}
@@ -164,7 +165,7 @@ class FakeEngine:
         request.counted += 1 + drafts
         request.computed += 1 + len(steps)
         request.unseen += 1 + len(steps)
-        request.selected = 0 if self.setup.scratch else len(steps)
+        request.selected = len(steps) if self.setup.in_slots else 0
         request.last_pass = self.passes
         if self.setup.scratch:
             self.scratch_pass = self.passes
@@ -255,7 +256,9 @@ class FakeEngine:
         if not noted:
             return request.computed <= known if request.computed else None
         in_flight = [o.request for step in self.outputs for o in step].count(request)
-        intact = not setup.scratch or request.last_pass == self.scratch_pass
+        intact = setup.in_slots or request.last_pass == (
+            self.scratch_pass if setup.scratch else self.passes
+        )
         if not in_flight:
             return intact or known >= request.final
         return intact and in_flight == 1 and known == request.final + 1
@@ -302,7 +305,7 @@ class FakeEngine:
             before = request.columns
             request.columns = list(cache.sequence(request.seq_id).drafts)
             count = len(request.columns)
-            most = min(wanted.get(request.seq_id, 0), width) * cache.slots.needed
+            most = min(wanted.get(request.seq_id, 0), width) * cache.drafts.need_slots
             assert count >= most, "not all alike"
             assert count == most or request.columns == before[:count], "more than all"
         for request, drafts in self._planned.items():
@@ -313,7 +316,7 @@ class FakeEngine:
         one, luck = request.computed + 1, self.luck
         if not self.setup.drafts or one != request.known + request.unseen:
             return None
-        if self.setup.scratch and self.cache.is_prefilling(request.seq_id):
+        if not self.setup.in_slots and self.cache.is_prefilling(request.seq_id):
             return None
         drafts = 0 if luck.random() < 0.2 else luck.randint(1, self.setup.drafts)
         noted = self.cache.is_verifying(request.seq_id)
@@ -373,7 +376,7 @@ class FakeEngine:
         What sits out a step keeps its slots, because its next step selects one of them.
         """
         cache, size = self.cache, self.setup.page_size
-        if self.setup.scratch or not cache.slots.needed:
+        if not self.setup.in_slots or not cache.slots.needed:
             return
         held = len(cache.sequence(request.seq_id).pages)
         count = -(-(tokens - drafts) // size) - held
@@ -422,7 +425,7 @@ class FakeEngine:
 
     def _plan_first_drafts(self, request: Request, hit: int, end: int) -> int | None:
         """0 if a request's first step is noted, where its hit leaves a single token."""
-        wants = self.setup.drafts and not self.setup.scratch
+        wants = self.setup.drafts and self.setup.in_slots
         wants = wants and end == hit + 1 == request.known
         return 0 if wants and self.luck.random() < 0.5 else None
 
@@ -537,6 +540,7 @@ class FakeEngine:
             verified=tuple(verified),
             accepted=tuple(accepted),
             row=row if tree else None,
+            recorded=self.setup.records,
         )
 
     def _has_sampled(self, request: Request) -> bool:

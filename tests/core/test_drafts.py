@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import MoveWindow, Pool, Take
+from hybrid_plugin.core.commands import Fold, MoveWindow, Pool, Take
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.policy.costs import STEP_TOKENS
@@ -93,6 +93,41 @@ def test_a_stop_inside_a_run_is_missed_with_a_step_in_flight_only() -> None:
         assert cache.look_up(span(0, 20)).match.length == (0 if in_flight else 10)
         assert cache.stats.turn_ends_missed == in_flight
         audit(cache)
+
+
+@pytest.mark.parametrize(("known", "folded"), [(12, 3), (10, 2), (9, 1)])
+def test_a_turn_ends_on_what_is_folded(known: int, folded: int) -> None:
+    """Without slots for drafts; a stop may lie within what was accepted."""
+    cache = make_cache(slots=3, pages=33, records_drafts=True)
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.grow("a", 16) is not None
+    assert cache.lend_drafts({"a": 3}, {}) == 3
+    assert cache.sequence("a").drafts == []
+    cache.drain_commands()
+    with pytest.raises(ValueError, match="starts behind 7 tokens"):
+        cache.verify("a", 7, 3)  # a snapshot at the prompt's end would be too late
+    cache.verify("a", 8, 3)
+    cache.accept("a", 2)
+    cache.finish("a", span(0, known))
+    assert cache.drain_commands() == [Fold(Pool.STATE, 1, folded)]
+    assert cache.look_up(span(0, 20)).match.length == min(known, 11)
+    assert (cache.stats.drafts_lent, cache.stats.drafts_refused) == (0, 0)
+    audit(cache)
+
+
+def test_what_a_later_step_has_folded_is_not_folded_again() -> None:
+    cache = make_cache(slots=3, pages=33, records_drafts=True)
+    start(cache, "a", span(0, 8))
+    prefill(cache, "a", span(0, 8))
+    assert cache.grow("a", 16) is not None
+    cache.drain_commands()
+    cache.verify("a", 8, 3)
+    cache.accept("a", 2)
+    cache.drain_commands()  # of a step in which the sequence has no part
+    cache.finish("a", span(0, 12))
+    assert cache.drain_commands() == []
+    assert cache.look_up(span(0, 20)).match.length == 11
 
 
 def test_a_state_is_taken_from_the_scratch() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation under random traffic, in draft slots and in a scratch.
+"""Speculation under random traffic, in draft slots, in a scratch and recorded.
 
 Drafts are right or wrong by chance and come in any number; outputs come at once or a
 step later; requests are preempted and aborted with steps in flight.  What is rejected
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, MoveWindow, Take
+from hybrid_plugin.core.commands import Command, Fold, MoveWindow, Take
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.verification import Ending
@@ -180,9 +180,56 @@ class TakesRowsOfOthers(HybridCache):
 
     def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
         steps = self.sequence(seq_id).steps
-        if steps is None:
+        if steps is None or self.records_drafts:
             return HybridCache._ending(self, seq_id, known, computed)
         return steps.end(known)
+
+
+class FoldsOneLess(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        return [
+            replace(c, tokens=c.tokens - 1)
+            if isinstance(c, Fold) and c.tokens > 1
+            else c
+            for c in HybridCache.drain_commands(self)
+        ]
+
+
+class FoldsOneMore(HybridCache):
+    """Folds the draft behind the last accepted one, if there is one."""
+
+    def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
+        ending = HybridCache._ending(self, seq_id, known, computed)
+        step, column = ending.step, ending.column
+        if step is None or not step.recorded or column is None or column == step.drafts:
+            return ending
+        return replace(ending, column=column + 1)
+
+
+class FoldsWhatWasAccepted(HybridCache):
+    """Leaves it to the device how many tokens of an ended sequence are folded."""
+
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not isinstance(c, Fold)]
+
+
+class FoldsRecordsOfOthers(HybridCache):
+    """Takes a record for that of the last pass that a later one has replaced."""
+
+    def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
+        steps = self.sequence(seq_id).steps
+        if steps is None or not self.records_drafts:
+            return HybridCache._ending(self, seq_id, known, computed)
+        return steps.end(known)
+
+
+class HoldsNoRowsForPadding(HybridCache):
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        if self.scratch is not None:
+            layout = self.scratch._layout
+            self.scratch._layout = replace(layout, batches=())
 
 
 class LosesDrafts(HybridCache):
@@ -243,6 +290,10 @@ CONTENT = [
     FreesDraftsAStepEarly,
     TakesNothingFromTheScratch,
     TakesTheStepBefore,
+    FoldsOneLess,
+    FoldsOneMore,
+    FoldsWhatWasAccepted,
+    FoldsRecordsOfOthers,
 ]
 COUNTED = [TakesWhatWasOverwritten, TakesRowsOfOthers]
 """Wrong content as well, but the count of exact turn ends is wrong before that."""
@@ -391,6 +442,14 @@ def fail_with(cache: type[HybridCache], make: Callable[..., Traffic]) -> None:
         for page_size in (1, 4):
             traffic = make(seed, page_size, cache, drafts=True)
             traffic.run(300, check_every=10_000)
+
+
+def test_rows_without_memory_are_found() -> None:
+    with pytest.raises(ContentError, match="was touched, but has no memory"):
+        for seed in range(20):
+            seeded_traffic(seed, 4, HoldsNoRowsForPadding, drafts=True).run(
+                300, check_every=10_000
+            )
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,20 +72,36 @@ def test_stock_accepts_drafts(start_server: StartServer, driver: Driver) -> None
 def test_answers_are_greedy_and_drafts_accepted(
     mtp_server: Server, driver: Driver
 ) -> None:
+    check_answers(mtp_server, driver)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kernels": "ours"}, {"draft_states": "replay"}],
+    ids=["our kernels", "replay"],
+)
+def test_the_same_on_our_kernels(
+    start_server: StartServer, driver: Driver, options: Mapping[str, str]
+) -> None:
+    with start_server("ours", flags=FLAGS, options=options) as server:
+        check_answers(server, driver)
+
+
+def check_answers(server: Server, driver: Driver) -> None:
     """Second turns restore the first.
 
     Of an answer's last token there is a state only where it was an accepted draft.
     """
     first = asks_of([text.encode() for text in PROMPTS])
-    answers = mtp_server.ask_all(first, 4)
+    answers = server.ask_all(first, 4)
     turns = [
         (*ask.prompt, *answer.tokens)
         for ask, answer in zip(first, answers, strict=True)
     ]
     second = asks_of([(*turn, *b" And then: ") for turn in turns])
-    again = mtp_server.ask_all(second, 4)
+    again = server.ask_all(second, 4)
     assert not any(answer.error for answer in [*answers, *again])
-    length = acceptance_length(driver.metrics(mtp_server.url))
+    length = acceptance_length(driver.metrics(server.url))
     found = list(gaps(MODEL, [*first, *second], [*answers, *again]))
     print(f"{length:.2f} tokens a verification, worst {max(found):.3f} nats")
     assert max(found) <= NEAR_TIE

@@ -35,9 +35,12 @@ def draft(*, hybrid: bool = False, window: int | None = None, **text: Any) -> An
     )
 
 
-def said(method: str, model: Any = None, **options: Any) -> list[str]:
+def said(method: str, model: Any = None, ranks: int = 1, **options: Any) -> list[str]:
     drafting = SimpleNamespace(method=method, draft_model_config=model)
-    config: Any = SimpleNamespace(speculative_config=drafting)
+    config: Any = SimpleNamespace(
+        speculative_config=drafting,
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+    )
     return list(obstacles(config, HybridConfig.from_mapping(options)))
 
 
@@ -83,10 +86,16 @@ def test_draft_models_with_states() -> None:
     assert "state layers" in sentence
 
 
-def test_our_kernels_verify_nothing_yet() -> None:
-    (sentence,) = said("ngram", kernels="ours")
-    assert 'set it to "auto" or "engine"' in sentence
-    assert said("ngram", kernels="engine") == said("ngram", kernels="auto") == []
+@pytest.mark.parametrize("kernels", ["ours", "engine", "auto"])
+def test_drafts_are_served_on_any_kernels(kernels: str) -> None:
+    assert said("ngram", kernels=kernels) == []
+
+
+def test_records_are_not_kept_beside_idle_ranks() -> None:
+    assert said("ngram", draft_states="replay") == []
+    assert said("ngram", ranks=2) == said("ngram", ranks=2, draft_states="columns")
+    (sentence,) = said("ngram", ranks=2, draft_states="replay")
+    assert "not served with data parallelism" in sentence
 
 
 def test_deterministic() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from hybrid_plugin.core.commands import MoveWindow, Pool
+from hybrid_plugin.core.commands import Fold, MoveWindow, Pool
 from hybrid_plugin.core.memory.pools import NoSlots
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.scheduler import COMMANDS, ROWS, HybridScheduler
@@ -300,6 +300,48 @@ def test_a_stop_before_a_step_in_flight_is_missed(engine: Engine) -> None:
     assert engine.of.cache.stats.turn_ends_missed == 1
     assert hit(engine, one) <= PROMPT
     assert nothing_kept(engine.of)
+
+
+@pytest.fixture
+def recording() -> Engine:
+    """Steps record what drafts do, so that there are slots for four requests."""
+    return Engine(manager(pages=40, slots=5, records_drafts=True))
+
+
+@pytest.mark.parametrize("accepted", range(DRAFTS + 1))
+def test_a_turn_ends_on_what_is_folded(recording: Engine, accepted: int) -> None:
+    one = recording.add("a")
+    output = recording.step({"a": 1}, a=DRAFTS)
+    assert len(output.scheduled_spec_decode_tokens["a"]) == DRAFTS
+    assert output.rows == {} and held(recording) == 0
+    slot = recording.of.cache.sequence("a").slot
+    recording.take(output, a=accepted)
+    recording.end("a")
+    assert recording.of.drain_commands() == [Fold(Pool.STATE, slot, 1 + accepted)]
+    assert hit(recording, one) == PROMPT + 1 + accepted
+    assert nothing_kept(recording.of)
+
+
+def test_what_was_folded_since_is_not_folded_again(recording: Engine) -> None:
+    """A request is aborted that sat out the last step."""
+    one, _ = recording.add("a"), recording.add("b", 7)
+    recording.take(recording.step({"a": 1}, a=DRAFTS), a=2)
+    recording.take(recording.step({"b": 1}, b=DRAFTS), b=1)
+    recording.end("a")
+    assert recording.of.drain_commands() == []
+    assert hit(recording, one) == PROMPT + 3
+
+
+def test_of_a_recorded_step_in_flight_the_known_token_is_folded(
+    recording: Engine,
+) -> None:
+    one = recording.add("a")
+    recording.take(recording.step({"a": 1}, a=DRAFTS), a=2)
+    recording.step({"a": 1}, a=DRAFTS)
+    slot = recording.of.cache.sequence("a").slot
+    recording.end("a")
+    assert recording.of.drain_commands() == [Fold(Pool.STATE, slot, 1)]
+    assert hit(recording, one) == len(one.all_token_ids) == PROMPT + 4
 
 
 def test_outcomes_of_a_sequence_that_is_gone_are_not_taken(engine: Engine) -> None:

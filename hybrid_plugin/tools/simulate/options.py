@@ -14,6 +14,7 @@ from hybrid_plugin.tools.plan.options import add_model_options, read_budget, rea
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.compare import Comparison
+from hybrid_plugin.tools.simulate.drafting import Speculation
 from hybrid_plugin.tools.simulate.mooncake import BLOCK
 from hybrid_plugin.tools.simulate.plugin_options import read_plugin_options
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
@@ -30,11 +31,13 @@ from hybrid_plugin.tools.simulate.simulation import Serving, Simulation
 from hybrid_plugin.tools.simulate.traces import FORMATS
 
 MOST_TOKENS = 1 << 40
+MOST_DRAFTS = 1 << 10
 _LIMITS = {
     "kv_tokens": MOST_TOKENS,
     "state_slots": 1 << 28,
     "page_size": 1 << 20,
     "requests": 1 << 24,
+    "drafts": MOST_DRAFTS,
 }
 
 
@@ -76,6 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_memory(parser)
     _add_stream(parser)
+    _add_speculation(parser)
     add_serving_options(parser)
     add_calibration_options(parser)
     add_session_options(parser)
@@ -141,6 +145,31 @@ def _add_stream(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speculative decoding")
+    group.add_argument(
+        "--drafts",
+        type=int,
+        metavar="K",
+        help="tokens that are drafted and verified at a time",
+    )
+    group.add_argument(
+        "--draft-states",
+        choices=("slots", "scratch"),
+        default="slots",
+        help="where states after drafts lie: in slots that are lent for them, or in a "
+        "scratch beside the pools as in SGLang, with room for all of --max-running; it "
+        "takes a part of --gpu-memory (%(default)s)",
+    )
+    group.add_argument(
+        "--acceptance",
+        type=float,
+        metavar="L",
+        help="tokens that a verification of K drafts gives on average, the one after "
+        "them included",
+    )
+
+
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
     parser.add_argument(
@@ -166,6 +195,21 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--compare needs --gpu-memory and --model-config, to know what the others "
             "make of the memory, and a model with states."
+        )
+    if (args.drafts is None) != (args.acceptance is None):
+        raise ConfigError(
+            "--drafts and --acceptance go together: how many are drafted, and how many "
+            "tokens a verification of them gives."
+        )
+    scratch = args.draft_states == "scratch"
+    if scratch and (args.drafts is None or args.gpu_memory is None):
+        raise ConfigError(
+            "--draft-states scratch needs --drafts, and --gpu-memory, which the "
+            "scratch takes a part of."
+        )
+    if args.compare and args.drafts is not None:
+        raise ConfigError(
+            "--compare models the engines' caches without drafts: leave --drafts out."
         )
     if args.gpu_memory is not None and args.model_config is None:
         raise ConfigError("--gpu-memory needs --model-config, to know what fits.")
@@ -212,7 +256,15 @@ def read_simulation(
         ),
         policy=args.policy,
         serving=serving,
+        speculation=_speculation(args),
     )
+
+
+def _speculation(args: argparse.Namespace) -> Speculation | None:
+    if args.drafts is None:
+        return None
+    scratch = args.draft_states == "scratch"
+    return Speculation(args.drafts, args.acceptance, scratch)
 
 
 def read_comparison(args: argparse.Namespace, serving: Serving) -> Comparison:
@@ -245,6 +297,9 @@ def _capacity(
         if args.kv_only:
             layout = replace(layout, states=())
         budget = read_budget(args, shape).bytes
+        speculation = _speculation(args)
+        if speculation is not None:
+            budget -= speculation.scratch_bytes(args.max_running, layout.slot_bytes)
         return Capacity.of_layout(
             layout,
             budget,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.simulate.compared import Compared, as_lines
+from hybrid_plugin.tools.simulate.drafting import Drafted
 from hybrid_plugin.tools.simulate.latency import Times
 from hybrid_plugin.tools.simulate.request import Request
 
@@ -57,6 +58,8 @@ class Outcome:
     """Pages and slots there are, and tokens in a page."""
     memory_moves: int | None = None
     """Granules that got memory or lost it; None where pools are not elastic."""
+    drafts: Drafted | None = None
+    """What became of drafts; None without speculation."""
     bound_hit_tokens: int | None = None
     """What no policy can exceed, knowing the whole trace."""
     costs: str = ""
@@ -103,6 +106,7 @@ class Outcome:
             if one.name not in ("series", "order")
         }
         values["compared"] = [asdict(one) for one in self.compared]
+        values["drafts"] = None if self.drafts is None else asdict(self.drafts)
         values["times"] = None if self.times is None else asdict(self.times)
         return {
             "hit_rate": self.hit_rate,
@@ -139,6 +143,8 @@ class Outcome:
         ]
         if self.memory_moves is not None:
             lines.append(f"elastic pools      {self.memory_moves:,} granules moved")
+        if self.drafts is not None:
+            lines += self.drafts.as_lines()
         if self.too_long:
             lines.append(f"too long           {self.too_long:,} requests never fitted")
         if self.bound_hit_tokens is not None and self.gap is not None:

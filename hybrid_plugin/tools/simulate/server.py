@@ -11,6 +11,10 @@ A pass is scheduled when the one before it starts, as engines do that overlap th
 So what comes while a pass runs is served after the next one.  Time advances by the
 costs of each pass.  Passes in which all that run only decode are taken together, up to
 the next one in which something else may happen.
+
+With drafts each pass stands alone, and is scheduled when the outcome of the one before
+is known.  A sequence with `d` drafts costs what others cost that read and write as many
+states while they decode, and `d` tokens of prefill.  Drafting itself costs nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from itertools import islice
 from hybrid_plugin.core.policy.in_batch_sharing import LOOK_AHEAD
 from hybrid_plugin.tools.simulate.attention_reach import AttentionReach
 from hybrid_plugin.tools.simulate.cost_model import Costs, Work
+from hybrid_plugin.tools.simulate.drafting import Drafting
 from hybrid_plugin.tools.simulate.job import Job
 from hybrid_plugin.tools.simulate.served_cache import ServedCache
 
@@ -38,6 +43,8 @@ class Server:
     """Tokens of a pass at most."""
     max_running: int = 64
     """Sequences that run at once, at most."""
+    drafting: Drafting | None = None
+    """Of an engine that speculates."""
     jumps: bool = True
     """Whether passes that only decode are taken together."""
     now: float = 0.0
@@ -82,6 +89,9 @@ class Server:
         Returns:
             The jobs that ended; their `end` is infinite if they can never be served.
         """
+        if self.drafting is not None:
+            self._refused = False  # slots may have been given back
+            self.drafting.lend(self.running)
         preempted = self.preemptions
         scheduled, ended = self._go_on()
         if preempted == self.preemptions:
@@ -109,6 +119,9 @@ class Server:
             if end == job.computed:
                 continue  # it waits for a pass with more room
             while not self.cache.grow(job, end):
+                if self.running == [job] and end > job.computed + 1 > job.prefill_end:
+                    end = job.computed + 1  # without its drafts
+                    continue
                 if self.running == [job]:
                     ended.append(self._end_early(job))
                     break
@@ -124,7 +137,8 @@ class Server:
 
     def _next_end(self, job: Job, start: int, budget: int) -> int:
         if start >= job.prefill_end:
-            return start + 1
+            drafts = 0 if self.drafting is None else self.drafting.drafts(job)
+            return start + min(1 + drafts, budget)
         end = min(start + budget, job.prefill_end)
         return self.cache.chunk_end(job, start, end)
 
@@ -201,7 +215,11 @@ class Server:
 
         Their memory is allocated.
         """
-        if not self.jumps or (self.waiting and not self._is_blocked):
+        if (
+            not self.jumps
+            or self.drafting is not None
+            or (self.waiting and not self._is_blocked)
+        ):
             return 1
         if num_scheduled < len(self.running):
             return 1
@@ -250,13 +268,17 @@ class Server:
     def _compute(self, scheduled: dict[Job, int], passes: int) -> None:
         work = self._decodes(passes) if passes > 1 else self._pass(scheduled)
         before_last = self._decodes(passes - 1)
+        drafts: dict[Job, int] = {}
         for job, tokens in scheduled.items():
             if job.is_prefilling:
                 job.steps += 1
                 self._refused = False  # a snapshot may be taken that it resumes from
+            elif self.drafting is not None:
+                drafts[job], tokens = tokens - 1, 1
             job.computed += tokens if passes == 1 else passes
         self.seen = self.now + self.costs.seconds(before_last)
         moved = self.cache.step_scheduled(list(scheduled))
+        accepted = {} if self.drafting is None else self.drafting.verify(drafts)
         work += Work(moves=moved)
         self.work += work
         self.now += self.costs.seconds(work)
@@ -267,19 +289,27 @@ class Server:
                 continue
             if not job.generated:
                 job.first_token = self.now
-            job.generated += passes
+            more = accepted.get(job, 0)
+            job.computed += more
+            job.generated = min(job.generated + passes + more, job.answer)
 
     def _pass(self, scheduled: dict[Job, int]) -> Work:
-        tokens = pairs = sequences = read = 0.0
+        tokens = drafts = pairs = sequences = read = 0.0
         for job, count in scheduled.items():
             end = job.computed + count
             if job.is_prefilling:
                 tokens += count
                 pairs += self.reach.pairs(job.computed, end)
             else:
-                sequences += 1
+                sequences += self._decodes_of(count - 1)
+                drafts += count - 1
                 read += self.reach.read(end)
-        return Work(1, tokens > 0, tokens, pairs, sequences, read)
+        return Work(1, tokens > 0, tokens + drafts, pairs, sequences, read)
+
+    def _decodes_of(self, drafts: int) -> float:
+        if self.drafting is None:
+            return 1.0
+        return self.drafting.speculation.decodes(drafts)
 
     def _ended(self) -> Iterator[Job]:
         for job in list(self.running):

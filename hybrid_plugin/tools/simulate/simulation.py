@@ -15,6 +15,7 @@ from hybrid_plugin.tools.simulate.attention_reach import AttentionReach
 from hybrid_plugin.tools.simulate.calibration import Equation, Measured, calibrate
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.cost_model import CostModel, Costs
+from hybrid_plugin.tools.simulate.drafting import Drafted, Drafting, Speculation
 from hybrid_plugin.tools.simulate.job import Job
 from hybrid_plugin.tools.simulate.known_costs import DEFAULT_COSTS
 from hybrid_plugin.tools.simulate.latency import Targets, Times
@@ -67,6 +68,8 @@ class Simulation:
     policy: str = DEFAULT_POLICY
     """Name of the eviction policy, one of `POLICIES`."""
     serving: Serving = field(default_factory=Serving)
+    speculation: Speculation | None = None
+    """Of an engine that drafts."""
 
     def run(
         self,
@@ -84,7 +87,7 @@ class Simulation:
             "pages": self.capacity.pages,
             "slots": self.capacity.slots or 0,
         }
-        server = self.serving.server(served)
+        server = self._server(served)
         peaks = _Peaks(self.capacity, outcome)
         series = _Series(self.capacity, outcome, -(-len(requests) // SAMPLES) or 1)
         served.on_step = peaks.note
@@ -106,7 +109,7 @@ class Simulation:
         """
 
         def simulate(costs: Costs) -> Sequence[Equation]:
-            server = self.serving.server(PluginCache(self._build()))
+            server = self._server(PluginCache(self._build()))
             server.costs, server.history = costs, []
             for _ in serve(server, requests, self.serving.pace):
                 pass
@@ -114,6 +117,13 @@ class Simulation:
 
         costs, equations = calibrate(self.serving.costs.costs, simulate)
         return measured.model_of(costs), equations
+
+    def _server(self, served: PluginCache) -> Server:
+        """An idle engine, which drafts if it is to."""
+        server = self.serving.server(served)
+        if self.speculation is not None:
+            server.drafting = Drafting(served.cache, self.speculation)
+        return server
 
     def _build(self) -> HybridCache:
         """A cache that has learned nothing yet."""
@@ -138,6 +148,8 @@ class Simulation:
         outcome.page_evictions = cache.stats.pages_evicted
         outcome.snapshot_evictions = cache.stats.snapshots_evicted
         outcome.snapshots_taken = cache.stats.snapshots_taken
+        if server.drafting is not None:
+            outcome.drafts = Drafted.of(server.drafting, cache.stats)
         if cache.broker.moves_memory:
             outcome.memory_moves = int(cache.broker.stats.moves)
 

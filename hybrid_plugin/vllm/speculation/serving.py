@@ -72,17 +72,24 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "draft models with sliding windows are not supported yet; choose another "
             "one, or drop --speculative-config."
         )
-    if options.kernels == "ours":
+    if replays(vllm_config, options) and (
+        vllm_config.parallel_config.data_parallel_size > 1
+    ):
         yield (
-            'the option "kernels" is "ours", and its kernels do not verify drafts in '
-            'this engine yet; set it to "auto" or "engine", or drop '
-            "--speculative-config."
+            "draft_states is replay, which is not served with data parallelism yet; "
+            "leave it out, or drop --data-parallel-size."
         )
     if options.is_deterministic:
         yield (
             "deterministic is not served with speculative decoding; drop "
             "--speculative-config."
         )
+
+
+def replays(vllm_config: VllmConfig, options: HybridConfig) -> bool:
+    """Whether drafts leave a record of what they do to a state, and no states."""
+    drafts = vllm_config.speculative_config is not None
+    return drafts and options.draft_states == "replay"
 
 
 def obstacle_of_layers(
