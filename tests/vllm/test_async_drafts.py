@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -29,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from hybrid_plugin.vllm.scheduler import HybridAsyncScheduler, HybridScheduler
+from hybrid_plugin.vllm.speculation import serving
 from tests.engines.drivers.driver import MODEL
 from tests.vllm.fakes import PAGE, nothing_kept, pools
 
@@ -58,17 +60,26 @@ def configuration() -> Any:
 class Engine:
     """Schedules, and answers for the model."""
 
-    def __init__(self, seed: int, *, ahead: bool, pages: int, slots: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        ahead: bool,
+        pages: int,
+        slots: int,
+        recorded: bool = False,
+    ) -> None:
         config = configuration()
         self.luck = random.Random(seed)
         self.ahead = ahead
         kind: Any = HybridAsyncScheduler if ahead else HybridScheduler
-        self.scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=pools(pages, slots),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=PAGE,
-        )
+        with patch.object(serving, "replays", return_value=recorded):
+            self.scheduler = kind(
+                vllm_config=config,
+                kv_cache_config=pools(pages, slots),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=PAGE,
+            )
         self.manager = self.scheduler.kv_cache_manager
         self.flying: deque[tuple[Any, dict[str, list[int]]]] = deque()
         self.widths: list[set[int]] = []
@@ -178,15 +189,17 @@ def serve(engine: Engine, *, abort: float = 0.0) -> int:
     ahead=st.booleans(),
     pages=st.integers(14, 60),
     slots=st.integers(3, 30),
+    recorded=st.booleans(),
 )
 def test_every_turn_ends_exactly(
-    seed: int, ahead: bool, pages: int, slots: int
+    seed: int, ahead: bool, pages: int, slots: int, recorded: bool
 ) -> None:
     """Under any pressure; and scheduled ahead, all rows have equally many drafts."""
-    engine = Engine(seed, ahead=ahead, pages=pages, slots=slots)
+    engine = Engine(seed, ahead=ahead, pages=pages, slots=slots, recorded=recorded)
     serve(engine)
     assert engine.stats.turn_ends_missed == 0
     assert engine.stats.turn_ends_exact == REQUESTS + engine.stats.preemptions
+    assert engine.stats.drafts_lent == 0 or not recorded
     if ahead:
         assert all(len(rows) <= 1 for rows in engine.widths)
 
