@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -29,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from hybrid_plugin.vllm.scheduler import HybridAsyncScheduler, HybridScheduler
+from hybrid_plugin.vllm.speculation import serving
 from tests.engines.drivers.driver import MODEL
 from tests.vllm.fakes import PAGE, nothing_kept, pools
 
@@ -58,21 +60,30 @@ def configuration() -> Any:
 class Engine:
     """Schedules, and answers for the model."""
 
-    def __init__(self, seed: int, *, ahead: bool, pages: int, slots: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        ahead: bool,
+        pages: int,
+        slots: int,
+        recorded: bool = False,
+    ) -> None:
         config = configuration()
         self.luck = random.Random(seed)
         self.ahead = ahead
         kind: Any = HybridAsyncScheduler if ahead else HybridScheduler
-        self.scheduler = kind(
-            vllm_config=config,
-            kv_cache_config=pools(pages, slots),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=PAGE,
-        )
+        with patch.object(serving, "replays", return_value=recorded):
+            self.scheduler = kind(
+                vllm_config=config,
+                kv_cache_config=pools(pages, slots),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=PAGE,
+            )
         self.manager = self.scheduler.kv_cache_manager
         self.flying: deque[tuple[Any, dict[str, list[int]]]] = deque()
         self.widths: list[set[int]] = []
-        """Drafts of the rows of each step that decodes only, but for newcomers."""
+        """Drafts of the rows of each step that decodes only, prompts' ends left out."""
         self.before_reading: Callable[[], None] = lambda: None
         """What happens when the next step is scheduled and the last one not read."""
         self._answered: dict[str, int] = {}
@@ -124,9 +135,15 @@ class Engine:
         counts = output.num_scheduled_tokens
         rows = {name: len(drafts.get(name, ())) for name in counts}
         if all(counts[name] == 1 + row for name, row in rows.items()):
-            cached = output.scheduled_cached_reqs
-            old = set(cached.req_ids) - set(cached.resumed_req_ids)
-            self.widths.append({rows[name] for name in old})
+            requests = [self.scheduler.requests[name] for name in rows]
+            self.widths.append(
+                {
+                    rows[one.request_id]
+                    for one in requests
+                    if one.num_computed_tokens - counts[one.request_id]
+                    >= self.manager.cache.sequence(one.request_id).prompt_length
+                }
+            )
         return {name: self._sample(output, name) for name in counts}
 
     def _sample(self, output: Any, name: str) -> list[int]:
@@ -172,15 +189,17 @@ def serve(engine: Engine, *, abort: float = 0.0) -> int:
     ahead=st.booleans(),
     pages=st.integers(14, 60),
     slots=st.integers(3, 30),
+    recorded=st.booleans(),
 )
 def test_every_turn_ends_exactly(
-    seed: int, ahead: bool, pages: int, slots: int
+    seed: int, ahead: bool, pages: int, slots: int, recorded: bool
 ) -> None:
     """Under any pressure; and scheduled ahead, all rows have equally many drafts."""
-    engine = Engine(seed, ahead=ahead, pages=pages, slots=slots)
+    engine = Engine(seed, ahead=ahead, pages=pages, slots=slots, recorded=recorded)
     serve(engine)
     assert engine.stats.turn_ends_missed == 0
     assert engine.stats.turn_ends_exact == REQUESTS + engine.stats.preemptions
+    assert engine.stats.drafts_lent == 0 or not recorded
     if ahead:
         assert all(len(rows) <= 1 for rows in engine.widths)
 
