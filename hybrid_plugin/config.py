@@ -19,6 +19,7 @@ OPTIONS_VARIABLE = "HYBRID_CONFIG"
 DEFAULT_PAGE_SIZE = 16
 KERNELS = ("auto", "ours", "engine")
 DETERMINISTIC = ("off", "prefix")
+DRAFT_STATES = ("auto", "columns", "replay")
 """What the options of these names may be."""
 
 
@@ -91,6 +92,13 @@ class HybridConfig:
         "in the prefill of all state layers.",
     )
 
+    draft_states: str = _option(
+        "auto",
+        "How states of unverified drafts are kept: `columns`, a state after each "
+        "draft; `replay`, one state and a small record of each draft, on our kernels; "
+        "or `auto`, which is `columns` until `replay` was measured to be faster.",
+    )
+
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
         if ratio is not None and not 0 < ratio < 1:
@@ -111,6 +119,16 @@ class HybridConfig:
             raise ConfigError(
                 f"deterministic must be {' or '.join(DETERMINISTIC)}, got "
                 f"{self.deterministic!r}."
+            )
+        if self.draft_states not in DRAFT_STATES:
+            raise ConfigError(
+                f"draft_states must be {', '.join(DRAFT_STATES)}, got "
+                f"{self.draft_states!r}."
+            )
+        if self.draft_states == "replay" and self.kernels == "engine":
+            raise ConfigError(
+                "draft_states is replay, which needs our kernels, and kernels is "
+                "engine: leave one of them out."
             )
         if self.is_deterministic and self.elastic:
             raise ConfigError(

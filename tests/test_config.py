@@ -262,3 +262,19 @@ def test_an_environment_that_is_no_object(
     monkeypatch.setenv(OPTIONS_VARIABLE, text)
     with pytest.raises(ConfigError, match=f"^{message}$"):
         environment_options()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_states": "ring"}, "draft_states must be auto, columns, replay, got"),
+        (
+            {"draft_states": "replay", "kernels": "engine"},
+            "draft_states is replay, which needs our kernels, and kernels is engine",
+        ),
+    ],
+    ids=["unknown", "the engine's kernels"],
+)
+def test_draft_states_that_cannot_be(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HybridConfig.from_mapping(options)

@@ -145,7 +145,7 @@ def test_numbers_of_drafts(labels: dict[str, str]) -> None:
     start(cache, "a", span(0, 10))
     cache.advance("a", 10)
     cache.drain_commands()
-    cache.hold_drafts("a", 3)
+    cache.lend_drafts({"a": 3}, {})
     cache.verify("a", 10, 3)
     cache.accept("a", 2)
     found = snapshot_of(cache)

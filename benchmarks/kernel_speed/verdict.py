@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
 
 OURS = "hybrid_kernels"
-ENGINES: Mapping[str, tuple[str, ...]] = {
-    "vLLM": ("vllm", "flashinfer"),
-    "SGLang": ("sglang", "flashinfer"),
-}
-"""What the names of the kernels begin with that an engine can choose."""
+ENGINES: Mapping[str, str] = {"vLLM": "vllm", "SGLang": "sglang"}
+"""What the names of an engine's own kernels begin with, which are in Triton."""
+OTHERS = ("flashinfer",)
+"""Libraries that both engines can take a layer's rule from, and not its convolution."""
 _CONVOLUTION = {
     Phase.PREFILL: "causal_conv1d.prefill",
     Phase.DECODE: "causal_conv1d.update",
@@ -51,6 +50,8 @@ class Compared:
     shape: str
     size: str
     engine: str
+    library: str
+    """Of the rule, as `kernel_choice` names it."""
     kernels: tuple[str, ...]
     """That the engine takes, one for each operation."""
     ours: float
@@ -96,47 +97,62 @@ def _layer(
     if not all(OURS in of_op for of_op in times):
         return
     ours = sum(of_op[OURS] for of_op in times)
-    for engine, prefixes in ENGINES.items():
-        best = [
-            min(
-                (name for name in of_op if name.startswith(prefixes)),
-                key=of_op.__getitem__,
-                default=None,
+    rule, *rest = times
+    for engine, own in ENGINES.items():
+        for library, prefix in ((TRITON, own), *zip(OTHERS, OTHERS, strict=True)):
+            best = [_fastest(rule, prefix), *[_fastest(of_op, own) for of_op in rest]]
+            kernels = tuple(name for name in best if name is not None)
+            if len(kernels) < len(times):
+                continue
+            pairs = zip(times, kernels, strict=True)
+            theirs = sum(of_op[name] for of_op, name in pairs)
+            yield Compared(
+                mixer, phase, shape, size, engine, library, kernels, ours, theirs
             )
-            for of_op in times
-        ]
-        kernels = tuple(name for name in best if name is not None)
-        if len(kernels) < len(times):
-            continue
-        theirs = sum(of_op[name] for of_op, name in zip(times, kernels, strict=True))
-        yield Compared(mixer, phase, shape, size, engine, kernels, ours, theirs)
 
 
-def worst(found: Iterable[Compared]) -> dict[tuple[Mixer, Phase], Compared]:
-    """Of each kind of layer and phase, where we are slowest beside an engine."""
-    least: dict[tuple[Mixer, Phase], Compared] = {}
+def _fastest(times: Mapping[str, float], prefix: str) -> str | None:
+    """The fastest kernel whose name begins so; None if there is none."""
+    names = [name for name in times if name.startswith(prefix)]
+    return min(names, key=times.__getitem__, default=None)
+
+
+def worst(
+    found: Iterable[Compared],
+) -> dict[tuple[Mixer, Phase, str], Compared]:
+    """Of each kind of layer, phase and library, where we are slowest."""
+    least: dict[tuple[Mixer, Phase, str], Compared] = {}
     for one in found:
-        key = (one.mixer, one.phase)
+        key = (one.mixer, one.phase, one.library)
         if key not in least or one.ratio < least[key].ratio:
             least[key] = one
     return least
 
 
-def as_fast(found: Iterable[Compared], least: float) -> dict[Mixer, list[Phase]]:
-    """The table `AS_FAST`: kinds of layers and phases with no ratio below `least`."""
-    table: dict[Mixer, list[Phase]] = {}
-    for (mixer, phase), one in worst(found).items():
+Table = dict[Mixer, dict[Phase, list[str]]]
+
+
+def as_fast(found: Iterable[Compared], least: float) -> Table:
+    """The table `AS_FAST`: libraries beside which no ratio is below `least`."""
+    table: Table = {}
+    for (mixer, phase, library), one in worst(found).items():
         if one.ratio >= least:
-            table.setdefault(mixer, []).append(phase)
+            table.setdefault(mixer, {}).setdefault(phase, []).append(library)
     return table
 
 
-def as_python(table: Mapping[Mixer, Sequence[Phase]]) -> str:
+def as_python(table: Table) -> str:
     """The table as it stands in `kernel_choice.py`."""
-    lines = ["AS_FAST: Mapping[Mixer, frozenset[Phase]] = {"]
+    lines = ["AS_FAST: Mapping[Mixer, Mapping[Phase, frozenset[str]]] = {"]
     for mixer, phases in table.items():
-        names = ", ".join(f"Phase.{phase.name}" for phase in phases)
-        lines.append(f"    Mixer.{mixer.name}: frozenset({{{names}}}),")
+        lines.append(f"    Mixer.{mixer.name}: {{")
+        for phase, libraries in phases.items():
+            names = ", ".join(
+                library.upper() if library == TRITON else repr(library)
+                for library in libraries
+            )
+            lines.append(f"        Phase.{phase.name}: frozenset({{{names}}}),")
+        lines.append("    },")
     return "\n".join([*lines, "}"])
 
 
@@ -147,10 +163,11 @@ def as_markdown(found: Sequence[Compared], least: float) -> str:
         "the engine's kernels |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    groups: dict[tuple[Mixer, Phase, str], list[Compared]] = {}
+    groups: dict[tuple[Mixer, Phase, str, str], list[Compared]] = {}
     for one in found:
-        groups.setdefault((one.mixer, one.phase, one.engine), []).append(one)
-    for (mixer, phase, engine), group in groups.items():
+        key = (one.mixer, one.phase, one.engine, one.library)
+        groups.setdefault(key, []).append(one)
+    for (mixer, phase, engine, _), group in groups.items():
         slow = min(group, key=lambda one: one.ratio)
         behind = sum(one.ratio < least for one in group)
         lines.append(

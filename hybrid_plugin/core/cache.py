@@ -30,6 +30,7 @@ from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.reclaim import register_pools
+from hybrid_plugin.core.memory.scratch import ScratchRows
 from hybrid_plugin.core.memory.window_tables import (
     WindowDemand,
     WindowGroup,
@@ -70,6 +71,8 @@ class HybridCache:
         eviction: what cached content is worth; by default its recency.
         events: where to note which pages come and go; by default nowhere.
         broker: finds free ids in all pools; by default every pool keeps its memory.
+        scratch: rows in which the engine verifies drafts, where they share the pools'
+            memory.
     """
 
     pages: PagePool
@@ -81,6 +84,10 @@ class HybridCache:
     eviction: LeastRecentlyUsed | None = None
     events: EventLog | None = None
     broker: MemoryBroker = field(default_factory=FixedBroker)
+    records_drafts: bool = False
+    """Whether steps that verify record what their tokens do to a state, and what was
+    accepted is folded into the slot before the next step's commands."""
+    scratch: ScratchRows | None = None
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
@@ -114,10 +121,15 @@ class HybridCache:
             stats=self.stats,
             enqueue=self.enqueue,
             promised_pages=self.promised_pages,
+            scratch=self.scratch,
         )
         register_pools(self.memory)
         self.drafts = Drafts(
-            self.memory, self._sequences, self._concurrency, self.stats
+            self.memory,
+            self._sequences,
+            self._concurrency,
+            self.stats,
+            recorded=self.records_drafts,
         )
 
     # ----------------------------------------------------------------- look up
@@ -288,8 +300,10 @@ class HybridCache:
             pages=most - shared + watermark_pages + promised,
             window_pages=self._window_wants(count, window_demand),
             slots=1,
+            sequences=self.live + 1,
         )
-        if not self.memory.has_room(match, wanted) or self._must_wait(wanted):
+        kept = self.drafts.kept_pages(found.length, most)
+        if not self._has_room(match, wanted, kept) or self._must_wait(wanted):
             self.drafts.refused(match, wanted, waits=True)
             self.memory.unshare(match)
             self.stats.refusals += 1
@@ -300,9 +314,14 @@ class HybridCache:
         held, origin = self._hold(match), found.origin
         room = self.memory.obtain(
             match,
-            now=self.memory.wanted(pages=count, window_pages=windows, slots=1),
+            now=self.memory.wanted(
+                pages=count, window_pages=windows, slots=1, sequences=self.live + 1
+            ),
             ahead=self.memory.wanted(
-                pages=most - shared + promised, window_pages=windows, slots=1
+                pages=most - shared + promised,
+                window_pages=windows,
+                slots=1,
+                sequences=self.live + 1,
             )
             if most - shared > count
             else None,
@@ -417,34 +436,40 @@ class HybridCache:
 
     # ------------------------------------------------------------- speculation
 
-    def hold_drafts(self, seq_id: str, count: int) -> list[int]:
-        """Lend a live sequence slots for the states after its drafts.
+    def lend_drafts(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
+        """Lend live sequences slots for the states after their drafts.
 
         They are free slots, or those of snapshots worth less.  Call it before each step
-        that verifies: what it holds already stays.  The step may verify as many drafts
-        as the sequence holds slots, its columns 1, 2, ... behind its own slot.
+        is planned.  A sequence's columns 1, 2, ... behind its own slot are then
+        `LiveSequence.drafts`.  What it holds stays, unless slots or pages are short:
+        then all slots are taken back that the last step noted did not verify in, which
+        the next one selects no state from.
 
         Args:
-            seq_id: a live sequence.
-            count: drafts that the next step should verify.
+            wanted: drafts that the step should verify, by sequence.
+            growth: tokens for which each live sequence will need pages in the step, its
+                drafts not counted; what is not there does not grow beyond its prompt.
 
         Returns:
-            The new slots, in the order of columns.  Fewer than are missing, or none, if
-            they cannot be had or an admission waits for them; no sequence or slot has
-            changed if none.
+            The step's width: each sequence may verify so many of its drafts.  It is the
+            greatest for which all find slots, and pages besides; 0 where somebody waits
+            for what drafts hold, or would get.
         """
-        return self.drafts.hold(self._sequences[seq_id], count)
+        return self.drafts.lend(wanted, growth)
 
-    def return_drafts(self, seq_id: str) -> None:
-        """Take a live sequence's draft slots back.
+    def foresee_drafts(
+        self, wanted: Mapping[str, int], growth: Mapping[str, int]
+    ) -> int:
+        """How wide the step after the one that is planned now can be; changes nothing.
 
-        Call it when a step without drafts was noted with `verify`: that one leaves
-        everything in the sequence's own slot.  The next owner's commands run behind it.
+        It may turn out narrower, and is never wider: more drafts than that are proposed
+        for nothing.
 
-        Raises:
-            ValueError: if the last step noted verifies drafts: the next one reads them.
+        Args:
+            wanted: drafts that the step should verify, by sequence.
+            growth: as in `lend_drafts`, of that step.
         """
-        self.drafts.give_back(self._sequences[seq_id])
+        return self.drafts.foresee(wanted, growth)
 
     @property
     def drafts_held(self) -> int:
@@ -455,7 +480,7 @@ class HybridCache:
     def drafts_wanted_back(self) -> bool:
         """Whether an admission or growth waits for memory that drafts hold.
 
-        The next step should verify no drafts, and then `return_drafts` is due.
+        The next step verifies no drafts, and what it leaves behind is then taken back.
         """
         return self.slots.drafts > 0 and self.drafts.wait
 
@@ -477,13 +502,13 @@ class HybridCache:
 
         Args:
             seq_id: a live sequence whose prompt is computed; in draft slots, its last
-                token may be the known one.
+                token may be the known one, unless steps record what they do.
             start: tokens computed before the step, as the engine counts: with all
                 drafts of steps in flight.  None where it does not count ahead; the
                 first step must have it.
             drafts: number of drafts.
             row: where the engine verifies in a scratch and then commits to the slot,
-                the row of the scratch; otherwise draft slots are needed.
+                the row of the scratch; otherwise draft slots are needed, or a record.
             known: tokens of the sequence known now, for a check of what was accepted;
                 an engine that does not count ahead has no other.
 
@@ -513,9 +538,29 @@ class HybridCache:
         path = None if columns is None else tuple(columns)
         self.drafts.accept(self._sequences[seq_id], accepted, path)
 
+    def forget_scratch(self) -> None:
+        """Note that something else than a verification has written the scratch."""
+        self.drafts.forget_scratch()
+
     def is_verifying(self, seq_id: str) -> bool:
         """Whether steps of a live sequence were noted with `verify`."""
         return self._sequences[seq_id].steps is not None
+
+    def trim_scratch(self, batch: int = 0) -> None:
+        """Give back the rows of the scratch that no step needs any more.
+
+        Call it before the commands of each step are drained, and when nothing runs.
+        What gets their memory runs behind the steps that were launched.
+
+        Args:
+            batch: sequences that the next step verifies; they may have ended since it
+                was planned.
+
+        Raises:
+            ValueError: if there are not so many rows.
+        """
+        if self.scratch is not None:
+            self.scratch.keep(max(self.live, batch, self.drafts.rows_to_take))
 
     # ------------------------------------------------------------- time and end
 
@@ -646,6 +691,9 @@ class HybridCache:
         slots = self.slots
         used = slots.running + slots.drafts
         found[Pool.STATE] = PoolLevel(used, slots.snapshots, slots.free)
+        if self.scratch is not None:
+            rows = self.scratch.ids
+            found[Pool.SCRATCH] = PoolLevel(rows.live, rows.cached, rows.free)
         return found
 
     # ---------------------------------------------------- internal: admission
@@ -687,6 +735,13 @@ class HybridCache:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def _has_room(self, match: Match, wanted: Mapping[PoolId, int], kept: int) -> bool:
+        """Whether there is room, and so many more pages of each kind."""
+        if kept:
+            pools = self.memory.page_pools
+            wanted = {p: n + (kept if p in pools else 0) for p, n in wanted.items()}
+        return self.memory.has_room(match, wanted)
 
     def _must_wait(self, wanted: Mapping[PoolId, int]) -> bool:
         """Whether a sequence leaves memory to cached content that is worth more."""

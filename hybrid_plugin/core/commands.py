@@ -22,11 +22,18 @@ class Pool:
     """Pages of the layers with full attention."""
     STATE: Final[PoolId] = "state"
     """Slots of the state layers."""
+    SCRATCH: Final[PoolId] = "scratch"
+    """Rows in which an engine verifies drafts before it commits to slots."""
 
     @staticmethod
     def window(index: int) -> PoolId:
         """Pages of a window group, by its place in `HybridCache.windows`."""
         return f"window{index}"
+
+    @staticmethod
+    def noun(pool: PoolId) -> str:
+        """What the ids of a pool are, in the plural."""
+        return {Pool.STATE: "slots", Pool.SCRATCH: "rows"}.get(pool, "pages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +131,20 @@ class Take:
     destination: int
 
 
-Command = Zero | Copy | Map | Unmap | SaveInPass | MoveWindow | Take
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Bring a state that ended on to its end, from the record of the last pass.
+
+    Where passes record what verified tokens do, and change no state, the accepted ones
+    of each sequence are folded into its slot before the next step's commands run.  This
+    says how many they are for a sequence that ended: the device counts those behind its
+    end, too.
+    """
+
+    pool: PoolId
+    slot: int
+    tokens: int
+    """Of the last pass, from its known token on; at least 1."""
+
+
+Command = Zero | Copy | Map | Unmap | SaveInPass | MoveWindow | Take | Fold

@@ -38,7 +38,7 @@ class CacheStats:
     drafts_lent: int = 0
     """Slots lent to sequences that verify drafts."""
     drafts_refused: int = 0
-    """Slots that such sequences asked for and did not get."""
+    """Drafts that were dropped for want of slots or pages, or while somebody waited."""
     turn_ends_exact: int = 0
     """Sequences that ended with the state after their last known token."""
     turn_ends_missed: int = 0

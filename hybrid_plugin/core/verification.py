@@ -24,6 +24,9 @@ class VerifyingStep:
     """Row of the scratch that it writes; None where it writes draft slots."""
     number: int = 0
     """Of the forward pass that it is part of."""
+    recorded: bool = False
+    """Whether it changes no state, and the accepted tokens are folded into the slot
+    before the next pass's commands: column `c` is the state with `c` of the drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class Ending:
     column: int | None
     """Column with the state after exactly `length` tokens; None if no column has it."""
     step: VerifyingStep | None = None
-    """The step whose row of the verification scratch has that column; None if it is in
-    a slot."""
+    """The step whose row of the verification scratch, or whose record, has that column;
+    None if it is in a slot."""
 
 
 @dataclass(slots=True)
@@ -152,4 +155,5 @@ class Verification:
 
 
 def _ending(length: int, column: int, step: VerifyingStep) -> Ending:
-    return Ending(length, column, None if step.row is None else step)
+    elsewhere = step.row is not None or step.recorded
+    return Ending(length, column, step if elsewhere else None)

@@ -13,6 +13,7 @@ import torch
 from hybrid_plugin.core.commands import (
     Command,
     Copy,
+    Fold,
     Map,
     MoveWindow,
     PoolId,
@@ -23,6 +24,7 @@ from hybrid_plugin.core.commands import (
 )
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.batching import batches
+from hybrid_plugin.device.draft_records import DraftRecords
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.verified import RollingWindows, VerificationScratch
 from hybrid_plugin.device.virtual_arena import Refusal
@@ -61,6 +63,8 @@ class Executor:
         """Where `MoveWindow` works; set it where draft slots are lent."""
         self.scratch: VerificationScratch | None = None
         """Where `Take` takes from; set it where verifications write a scratch."""
+        self.records: DraftRecords | None = None
+        """Where `Fold` folds from; set it where verifications record what they do."""
         self.moves = MappingStats()
 
     def join(self, pool: PoolId, parts: Sequence[torch.Tensor]) -> None:
@@ -88,7 +92,7 @@ class Executor:
         """
         if self.interior is not None:
             self.interior.clear()
-        for batch in batches(commands):
+        for batch in batches(self._fold(commands)):
             first = batch[0]
             if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
@@ -106,6 +110,16 @@ class Executor:
                     refusal = self._move(first, self._elastic(first.pool))
                     if refusal is not None:
                         raise MemoryError(str(refusal))
+
+    def _fold(self, commands: Iterable[Command]) -> list[Command]:
+        """Bring states up to date before anything reads them; the other commands."""
+        commands = list(commands)
+        folds = [command for command in commands if isinstance(command, Fold)]
+        if self.records is not None:
+            self.records.fold(folds)
+        elif folds:
+            raise TypeError("verifications record nothing here")
+        return [command for command in commands if not isinstance(command, Fold)]
 
     def _keep(self, batch: list[Any]) -> None:
         """Run commands about what forward passes keep, or have kept."""

@@ -14,6 +14,7 @@ def until_stop(
     stop_ids: torch.Tensor,
     computed: torch.Tensor,
     lengths: torch.Tensor,
+    others: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How many tokens of each request count: up to its first stop, and with it.
 
@@ -23,6 +24,7 @@ def until_stop(
         computed: ``[N]``, tokens computed before the step.  Its first token was known,
             so that with the first of `tokens` two more than these are known.
         lengths: ``[N]``, tokens in all that end a request.
+        others: ``[N, L]``, which tokens end a request for another reason.
 
     Returns:
         ``[N]``, from 1 to `L`, or `L + 1` where nothing ends the request.
@@ -30,4 +32,6 @@ def until_stop(
     places = torch.arange(tokens.shape[1], device=tokens.device)
     ends = (tokens[:, :, None] == stop_ids[:, None]).any(-1)
     ends |= computed[:, None] + 2 + places >= lengths[:, None]
+    if others is not None:
+        ends |= others
     return torch.where(ends, places, tokens.shape[1]).amin(1) + 1

@@ -26,6 +26,7 @@ def build_cache(
     device_type: str = "cuda",
     *,
     keeps_states_inside: bool = False,
+    records_drafts: bool = False,
 ) -> HybridCache:
     """The cache of one engine, empty.
 
@@ -36,6 +37,7 @@ def build_cache(
         device_type: "cpu" or "cuda", as torch calls it.
         keeps_states_inside: whether the kernels of all state layers write states at
             chunk boundaries inside a forward pass.
+        records_drafts: as in `HybridCache`.
 
     Raises:
         ConfigError: for options that this model or these kernels cannot serve.
@@ -55,9 +57,11 @@ def build_cache(
         slots=pools.slots,
         windows=pools.windows,
         broker=pools.broker,
+        scratch=pools.scratch,
         page_size=layout.page_size,
         policy=policy,
         eviction=eviction_for(layout, device_type),
+        records_drafts=records_drafts,
     )
 
 

@@ -130,7 +130,7 @@ def take(
 def describe(plan: ElasticPlan) -> str:
     """The plan in one line, for the log."""
     granules = ", ".join(
-        f"{pool.per_granule} {'slots' if name == Pool.STATE else 'pages'} of {name} "
+        f"{pool.per_granule} {Pool.noun(name)} of {name} "
         f"({pool.granule_bytes / 2**20:.1f} MiB)"
         for name, pool in plan.pools.items()
     )

@@ -22,23 +22,38 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    VERIFY = "verify"
 
 
-AS_FAST: Mapping[Mixer, frozenset[Phase]] = {}
-"""Where ours served at least as fast as the engines' in every measured shape, on a GPU
-and inside an engine (`benchmarks/results`).  None was measured so far."""
+TRITON = "triton"
+"""The engines' name for kernels in Triton, their own."""
+
+AS_FAST: Mapping[Mixer, Mapping[Phase, frozenset[str]]] = {
+    Mixer.GATED_DELTA_NET: {
+        Phase.PREFILL: frozenset({TRITON}),
+        Phase.DECODE: frozenset({TRITON}),
+    },
+}
+"""Libraries beside which ours took no longer at any size that was measured on a GPU
+(`benchmarks/kernel_table.py` prints it): of the layers that ran there in both engines,
+with the same answers."""
 
 
-def are_ours(option: str, mixer: Mixer, phase: Phase, device_type: str) -> bool:
-    """Whether our kernels run a kind of layer.
+def are_ours(
+    option: str, mixer: Mixer, phase: Phase, device_type: str, theirs: str
+) -> bool:
+    """Whether our kernels may run a kind of layer; they run all its phases or none.
 
     Args:
         option: `wanted_kernels` of `HybridConfig`.
         mixer: the kind of layer.
-        phase: prefill or decode.
+        phase: what the pass does.
         device_type: "cpu" or "cuda", as torch calls it.  On a CPU ours are a plain
             reference, which only `ours` asks for.
+        theirs: the library that the engine takes otherwise, as engines call it:
+            "triton", "flashinfer", "cutedsl" ...
     """
     if option != "auto":
         return option == "ours"
-    return device_type != "cpu" and phase in AS_FAST.get(mixer, frozenset())
+    beaten = AS_FAST.get(mixer, {}).get(phase, frozenset())
+    return device_type != "cpu" and theirs in beaten

@@ -15,7 +15,13 @@ from prometheus_client import Counter, Gauge
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 
-_POOLS = {"pages": "KV pages", "slots": "State slots"}
+_POOLS = {
+    "pages": "KV pages",
+    "slots": "State slots",
+    "scratch_rows": "Rows in which drafts are verified",
+}
+_GAUGES = {Pool.STATE: "slots", Pool.SCRATCH: "scratch_rows"}
+"""Of the pools that hold no pages."""
 _KINDS = {
     "used": "of live sequences",
     "cached": "that only the prefix cache holds",
@@ -37,7 +43,7 @@ _TOTALS = {
     "promises_broken": "TTLs that ended without a use of what they kept.",
     "promises_evicted": "TTLs within which all that they kept was evicted.",
     "drafts_lent": "State slots lent to requests that verify drafts.",
-    "drafts_refused": "State slots that such requests asked for and did not get.",
+    "drafts_refused": "Proposed drafts dropped for want of slots or pages.",
     "turn_ends_exact": "Requests that left the state after their last known token.",
     "turn_ends_missed": "Requests whose last state was overwritten before they ended.",
     "moves": "Granules of memory that pools got or lost.",
@@ -111,7 +117,7 @@ class CacheMetrics:
             what, _, place = name.partition("/")
             pool, _, kind = place.partition("/")
             if what == _LEVEL:
-                gauge = self._gauges["slots" if pool == Pool.STATE else "pages"]
+                gauge = self._gauges[_GAUGES.get(pool, "pages")]
                 gauge.labels(**self._labels, pool=pool, kind=kind).set(value)
             elif what == _MAPPED:
                 self._gauges["mapped"].labels(**self._labels, pool=pool).set(value)

@@ -51,6 +51,7 @@ class Outlook:
         log: Logger,
         *,
         fixed_layout: CacheLayout | None = None,
+        beside: int = 0,
     ) -> Outlook:
         """What becomes of a model that can be served, with so much memory.
 
@@ -59,7 +60,13 @@ class Outlook:
         longest = limits.max_model_len
         try:
             plan = divide(
-                layout, cache_bytes, options, limits, log, fixed_layout=fixed_layout
+                layout,
+                cache_bytes,
+                options,
+                limits,
+                log,
+                fixed_layout=fixed_layout,
+                beside=beside,
             )
         except ConfigError as error:
             shown = fixed_layout or layout

@@ -142,6 +142,7 @@ def divide(
     log: Logger,
     *,
     fixed_layout: CacheLayout | None = None,
+    beside: int = 0,
 ) -> CachePlan:
     """Divide the memory: elastic pools where they are wanted and possible.
 
@@ -152,6 +153,7 @@ def divide(
         limits: of the engine.
         log: where to say why the pools do not share their memory.
         fixed_layout: of pools with memory of their own, where that differs.
+        beside: bytes that such pools leave to what lies beside them.
 
     Raises:
         ConfigError: if one sequence of the maximum length does not fit, or the
@@ -160,7 +162,7 @@ def divide(
     shared = _share(layout, available, options, limits, log)
     if shared is not None:
         return CachePlan(shared.layout, shared.sizes, shared)
-    return _split(fixed_layout or layout, available, options, limits)
+    return _split(fixed_layout or layout, available - beside, options, limits)
 
 
 def with_fitting_length(

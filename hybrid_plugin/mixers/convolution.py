@@ -10,6 +10,7 @@ from hybrid_kernels import causal_conv1d
 from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
 class Convolution(Protocol):
@@ -76,5 +77,40 @@ def decode(
         weights.bias,
         states,
         slots,
+        activation=weights.activation,
+    )
+
+
+def verify(
+    weights: Convolution,
+    verifications: Verifications,
+    x: torch.Tensor,
+    states: torch.Tensor,
+    record: Record | None = None,
+) -> torch.Tensor:
+    """Convolve sequences that verify drafts, ``[T, D]``.
+
+    Each column gets its own state.
+
+    Args:
+        weights: of the layer.
+        verifications: the sequences.
+        x: ``[T, D]``.
+        states: ``[S, D, W - 1]``, with any strides.
+        record: written instead of columns, if given.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    return causal_conv1d.verify(
+        x,
+        weights.convolution,
+        weights.bias,
+        states,
+        verifications.slots,
+        verifications.columns,
+        parents=verifications.parents,
+        cu_seqlens=verifications.cu_seqlens,
+        record=None if record is None else record.inputs,
         activation=weights.activation,
     )

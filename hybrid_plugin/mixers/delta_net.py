@@ -17,6 +17,7 @@ from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,52 @@ class DeltaNet:
             b,
             states,
             slots,
+            A=weights.A,
+            dt_bias=weights.dt_bias,
+            use_qk_l2norm=True,
+            out=out,
+        )
+        return result
+
+    def verify(
+        self,
+        weights: Weights,
+        verifications: Verifications,
+        mixed_qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        conv_states: torch.Tensor,
+        states: torch.Tensor,
+        out: torch.Tensor | None = None,
+        record: Record | None = None,
+    ) -> torch.Tensor:
+        """Run sequences that verify drafts; leave a state in each of their columns.
+
+        Shapes are as for `prefill`; what is allocated, as for `decode`.
+
+        Args:
+            verifications: the sequences.
+            record: written instead of columns, if given.
+
+        Returns:
+            `out`, or a new tensor of `mixed_qkv`'s type.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        convolved = convolution.verify(
+            weights, verifications, mixed_qkv, conv_states, record
+        )
+        result: torch.Tensor = self.rule.verify(
+            *_heads(weights, convolved, states),
+            a,
+            b,
+            states,
+            verifications.slots,
+            verifications.columns,
+            parents=verifications.parents,
+            cu_seqlens=verifications.cu_seqlens,
+            record=None if record is None else record.states,
             A=weights.A,
             dt_bias=weights.dt_bias,
             use_qk_l2norm=True,

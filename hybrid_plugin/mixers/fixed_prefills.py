@@ -15,6 +15,56 @@ from hybrid_plugin.mixers.prefills import Prefills
 _PADDING = -1
 
 
+def room(
+    tokens: int, sequences: int, device: torch.device, *, round_states: bool = False
+) -> Prefills:
+    """Tensors that hold any pass of so many tokens and sequences; padding as yet.
+
+    Args:
+        tokens: of the largest pass.
+        sequences: the same of it.
+        device: of the states.
+        round_states: as in `Prefills`.
+    """
+    columns = table_columns(most_boundaries(tokens))  # one may have all tokens
+
+    def full(*shape: int, value: int = 0) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.int32, device=device)
+
+    return Prefills(
+        cu_seqlens=full(sequences + 1),
+        slots=full(sequences, value=_PADDING),
+        has_initial=torch.zeros(sequences, dtype=torch.bool, device=device),
+        offsets=full(sequences),
+        boundary_slots=full(sequences, columns, value=_PADDING),
+        round_states=round_states,
+    )
+
+
+def put(held: Prefills, given: Prefills) -> None:
+    """Copy a pass's sequences to where graphs look for them, without waiting for it.
+
+    Args:
+        held: room for as many sequences, or more: those are empty then.  Without
+            boundary slots nothing is kept.
+        given: the pass.
+    """
+    for target, source, padding in (
+        (held.cu_seqlens, given.cu_seqlens, given.cu_seqlens[-1]),
+        (held.slots, given.slots, _PADDING),
+        (held.has_initial, given.has_initial, False),
+        (held.offsets, given.offsets, 0),
+    ):
+        count = source.shape[0]
+        target[:count].copy_(source)
+        target[count:].fill_(padding)
+    if held.boundary_slots is not None:
+        held.boundary_slots.fill_(_PADDING)
+        if given.boundary_slots is not None:
+            rows, columns = given.boundary_slots.shape
+            held.boundary_slots[:rows, :columns].copy_(given.boundary_slots)
+
+
 class FixedPrefills:
     """Up to `sequences` packed sequences of up to `tokens` tokens together.
 
@@ -38,20 +88,10 @@ class FixedPrefills:
             device: of the states.
             round_states: as in `Prefills`.
         """
-        columns = table_columns(most_boundaries(tokens))  # one may have all tokens
         self._rows = torch.arange(tokens, dtype=torch.int32, device=device)
         self.padding = torch.ones(tokens, dtype=torch.bool, device=device)
         """``[tokens]``: which belong to no sequence of the pass."""
-        self.prefills = Prefills(
-            cu_seqlens=torch.zeros(sequences + 1, dtype=torch.int32, device=device),
-            slots=torch.full((sequences,), _PADDING, dtype=torch.int32, device=device),
-            has_initial=torch.zeros(sequences, dtype=torch.bool, device=device),
-            offsets=torch.zeros(sequences, dtype=torch.int32, device=device),
-            boundary_slots=torch.full(
-                (sequences, columns), _PADDING, dtype=torch.int32, device=device
-            ),
-            round_states=round_states,
-        )
+        self.prefills = room(tokens, sequences, device, round_states=round_states)
         """Always the same tensors."""
 
     def fill(
@@ -73,24 +113,17 @@ class FixedPrefills:
             ValueError: if the pass has more sequences, or boundaries of one, than there
                 is room for.
         """
-        record, count = self.prefills, len(slots)
-        self._check_room(count, boundary_slots)
-        ends = record.cu_seqlens[1:]
-        torch.cumsum(lengths, 0, dtype=torch.int32, out=ends[:count])
-        ends[count:].copy_(ends[count - 1])
-        torch.ge(self._rows, ends[-1], out=self.padding)
-        for held, given, empty in (
-            (record.slots, slots, _PADDING),
-            (record.has_initial, computed > 0, False),
-            (record.offsets, computed % CHUNK, 0),
-        ):
-            held[:count].copy_(given)
-            held[count:].fill_(empty)
-        assert record.boundary_slots is not None
-        record.boundary_slots.fill_(_PADDING)
-        if boundary_slots is not None:
-            columns = boundary_slots.shape[1]
-            record.boundary_slots[:count, :columns].copy_(boundary_slots)
+        self._check_room(len(slots), boundary_slots)
+        ends = torch.cumsum(lengths, 0, dtype=torch.int32)
+        described = Prefills(
+            cu_seqlens=torch.nn.functional.pad(ends, (1, 0)),
+            slots=slots,
+            has_initial=computed > 0,
+            offsets=computed % CHUNK,
+            boundary_slots=boundary_slots,
+        )
+        put(self.prefills, described)
+        torch.ge(self._rows, self.prefills.cu_seqlens[-1], out=self.padding)
 
     def _check_room(self, count: int, boundary_slots: torch.Tensor | None) -> None:
         room = self.prefills.boundary_slots

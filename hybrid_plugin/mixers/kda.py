@@ -7,7 +7,7 @@ from hybrid_kernels import kda
 
 from hybrid_plugin.mixers.delta_net import DeltaNet, Weights
 
-__all__ = ["Weights", "decode", "prefill"]
+__all__ = ["Weights", "decode", "prefill", "verify"]
 
 _NET = DeltaNet(kda)
-prefill, decode = _NET.prefill, _NET.decode
+prefill, decode, verify = _NET.prefill, _NET.decode, _NET.verify

@@ -16,6 +16,7 @@ from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,50 @@ def decode(
         c,
         states,
         slots,
+        skip=weights.skip,
+        dt_bias=weights.dt_bias,
+        out=out,
+    )
+
+
+def verify(
+    weights: Weights,
+    verifications: Verifications,
+    mixed: torch.Tensor,
+    dt: torch.Tensor,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    out: torch.Tensor | None = None,
+    record: Record | None = None,
+) -> torch.Tensor:
+    """Run sequences that verify drafts; leave a state in each of their columns.
+
+    Shapes are as for `prefill`; what is allocated, as for `decode`.
+
+    Args:
+        verifications: the sequences.
+        record: written instead of columns, if given.
+
+    Returns:
+        `out`, or a new tensor of `mixed`'s type.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    convolved = convolution.verify(weights, verifications, mixed, conv_states, record)
+    x, b, c = _heads(convolved, states)
+    return ssd.verify(
+        x,
+        dt,
+        weights.A,
+        b,
+        c,
+        states,
+        verifications.slots,
+        verifications.columns,
+        parents=verifications.parents,
+        cu_seqlens=verifications.cu_seqlens,
+        record=None if record is None else record.states,
         skip=weights.skip,
         dt_bias=weights.dt_bias,
         out=out,

@@ -13,6 +13,7 @@ import torch
 from hybrid_kernels import causal_conv1d
 
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.verifications import Verifications
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,4 +85,36 @@ def decode(
     """
     return causal_conv1d.update(
         x, weights.convolution, weights.bias, conv_states, slots, out=out
+    )
+
+
+def verify(
+    weights: Weights,
+    verifications: Verifications,
+    x: torch.Tensor,
+    conv_states: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run sequences that verify drafts; leave a state in each of their columns.
+
+    Shapes are as for `prefill`; a CUDA graph may capture it.
+
+    Args:
+        verifications: the sequences.
+
+    Returns:
+        `out`, or a new tensor of `x`'s type.
+
+    Raises:
+        ValueError: if shapes do not fit.
+    """
+    return causal_conv1d.verify(
+        x,
+        weights.convolution,
+        weights.bias,
+        conv_states,
+        verifications.slots,
+        verifications.columns,
+        cu_seqlens=verifications.cu_seqlens,
+        out=out,
     )

@@ -103,7 +103,10 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     """
     view = overrides.resolved_view(server_args)
     model = overrides.model_config_of(view)
-    drafts = speculation.conflicts(view, windows=has_windows(model))
+    drafts = chain(
+        speculation.conflicts(view, windows=has_windows(model)),
+        speculation.unrecorded(view, options, model),
+    )
     conflict = next(chain(_conflicts(view), drafts), None)
     if conflict is not None:
         raise cannot_serve(conflict)
@@ -116,6 +119,7 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         if obstacle is not None:
             raise cannot_serve(obstacle)
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
+    chosen |= speculation.running_requests(view, options)
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
         chosen["mamba_radix_cache_strategy"] = "no_buffer"
@@ -152,8 +156,17 @@ def _conflicts(view: Any) -> Iterator[str]:
         yield f"--enable-unified-memory is another pool; drop it, or drop {FLAG}."
     if view.enable_hierarchical_cache:
         yield "--enable-hierarchical-cache is not supported yet; drop it."
-    if view.enable_linear_replayssm or view.enable_linear_replayssm_spec:
-        yield "ReplaySSM keeps no exact states; drop --enable-linear-replayssm."
+    if view.enable_linear_replayssm:
+        yield (
+            "states are exact in one step of several only, and turns end between; drop "
+            "--enable-linear-replayssm."
+        )
+    if view.enable_linear_replayssm_spec:
+        yield (
+            "states have gone beyond a turn's end when it is known, or are behind it; "
+            "drop --enable-linear-replayssm-spec, and set draft_states to replay, "
+            "which keeps turn ends."
+        )
     if view.disaggregation_mode != "null":
         yield "prefill/decode disaggregation is not supported yet; drop its flags."
     if view.radix_cache_backend not in (None, BACKEND):

@@ -769,8 +769,118 @@ DRAFT_HOOKS = (
         f"{_CONFIGURATOR}._init_pools",
         mentions=("is_draft_worker", "mamba_spec_state_size"),
     ),
+    # What elastic pools hold for drafts, before SGLang builds it.
+    HookPoint(
+        f"{_POOL}:MambaPool.__init__",
+        ("spec_state_size", "speculative_num_draft_tokens", "speculative_eagle_topk"),
+        mentions=(
+            "_intermediate_conv_window_phys",
+            "conv_window_dedup_enabled",
+            "disable_conv_window_dedup",
+            "is_kda",
+        ),
+    ),
+    HookPoint(
+        f"{_POOL}:conv_window_dedup_enabled",
+        ("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"),
+    ),
+    HookPoint(
+        f"{_POOL}:MHATokenToKVPool._init_kv_copy_and_warmup",
+        ("self",),
+        mentions=("_kv_copy_config",),
+    ),
+    HookPoint(
+        f"{_POOL}:MHATokenToKVPool._move_kv_cache_impl",
+        mentions=("use_native_move_kv_cache",),
+    ),
+    HookPoint(
+        f"{_SIZES}:DefaultPoolConfigurator._compute_cell_size", ("kvc", "num_layers")
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.kv_cache_configurator:calculate_mla_kv_cache_dim",
+        ("model_config", "kv_cache_dtype"),
+    ),
+    HookPoint(f"{_CONFIGURATOR}.draft_attn_tp_size"),
+    HookPoint(
+        f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool", mentions=("is_draft_worker",)
+    ),
+    HookPoint(
+        f"{_SRT}.model_executor.model_runner_components.spec_aux_hidden_state"
+        ":SpecAuxHiddenStateConfig",
+        mentions=("draft_model_config", "draft_kv_num_layers"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.utils:resolve_linear_attn_backends",
+        mentions=("linear_attn_verify_backend",),
+    ),
+    # Batches are padded to the sizes of graphs, which write rows of the scratch.
+    HookPoint(
+        f"{_SRT}.model_executor.runner.base_cuda_graph_runner"
+        ":get_batch_sizes_to_capture",
+        mentions=("cuda_graph_config", "num_max_requests", "bs"),
+    ),
 )
 """For speculative decoding."""
+
+REPLAY_HOOKS = (
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool._init_mamba_pool",
+        ("speculative_num_draft_tokens",),
+        mentions=("mamba_map", "speculative_num_draft_tokens"),
+    ),
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool.__init__",
+        mentions=("_init_mamba_pool", "speculative_num_draft_tokens"),
+    ),
+    HookPoint(
+        f"{_POOL}:MambaPool.__init__",
+        ("speculative_num_draft_tokens",),
+        mentions=("State", "SpeculativeState"),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        ("self", "last_correct_step_indices"),
+        mentions=("linear_attn_backend", "mamba_cache_indices"),
+    ),
+    HookPoint(
+        _METADATA,
+        mentions=(
+            "query_start_loc",
+            "mamba_cache_indices",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "retrieve_parent_token",
+        ),
+        open=True,
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":MambaAttnBackendBase.__init__",
+        mentions=("is_draft_worker", "topk"),
+    ),
+    # Links and parents of trees lie at addresses that a graph knows.
+    HookPoint(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":MambaAttnBackendBase._replay_metadata",
+        mentions=("retrieve_parent_token_list", "state_indices_list"),
+    ),
+    HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_target_verify"),
+    HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_idle"),
+    HookPoint(
+        f"{_SRT}.configs.mamba_utils:BaseLinearStateParams",
+        mentions=("is_kda", "layers", "dtype"),
+    ),
+    HookPoint(f"{_SRT}.utils.common:get_eager_max_batch_size", ("max_batch_size",)),
+    HookPoint(
+        f"{_SRT}.utils.common:get_cuda_graph_max_batch_size", ("max_batch_size",)
+    ),
+    HookPoint(
+        f"{_SRT}.arg_groups.speculative_hook:_handle_ngram",
+        mentions=("max_running_requests",),
+    ),
+)
+"""For drafts that are recorded: `draft_states`."""
 
 HOOKS = (
     COMMAND_LINE_HOOKS
@@ -781,5 +891,6 @@ HOOKS = (
     + SCHEDULER_HOOKS
     + KERNEL_HOOKS
     + DRAFT_HOOKS
+    + REPLAY_HOOKS
 )
 """Every point, as the compatibility checks read them."""

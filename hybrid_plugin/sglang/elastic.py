@@ -27,7 +27,8 @@ from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.interior import InteriorSnapshots
-from hybrid_plugin.device.virtual_arena import VirtualArena
+from hybrid_plugin.device.row_pool import RowTensor, place
+from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.sglang import page_layout
 
@@ -36,14 +37,21 @@ _STRIDED = ("triton", "flashinfer", None)
 
 
 class SharedPools:
-    """The memory of both pools of one rank."""
+    """The memory of all pools of one rank."""
 
-    def __init__(self, plan: ElasticPlan, memory: VirtualArena) -> None:
+    def __init__(
+        self,
+        plan: ElasticPlan,
+        memory: VirtualArena,
+        rows: Sequence[RowTensor] = (),
+    ) -> None:
         """Reserve addresses for as many ids as the plan has; all of them holes.
 
         Args:
-            plan: equal on every rank.
+            plan: equal on every rank.  Of its attention groups, the first is the
+                model's; others are a draft model's.
             memory: at least the plan's budget of it is held.
+            rows: tensors of the scratch, if the plan has one.
         """
         memory.lower(plan.budget)
         self.plan = plan
@@ -52,8 +60,20 @@ class SharedPools:
         self._pages = memory.reserve(sizes.pages * layout.page_bytes)
         self._slots = memory.reserve(sizes.slots * layout.slot_bytes)
         self._page_rows: list[torch.Tensor] = []
+        self._placed = 0
+        """Bytes of a token that have their tensors."""
         self.slot_rows = self._slots.memory.view(sizes.slots, layout.slot_bytes)
         """`[slots, bytes]`, int8."""
+        self._scratch: AddressRange | None = None
+        self._scratch_rows: list[torch.Tensor] = []
+        self.scratch: list[torch.Tensor] = []
+        """Tensors of the scratch, `[layers, rows, ...]`."""
+        if layout.scratch is not None:
+            count = plan.ids(Pool.SCRATCH)
+            self._scratch = memory.reserve(count * layout.scratch.row_bytes)
+            self.scratch, self._scratch_rows = place(
+                self._scratch.memory, count, layout.scratch.together, rows
+            )
 
     @property
     def tokens(self) -> int:
@@ -96,16 +116,18 @@ class SharedPools:
         """
         layout, pages = self.plan.layout, self.plan.sizes.pages
         tensors: list[torch.Tensor] | None
-        if layout.packed:
+        used = sum(torch.Size(shape[1:]).numel() for shape in shapes) * dtype.itemsize
+        if not self._is_planned(shapes, used, dtype):
+            tensors = None
+        elif layout.packed:
             rows = self._pages.memory.view(pages, -1)
-            tensors = page_layout.views(rows, layout.page_size, shapes, dtype)
-            used = sum(torch.Size(shape[1:]).numel() for shape in shapes)
-            planned = layout.page_bytes - sum(layout.page_padding)
-            if used * dtype.itemsize * layout.page_size != planned:
-                tensors = None
+            tensors = page_layout.views(
+                rows, layout.page_size, shapes, dtype, self._placed
+            )
             self._page_rows = [rows]
         else:
             tensors = self._place_apart(shapes, dtype)
+        self._placed += used
         if tensors is None:
             raise ConfigError(
                 "elastic pools were planned for another KV cache than SGLang builds; "
@@ -113,12 +135,34 @@ class SharedPools:
             )
         return tensors
 
+    def _is_planned(
+        self, shapes: Sequence[Sequence[int]], used: int, dtype: torch.dtype
+    ) -> bool:
+        """Whether tensors are those of the group whose turn it is."""
+        groups = self.plan.layout.attention[self._placed > 0 :]
+        if not groups or used * self.plan.layout.page_size != (
+            groups[0].page_bytes * len(groups[0].layers)
+        ):
+            return False
+        # The parts of a draft model are made before its tensors.
+        size = groups[0].page_bytes // self.plan.layout.page_size
+        return not self._placed or all(
+            torch.Size(shape[1:]).numel() * dtype.itemsize == size for shape in shapes
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all KV that was planned has its tensors."""
+        layout = self.plan.layout
+        planned = layout.page_bytes - sum(layout.page_padding)
+        return self._placed * layout.page_size == planned
+
     def _place_apart(
         self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> list[torch.Tensor] | None:
         """Tensors behind each other; None where they are not those planned for."""
         rows = torch.Size((self.plan.sizes.pages, self.plan.layout.page_size))
-        tensors, start = [], 0
+        tensors, start = [], self._placed * rows.numel()
         for shape in shapes:
             size = torch.Size(shape).numel() * dtype.itemsize
             part = self._pages.memory[start : start + size]
@@ -127,7 +171,20 @@ class SharedPools:
             self._page_rows.append(part.view(rows[0], -1))
             tensors.append(part.view(dtype).view(*shape))
             start += size
-        return tensors if start == self._pages.size else None
+        return tensors if len(tensors) == len(shapes) else None
+
+    def _draft_rows(self) -> list[torch.Tensor]:
+        """Parts of the pages for a draft model, whose pool is built later."""
+        layout, pages = self.plan.layout, self.plan.sizes.pages
+        if layout.packed:
+            return []
+        found, start = [], self._placed * pages * layout.page_size
+        for group in layout.attention[1:]:
+            for _ in group.layers:
+                part = self._pages.memory[start : start + pages * group.page_bytes]
+                found.append(part.view(pages, -1))
+                start += part.numel()
+        return found
 
     def start(self, interior: InteriorSnapshots | None = None) -> Executor:
         """Map what the plan has mapped at the start; the executor moves the rest.
@@ -144,24 +201,16 @@ class SharedPools:
                 "elastic pools are not for this kind of KV cache; set elastic to false."
             )
         arenas: dict[PoolId, Arena] = {}
-        for pool, rows, place, ids, granules in (
-            (
-                Pool.KV,
-                self._page_rows,
-                self._pages,
-                self.plan.pools[Pool.KV].per_granule,
-                self.plan.pools[Pool.KV].start,
-            ),
-            (
-                Pool.STATE,
-                [self.slot_rows],
-                self._slots,
-                self.plan.pools[Pool.STATE].per_granule,
-                self.plan.pools[Pool.STATE].start,
-            ),
-        ):
-            arena = ElasticArena(rows, place, self.memory, ids)
-            refusal = arena.map(range(granules))
+        places = [
+            (Pool.KV, [*self._page_rows, *self._draft_rows()], self._pages),
+            (Pool.STATE, [self.slot_rows], self._slots),
+        ]
+        if self._scratch is not None:
+            places.append((Pool.SCRATCH, self._scratch_rows, self._scratch))
+        for pool, rows, addresses in places:
+            planned = self.plan.pools[pool]
+            arena = ElasticArena(rows, addresses, self.memory, planned.per_granule)
+            refusal = arena.map(range(planned.start))
             if refusal is not None:
                 raise MemoryError(str(refusal))
             arenas[pool] = arena
@@ -181,11 +230,6 @@ def hindrance(device_type: str) -> str | None:
         return "have no fixed slots; drop --max-mamba-cache-size."
     if get_schedule().max_total_tokens is not None:
         return "have no fixed KV cache; drop --max-total-tokens."
-    if get_spec().speculative_algorithm is not None:
-        return (
-            "have no room for the states after drafts yet; drop "
-            "--speculative-algorithm, or set elastic to false."
-        )
     if get_exec().features.enable_memory_saver:
         return "keep their addresses mapped by themselves; drop --enable-memory-saver."
     return None if device_type == "cpu" else _unstrided()
@@ -193,6 +237,12 @@ def hindrance(device_type: str) -> str | None:
 
 def hindrance_of_pools(configurator: Any) -> str | None:
     """What the pools that SGLang would build have against it."""
+    if get_spec().speculative_algorithm is not None and configurator.attn_dp_size > 1:
+        return (
+            "hold the states after drafts for batches of this rank alone, and "
+            "data-parallel attention pads them to those of others; drop "
+            "--enable-dp-attention, or set elastic to false."
+        )
     if configurator.post_capture_kv_active:
         return (
             "have memory before graphs are captured; unset "
@@ -218,6 +268,17 @@ def _unstrided() -> str | None:
         )
     if mamba.mamba_backend not in ("triton", None):
         return "need --mamba-backend triton, whose kernels take their states."
+    if get_spec().speculative_algorithm is None:
+        return None
+    # Unset, it is flashinfer where decodes are: that one writes rows of no batch.
+    verify = mamba.linear_attn_verify_backend
+    if verify is None and "flashinfer" in (chosen[2] or chosen[0],):
+        verify = "flashinfer"
+    if verify not in ("triton", None):
+        return (
+            "need --linear-attn-verify-backend triton with drafts, whose kernels "
+            "write no rows but those of a batch."
+        )
     return None
 
 

@@ -10,6 +10,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.scratch import ScratchLayout
 from hybrid_plugin.sglang import addressing
 from hybrid_plugin.sglang.slots import slot_bytes
 
@@ -22,6 +23,8 @@ def make_layout(
     device_type: str,
     elastic: bool,
     packed: bool = False,
+    draft: AttentionGroup | None = None,
+    scratch: ScratchLayout | None = None,
 ) -> CacheLayout:
     """How the cache of one rank is laid out.
 
@@ -31,12 +34,15 @@ def make_layout(
 
     Args:
         model: SGLang's `ModelConfig`.
-        token_bytes: KV of one token, over all attention layers.
+        token_bytes: KV of one token, over all attention layers; of fixed pools with
+            those of a draft model.
         page_size: tokens in a page.
         device_type: "cpu" or "cuda", as torch calls it.
         elastic: whether slots are elastic pools' own: all states of a slot side by
             side, each aligned.  SGLang's are layer-major, without padding.
         packed: whether all layers of a page of elastic pools lie side by side.
+        draft: of elastic pools, the layers of a draft model.
+        scratch: of elastic pools, the rows in which drafts are verified.
     """
     hybrid = mambaish_config(model)
     params = hybrid.mamba2_cache_params
@@ -52,7 +58,8 @@ def make_layout(
     )
     if not elastic:
         return replace(layout, slot_alignment=1)
-    layout = replace(layout, packed=packed)
+    pages = (*layout.attention, *(() if draft is None else (draft,)))
+    layout = replace(layout, attention=pages, packed=packed, scratch=scratch)
     if device_type == "cpu":  # PyTorch's own operations reach all of it
         return layout
     reach = addressing.addressable_bytes(model, params)

@@ -88,6 +88,8 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     from hybrid_plugin.sglang.arguments import has_windows
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
+    from hybrid_plugin.sglang.speculation.replay import passes
+    from hybrid_plugin.sglang.speculation.scratch_layout import scratch_layout
 
     model = ModelConfig.from_server_args(server_args)
     if has_windows(model):
@@ -110,17 +112,21 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         device_type,
         elastic.hindrance(device_type),
     )
-    cache_bytes -= planning.scratch_bytes(model, limits)
+    cache_bytes -= planning.record_bytes(model, cache_bytes, options, limits)
+    params = mambaish_config(model).mamba2_cache_params
+    rows = 0 if passes.is_wanted(options) else limits.max_sequences
     return Outlook.sized(
         lay_out(
             elastic=True,
             packed=page_layout.can_pack(model, attention_backends(), token_bytes),
+            scratch=scratch_layout(params, device_type, rows),
         ),
         cache_bytes,
         options,
         limits,
         logger,
         fixed_layout=lay_out(elastic=False),
+        beside=planning.scratch_bytes(model, options, limits),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybrid_plugin.core.memory.layout import AttentionGroup
 from hybrid_plugin.sglang.layout import kv_tensors
 from hybrid_plugin.sglang.log import logger
 
@@ -23,15 +24,25 @@ ALIGNMENT = 16
 """Bytes: kernels load and store the keys of a token, and its values, in vectors."""
 
 
-def can_pack(model: Any, backends: Collection[str | None], token_bytes: int) -> bool:
+def can_pack(
+    model: Any,
+    backends: Collection[str | None],
+    token_bytes: int,
+    draft: AttentionGroup | None = None,
+    page_size: int = 1,
+) -> bool:
     """Whether the layers of a page can lie side by side; the log says if they cannot.
 
     Args:
         model: SGLang's `ModelConfig`.
         backends: names of its attention backends.
         token_bytes: KV of one token, over all attention layers.
+        draft: layers of a draft model, if there is one.
+        page_size: tokens in a page.
     """
     found = obstacle(backends, token_bytes // len(kv_tensors(model)))
+    if draft is not None:
+        found = found or obstacle(backends, draft.page_bytes // page_size)
     if found is not None:
         logger.info(
             "hybrid-plugin keeps the pages of each layer apart, so memory moves in "
@@ -66,6 +77,7 @@ def views(
     page_size: int,
     shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
+    start: int = 0,
 ) -> list[torch.Tensor] | None:
     """One tensor of each shape, side by side in every token.
 
@@ -75,12 +87,13 @@ def views(
         page_size: tokens in a page.
         shapes: each `[tokens, ...]`.
         dtype: of all.
+        start: where they begin in each token, in bytes.
 
     Returns:
         None where they do not fit, or their parts of a token are not aligned.
     """
     tokens = rows.view(len(rows) * page_size, -1)
-    tensors, start = [], 0
+    tensors = []
     for shape in shapes:
         size = torch.Size(shape[1:]).numel() * dtype.itemsize
         part = tokens[:, start : start + size]

@@ -65,6 +65,11 @@ NEEDED = {
     "patches._run_state_layers": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend.forward_extend"
     ),
+    "patches._fold_drafts": _while_there(
+        f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+        ":HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        "forward_metadata",
+    ),
     "patches._capture_prefills": _while_there(
         f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
         ":MambaAttnBackendBase.supports_prefill_graph_extend"

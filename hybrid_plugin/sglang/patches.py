@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from hybrid_plugin.sglang.clock import RankClock
     from hybrid_plugin.sglang.kernels.state_layers import StateLayers
     from hybrid_plugin.sglang.pool_memory import PoolMemory
+    from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
 _SRT = "sglang.srt"
+_Hook = Callable[..., Any]
 _ENGINE_HOOKED = False
 
 
@@ -54,6 +56,7 @@ def hook_engine() -> None:
     from hybrid_plugin.sglang.clock import RankClock
     from hybrid_plugin.sglang.kernels.state_layers import StateLayers
     from hybrid_plugin.sglang.pool_memory import PoolMemory
+    from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
     global _ENGINE_HOOKED
     if _ENGINE_HOOKED:
@@ -63,9 +66,9 @@ def hook_engine() -> None:
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
-    memory, clock, layers = PoolMemory(), RankClock(), StateLayers()
-    _divide_memory(memory, layers)
-    _share_memory(memory)
+    memory, clock, layers, replay = PoolMemory(), RankClock(), StateLayers(), Replay()
+    _divide_memory(memory, layers, replay)
+    _share_memory(memory, replay)
     _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
     _find_chunks_on_the_host()
@@ -77,7 +80,8 @@ def hook_engine() -> None:
     _place_tokens()
     _run_commands()
     _verify_drafts()
-    _run_state_layers(layers)
+    _run_state_layers(layers, replay)
+    _fold_drafts(replay)
     _capture_prefills(layers)
     _follow_weights()
     _apply()
@@ -131,7 +135,7 @@ def _allow_paged_overlap() -> None:
     _hook(f"{_SRT}.arg_groups.mamba_hook.validate_mamba_no_buffer", "AROUND", validate)
 
 
-def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
+def _divide_memory(memory: PoolMemory, layers: StateLayers, replay: Replay) -> None:
     """Symptom: a third of the state slots can run, and memory is split blindly.
 
     Cause: SGLang reserves tracking and snapshot slots for every request, and
@@ -169,7 +173,8 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
         if not _is_ours():
             return original(self, **kwargs)
         if self.is_draft_worker:
-            result = original(self, **kwargs)
+            with memory.building():
+                result = original(self, **kwargs)
             target = kwargs["req_to_token_pool"]
             planning.share_draft_pages(result, self.model, target, memory)
             return result
@@ -182,11 +187,12 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
                 round_states=options.is_deterministic,
                 prefill_graphs=options.prefill_graphs,
             )
+            replay.settle(options, self.model_config)
         with memory.building():
             result = original(self, **kwargs)
         if self.is_hybrid_swa:
             return window_pools.take_over(self, result, options, memory)
-        return planning.take_over(result, options, memory, layers.interior)
+        return planning.take_over(result, options, memory, layers.interior, replay)
 
     @named()
     def budget(
@@ -205,13 +211,16 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers) -> None:
     _hook(f"{configurator}._init_pools", "AROUND", pools)
 
 
-def _share_memory(memory: PoolMemory) -> None:
-    """Symptom: the memory of the pools cannot move, and is taken twice.
+def _share_memory(memory: PoolMemory, replay: Replay) -> None:
+    """Symptom: the memory of the pools cannot move, and is taken twice; with drafts,
+    most of it goes for the states after them.
 
-    Cause: SGLang's pools allocate the memory of all their ids.
-    Fix: where the pools share their memory, build them on what was reserved.
+    Cause: SGLang's pools allocate the memory of all their ids, and of these states.
+    Fix: where the pools share their memory, build them on what was reserved; where
+    drafts are recorded, build them as without drafts.
     Delete when: a pool can be given its tensors.
     """
+    from hybrid_plugin.sglang.speculation.replay.passes import without_draft_states
 
     def keys_and_values(original: Callable[..., None], self: Any) -> None:
         shared = memory.lent
@@ -234,11 +243,20 @@ def _share_memory(memory: PoolMemory) -> None:
 
         shared = memory.lent
         if shared is not None:
-            self.mamba_pool_cls = partial(SlotMajorPool, shared.slot_rows)
-        original(self, *args, **kwargs)
+            self.mamba_pool_cls = partial(
+                SlotMajorPool, shared.slot_rows, shared.scratch
+            )
+        without_draft_states(replay, original, self, *args, **kwargs)
+
+    def prepare_moves(original: Callable[..., None], self: Any) -> None:
+        if memory.lent is None:
+            original(self)
+        else:  # SGLang's kernel takes contiguous tokens, and is tried on holes here
+            self._kv_copy_config, self.use_native_move_kv_cache = None, True
 
     pool = f"{_SRT}.mem_cache.memory_pool"
     _hook(f"{pool}.MHATokenToKVPool._create_buffers_normal", "AROUND", keys_and_values)
+    _hook(f"{pool}.MHATokenToKVPool._init_kv_copy_and_warmup", "AROUND", prepare_moves)
     _hook(f"{pool}.MLATokenToKVPool._create_buffers", "AROUND", latents)
     _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
 
@@ -591,13 +609,16 @@ def _verify_drafts() -> None:
     _hook(f"{processor}._resolve_spec_v2_tokens", "AFTER", resolved)
 
 
-def _run_state_layers(layers: StateLayers) -> None:
+def _run_state_layers(layers: StateLayers, replay: Replay) -> None:
     """Symptom: prompts pause for snapshots, and where pools are elastic, the states of
-    a prefill are gathered and scattered in every layer.
+    a prefill are gathered and scattered in every layer.  With drafts, a running request
+    takes the memory of several.
 
     Cause: SGLang's prefill kernels write no states in the middle of a prompt to slots
-    that a cache chooses, and some take contiguous states only.
-    Fix: run the state layers on ours, where the option `kernels` says so.
+    that a cache chooses, and some take contiguous states only.  Those that verify write
+    a state after each draft.
+    Fix: run the state layers on ours, where the option `kernels` says so, or
+    `draft_states` for passes that verify.
     Delete when: SGLang's kernels do both.
     """
     from hybrid_plugin.sglang.kernels import (
@@ -613,18 +634,45 @@ def _run_state_layers(layers: StateLayers) -> None:
     kimi = f"{attention}.linear.kda_backend.KDAAttnBackend"
     flash = f"{attention}.linear.lightning_backend.LightningAttentionBackend"
     mamba = f"{attention}.hybrid_linear_attn_backend.Mamba2AttnBackend"
-    for target, function in (
-        (f"{gdn}.forward_extend", gated_delta_net.extend),
+    verifying: tuple[tuple[str, _Hook, _Hook], ...] = (
+        (f"{gdn}.forward_extend", gated_delta_net.verify, gated_delta_net.extend),
+        (f"{mamba}.forward", mamba2.verify, mamba2.forward),
+        (f"{kimi}.forward_extend", kda.verify, kda.extend),
+    )
+    for target, verify, function in verifying:
+        _hook(target, "AROUND", _or_else(replay, verify, _given(layers, function)))
+    others: tuple[tuple[str, _Hook], ...] = (
         (f"{gdn}.forward_decode", gated_delta_net.decode),
-        (f"{mamba}.forward", mamba2.forward),
-        (f"{kimi}.forward_extend", kda.extend),
         (f"{kimi}.forward_decode", kda.decode),
         (f"{flash}.forward_extend", lightning.extend),
         (f"{flash}.forward_decode", lightning.decode),
         (f"{_SRT}.models.lfm2.Lfm2ShortConv.forward", short_conv.forward),
         (f"{_SRT}.models.lfm2_moe.Lfm2MoeShortConv.forward", short_conv.forward),
-    ):
+    )
+    for target, function in others:
         _hook(target, "AROUND", _given(layers, function))
+
+
+def _fold_drafts(replay: Replay) -> None:
+    """Symptom: a turn that ends behind a verification loses its exact state.
+
+    Cause: SGLang commits what a verification accepted in the same step, before anybody
+    knows where the answer ends.
+    Fix: where drafts are recorded, keep what is to be folded, and fold it before the
+    next step.
+    Delete when: SGLang commits accepted drafts before the step behind.
+    """
+    from hybrid_plugin.sglang.speculation.replay import passes
+
+    def commit(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        passes.commit(replay, original, *args, **kwargs)
+
+    hybrid = f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+    _hook(
+        f"{hybrid}.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        "AROUND",
+        commit,
+    )
 
 
 def _capture_prefills(layers: StateLayers) -> None:
@@ -660,6 +708,17 @@ def _capture_prefills(layers: StateLayers) -> None:
 def _given(layers: StateLayers, function: Callable[..., Any]) -> Callable[..., Any]:
     def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(layers, original, *args, **kwargs)
+
+    return hook
+
+
+def _or_else(
+    replay: Replay, verify: Callable[..., Any], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A hook that verifies, or does what another one does."""
+
+    def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return verify(replay, partial(otherwise, original), *args, **kwargs)
 
     return hook
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,13 @@ from sglang.srt.runtime_context import (
     get_context,
     get_schedule,
     get_server_args,
+    get_spec,
 )
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.memory.layout import PoolSizes
+from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import VirtualArena
@@ -40,11 +43,21 @@ from hybrid_plugin.sglang.layout import make_layout
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.pool_rows import kv_tensors, page_rows
-from hybrid_plugin.sglang.speculation import scratch
+from hybrid_plugin.sglang.speculation import draft_pages, scratch
+from hybrid_plugin.sglang.speculation.arguments import MOST_REQUESTS
+from hybrid_plugin.sglang.speculation.replay import passes, records
+from hybrid_plugin.sglang.speculation.replay.passes import Replay
+from hybrid_plugin.sglang.speculation.scratch_layout import row_tensors, scratch_layout
 
 _GIB = 1 << 30
-_MAX_SEQUENCES = 2048
-"""SGLang runs so many at once, if there is room, unless told otherwise."""
+_STATES = (
+    "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of %d "
+    "sequences with %d tokens each to verify; fewer --max-running-requests take less."
+)
+_RECORDS = (
+    "hybrid-plugin: %.1f MiB beside the pools hold records of drafts, of %d sequences "
+    "with %d tokens each to verify; fewer --max-running-requests take less."
+)
 
 
 def reserve_slots(
@@ -74,63 +87,159 @@ def reserve_slots(
     limits = limits_of(
         model, available, device.type, hindrance, configurator.attn_dp_size
     )
-    available -= scratch_bytes(model, limits)
-    token_bytes = create_memory_pool_configurator(configurator)._cell_size
-    taken: VirtualArena | None = None
-    packed = False
+    replayed = passes.is_wanted(options)
+    available -= record_bytes(model, available, options, limits)
+    page_size = get_schedule().page_size
+    kv = create_memory_pool_configurator(configurator)
+    lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
+    fixed_layout = lay_out(token_bytes=kv._cell_size, elastic=False)
+    layout, taken = fixed_layout, None
     if elastic_memory.is_wanted(options, hindrance):
-        packed = page_layout.can_pack(model, attention_backends(), token_bytes)
+        rows = 0 if replayed else limits.max_sequences
+        layout = elastic_layout(configurator, kv, lay_out, rows)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
         )
         available = elastic.least_of_all_ranks(taken.held) + taken.block_bytes
-    lay_out = partial(
-        make_layout,
-        model,
-        token_bytes=token_bytes,
-        page_size=get_schedule().page_size,
-        device_type=device.type,
-    )
     plan = sizing.divide(
-        lay_out(elastic=True, packed=packed),
+        layout,
         available,
         options,
         limits,
         logger,
-        fixed_layout=lay_out(elastic=False),
+        fixed_layout=fixed_layout,
+        beside=scratch_bytes(model, options, limits),
     )
     for line in plan.describe():
         logger.info("%s", line)
     memory.plan = plan
     if plan.shared is not None and taken is not None:
-        memory.shared = SharedPools(plan.shared, taken)
+        memory.shared = _share(plan.shared, taken, model)
+        _limit_sequences(plan.shared, limits, configurator.attn_dp_size)
     elif taken is not None:
         taken.close()
+    if plan.shared is None:
+        tell_of_scratch(model, options, limits)
     # SGLang counts without the slot that takes the writes of padded rows.
     slots = plan.sizes.slots - 1
     get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
-    return plan.sizes.pages * plan.layout.page_bytes / _GIB
+    # SGLang divides by what it takes for the bytes of a token, a draft model's too.
+    page_bytes = max(plan.layout.page_bytes, page_size * kv._cell_size)
+    return plan.sizes.pages * page_bytes / _GIB
 
 
-def scratch_bytes(model: Any, limits: EngineLimits) -> int:
-    """Bytes that the states after drafts take beside the pools; says so in the log."""
-    drafts = scratch.drafts_per_step()
-    if not drafts:
-        return 0
-    rows = limits.max_sequences
-    if limits.slots is not None:
-        rows = min(rows, limits.slots.ids - 1)
-    params = mambaish_config(model).mamba2_cache_params
-    taken = scratch.rows_bytes(params, rows, drafts)
-    logger.info(
-        "hybrid-plugin: %.1f MiB beside the pools hold the states after drafts, of "
-        "%d sequences with %d tokens each to verify; fewer --max-running-requests "
-        "take less.",
-        taken / (1 << 20),
-        rows,
-        drafts,
+def elastic_layout(
+    configurator: Any,
+    kv: Any,
+    lay_out: Callable[..., CacheLayout],
+    rows: int,
+) -> CacheLayout:
+    """How elastic pools lie.
+
+    Args:
+        configurator: SGLang's `KVCacheConfigurator`.
+        kv: its `DefaultPoolConfigurator`.
+        lay_out: `make_layout`, but for what is found here.
+        rows: of the scratch, sequences that verify at once at most; 0 for none.
+    """
+    model, page_size = configurator.model_config, get_schedule().page_size
+    hybrid = mambaish_config(model)
+    token_bytes: int = kv._cell_size
+    draft = None
+    if scratch.drafts_per_step():
+        draft = draft_pages.draft_group(configurator, page_size)
+        token_bytes = kv._compute_cell_size(
+            configurator, len(hybrid.full_attention_layer_ids)
+        )
+    backends = (*attention_backends(), *draft_pages.backends())
+    return lay_out(
+        token_bytes=token_bytes,
+        elastic=True,
+        packed=page_layout.can_pack(model, backends, token_bytes, draft, page_size),
+        draft=draft,
+        scratch=scratch_layout(
+            hybrid.mamba2_cache_params, torch.device(configurator.device).type, rows
+        ),
     )
+
+
+def _share(plan: ElasticPlan, taken: VirtualArena, model: Any) -> SharedPools:
+    """The memory of all pools."""
+    if plan.layout.scratch is None:
+        return SharedPools(plan, taken)
+    params = mambaish_config(model).mamba2_cache_params
+    topk = get_spec().speculative_eagle_topk
+    return SharedPools(
+        plan, taken, row_tensors(params, scratch.drafts_per_step(), topk)
+    )
+
+
+def _limit_sequences(plan: ElasticPlan, limits: EngineLimits, ranks: int) -> None:
+    """Have SGLang run no more sequences than the scratch has rows.
+
+    More never fit; SGLang would capture graphs for them.
+    """
+    if plan.layout.scratch is None:
+        return
+    rows = plan.layout.scratch.rows
+    logger.info(
+        "hybrid-plugin: drafts are verified in rows of %.1f MiB that share the memory "
+        "of the pools, up to %d at once.",
+        plan.layout.scratch.row_bytes / (1 << 20),
+        rows,
+    )
+    if rows < limits.max_sequences:
+        get_context().override("hybrid_plugin.rows", max_running_requests=rows * ranks)
+
+
+def record_bytes(
+    model: Any, available: int, options: HybridConfig, limits: EngineLimits
+) -> int:
+    """Bytes that records of drafts take beside the pools; says so in the log.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        available: bytes that every rank has.
+        options: of the plugin; 0 where they want no records.
+        limits: of SGLang.
+
+    Raises:
+        ConfigError: if there are no records for this model's layers.
+    """
+    if not passes.is_wanted(options):
+        return 0
+    drafts = scratch.drafts_per_step()
+    params = mambaish_config(model).mamba2_cache_params
+    row = records.row_bytes(params, drafts)
+    # Nobody runs without a slot.
+    rows = min(_verifying(limits), available // (params.mamba_cache_per_req + row))
+    taken = records.rows_of(rows) * row
+    logger.info(_RECORDS, taken / (1 << 20), rows, drafts)
     return taken
+
+
+def scratch_bytes(model: Any, options: HybridConfig, limits: EngineLimits) -> int:
+    """Bytes that the states after drafts take beside pools of a fixed size."""
+    drafts = scratch.drafts_per_step()
+    if not drafts or passes.is_wanted(options):
+        return 0
+    params = mambaish_config(model).mamba2_cache_params
+    return scratch.rows_bytes(params, _verifying(limits), drafts)
+
+
+def _verifying(limits: EngineLimits) -> int:
+    """Sequences that verify at once in fixed pools, at most."""
+    if limits.slots is None:
+        return limits.max_sequences
+    return min(limits.max_sequences, limits.slots.ids - 1)
+
+
+def tell_of_scratch(model: Any, options: HybridConfig, limits: EngineLimits) -> None:
+    """Say in the log what the states after drafts take beside fixed pools."""
+    taken = scratch_bytes(model, options, limits)
+    if taken:
+        drafts = scratch.drafts_per_step()
+        logger.info(_STATES, taken / (1 << 20), _verifying(limits), drafts)
 
 
 def limits_of(
@@ -160,7 +269,7 @@ def limits_of(
     if schedule.max_mamba_cache_size is not None:
         count = schedule.max_mamba_cache_size // attn_dp_size + 1
         slots = FixedCount(count, "--max-mamba-cache-size")
-    sequences = schedule.max_running_requests or _MAX_SEQUENCES
+    sequences = schedule.max_running_requests or MOST_REQUESTS
     return EngineLimits(
         max_model_len=model.context_len,
         max_sequences=max(sequences // attn_dp_size, 1),
@@ -181,6 +290,7 @@ def take_over(
     options: HybridConfig,
     memory: PoolMemory,
     interior: InteriorSnapshots | None,
+    replay: Replay,
 ) -> Any:
     """Put the core in charge of pools that SGLang has just built.
 
@@ -189,6 +299,7 @@ def take_over(
         options: of the plugin.
         memory: what they were built on.
         interior: what forward passes are to keep; None where they can keep nothing.
+        replay: records drafts, where that is wanted.
 
     Returns:
         The same pools, with allocators that read from one `HybridCache`.
@@ -205,6 +316,7 @@ def take_over(
         stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
     )
     kept = states.mamba_pool.mamba_cache
+    executor.scratch = replay.build(states)
     if scratch.scratch_tensors(kept):
         executor.scratch = scratch.DraftScratch(kept)
     cache = _build(stock, states, options, memory, interior is not None)
@@ -237,7 +349,12 @@ def share_draft_pages(
     states = target.mamba_pool.mamba_cache  # SGLang may name them there as well
     targets = [*states.conv, states.temporal, *scratch.scratch_tensors(states)]
     known_pools.require(kv_pool, (), [*kv_tensors(pages), *targets])
-    memory.join_pages(page_rows(pages, get_schedule().page_size))
+    if memory.shared is None:
+        memory.join_pages(page_rows(pages, get_schedule().page_size))
+    elif not memory.shared.is_complete:
+        raise cannot_serve(
+            "elastic pools are not for this kind of draft model; set elastic to false."
+        )
 
 
 def _build(

@@ -230,11 +230,18 @@ class HybridPrefixCache(BasePrefixCache):
         if batch.forward_mode.is_extend():
             for req in batch.reqs:
                 self.front_door.cross(_id(req), req.extend_end)
-        self.run_commands()
+        verifies = batch.forward_mode.is_decode()
+        self.cache.trim_scratch(len(batch.reqs) if verifies else 0)
+        self.run_commands(verifies=not batch.forward_mode.is_extend())
 
-    def run_commands(self) -> None:
-        """Run the commands that are queued."""
+    def run_commands(self, *, verifies: bool = False) -> None:
+        """Run the commands that are queued.
+
+        Args:
+            verifies: whether the pass behind them may write the scratch of drafts.
+        """
         commands = self.cache.drain_commands()
+        self.drafts.precede(commands, verifies=verifies)
         self._executor.run(commands)
         if commands:
             self._tell_of_moves()
@@ -256,7 +263,8 @@ class HybridPrefixCache(BasePrefixCache):
             self._metrics.publish_now_and_then()
 
     def idle(self) -> None:
-        """Publish the last counts before a pause."""
+        """Give back what no step needs, and publish the last counts before a pause."""
+        self.cache.trim_scratch()
         if self._metrics is not None:
             self._metrics.publish_now_and_then()
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MambaPool
+
+from hybrid_plugin.sglang.speculation import scratch_layout
 
 _ALIGNMENT = 128
 """Each state starts at a multiple of this many bytes, for loads in full vectors."""
@@ -55,18 +57,50 @@ class SlotMajorPool(MambaPool):
     """SGLang's fused copies need each layer's states side by side."""
     _size: Callable[[], int]
 
-    def __init__(self, rows: torch.Tensor, *, size: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        scratch: Sequence[torch.Tensor] = (),
+        *,
+        size: int,
+        **kwargs: Any,
+    ) -> None:
         """Build the pool small, and put it on its memory.
 
         Args:
             rows: `[slots, bytes]` int8, the slot for padding counted in.
+            scratch: with drafts, the tensors of `speculation.scratch_layout`.
             size: slots, that one not counted.
             kwargs: as for `MambaPool`.
+
+        Raises:
+            ValueError: if SGLang's scratch has other tensors.
         """
-        super().__init__(size=1, **kwargs)
+        super().__init__(size=1, **{**kwargs, "spec_state_size": 0})
         *conv, temporal = state_views(rows, kwargs["cache_params"])
-        self.mamba_cache = self.State(conv=conv, temporal=temporal)
+        if scratch:
+            self._place_scratch(conv, temporal, scratch)
+        else:
+            self.mamba_cache = self.State(conv=conv, temporal=temporal)
         self.size = size
+
+    def _place_scratch(
+        self,
+        conv: Sequence[torch.Tensor],
+        temporal: torch.Tensor,
+        scratch: Sequence[torch.Tensor],
+    ) -> None:
+        built: Any = self
+        windows, states = scratch_layout.moved(
+            built.mamba_cache, built._intermediate_conv_window_phys, scratch
+        )
+        built._intermediate_conv_window_phys = windows
+        built.mamba_cache = self.SpeculativeState(
+            conv=conv,
+            temporal=temporal,
+            intermediate_ssm=states,
+            intermediate_conv_window=windows,
+        )
 
     @property
     def size(self) -> int:

@@ -89,17 +89,17 @@ def attend(
         values: ``[tokens, HK, DV]``.
         positions: ``[N, ...]``, where each sequence's tokens and then its drafts lie.
         lengths: ``[N]``, tokens before the drafts.
-        mask: ``[N, L, L]``, whether a draft sees another one.
+        mask: ``[N, L, M]``, which of the `M` positions behind these a draft sees.
         scale: of the scores.
 
     Returns:
         ``[N * L, H, DV]``.
     """
-    drafts = mask.shape[1]
+    drafts, behind = mask.shape[1:]
     out = q.new_empty((*q.shape[:2], values.shape[2]))
     for row, length in enumerate(lengths.tolist()):
-        places = positions[row, : length + drafts].long()
-        seen = torch.ones((drafts, length + drafts), dtype=torch.bool)
+        places = positions[row, : length + behind].long()
+        seen = torch.ones((drafts, length + behind), dtype=torch.bool)
         seen[:, length:] = mask[row]
         mine = slice(row * drafts, (row + 1) * drafts)
         out[mine] = scaled_dot_product_attention(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from torch.nn.functional import scaled_dot_product_attention
+
+from hybrid_plugin.sglang_cpu.draft_attention import attend
 
 
 class DraftStepBackend(TorchNativeAttnBackend):
@@ -28,9 +29,7 @@ class DraftStepBackend(TorchNativeAttnBackend):
             step: of these; 0 is the first.
         """
         super().__init__(runner)
-        self._branches = branches
-        self._steps = steps
-        self._seen = step + 1
+        self._mask = mask_of_branches(branches, steps, step + 1)
 
     def forward_decode(
         self,
@@ -46,15 +45,14 @@ class DraftStepBackend(TorchNativeAttnBackend):
             where = KVWriteLoc(forward_batch.out_cache_loc, None)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
         return attend(
-            q.view(-1, self._branches, layer.tp_q_head_num, layer.qk_head_dim),
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id),
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices],
             forward_batch.seq_lens,
-            self._steps,
-            self._seen,
+            self._mask.expand(forward_batch.seq_lens.numel(), -1, -1),
             layer.scaling,
-        ).reshape(q.shape[0], -1)
+        ).flatten(1)
 
 
 class DraftSteps:
@@ -86,42 +84,14 @@ def extend_backend(self: Any) -> TorchNativeAttnBackend:
     return TorchNativeAttnBackend(self.draft_model_runner)
 
 
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    steps: int,
-    seen: int,
-    scale: float,
-) -> torch.Tensor:
-    """Attention of one token of each branch of `N` sequences.
+def mask_of_branches(branches: int, steps: int, seen: int) -> torch.Tensor:
+    """``[branches, branches * steps]``: which positions a branch sees, its own.
 
     Args:
-        q: ``[N, branches, H, D]``.
-        keys: ``[tokens, HK, D]``, of the pool.
-        values: ``[tokens, HK, DV]``.
-        positions: ``[N, ...]``, where each sequence's tokens and its branches lie.
-        lengths: ``[N]``, tokens of each sequence.
+        branches: of a sequence.
         steps: positions of a branch.
-        seen: of these, the ones with KV.
-        scale: of the scores.
-
-    Returns:
-        ``[N, branches, H, DV]``.
+        seen: of these, the first that have KV.
     """
-    out = q.new_empty((*q.shape[:3], values.shape[2]))
-    for row, length in enumerate(lengths.tolist()):
-        for branch in range(q.shape[1]):
-            start = length + branch * steps
-            own = positions[row, start : start + seen]
-            places = torch.cat((positions[row, :length], own)).long()
-            out[row, branch] = scaled_dot_product_attention(
-                q[row, branch][None, :, None],
-                keys[places].to(q.dtype).transpose(0, 1)[None],
-                values[places].to(q.dtype).transpose(0, 1)[None],
-                scale=scale,
-                enable_gqa=q.shape[2] != keys.shape[1],
-            )[0, :, 0]
-    return out
+    own = torch.eye(branches, dtype=torch.bool)[:, :, None].repeat(1, 1, steps)
+    own[:, :, seen:] = False
+    return own.flatten(1)

@@ -436,9 +436,10 @@ CPU_HOOKS: tuple[Contract, ...] = (
 
 _GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
-GDN_FORWARD_ON_CPU = (
-    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec"
-)
+_GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+GDN_FORWARD_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_nonspec"
+GDN_CAN_FUSE = f"{_GDN}:QwenGatedDeltaNetAttention._can_use_fused_gdn_mtp_decode"
+GDN_DRAFTS_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_spec_aware"
 _KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 KDA_FORWARD = f"{_KDA}:KimiGatedDeltaNetAttention._forward"
 EAGER = "vllm.compilation.breakable_cudagraph:eager_break_during_capture"
@@ -545,8 +546,11 @@ _PASS_HOOKS: tuple[Contract, ...] = (
     *_fields(
         f"{_PASSES}:CommonAttentionMetadata",
         "num_reqs",
+        "num_actual_tokens",
         "block_table_tensor",
         "query_start_loc",
+        "query_start_loc_cpu",
+        "seq_lens_cpu_upper_bound",
     ),
     HookPoint(
         f"{_PASSES}:CommonAttentionMetadata.compute_num_computed_tokens", ("self",)
@@ -750,6 +754,19 @@ STATE_BACKENDS = (
 """Of the layers that a mixer can run."""
 _GATED_NORM = "vllm.third_party.flash_linear_attention.ops.layernorm_guard"
 GATED_NORM_ROWS = f"{_GATED_NORM}:calc_rows_per_block"
+_FLASH_ATTENTION = "vllm.v1.attention.backends.flash_attn"
+ATTENTION_BUILD = f"{_FLASH_ATTENTION}:FlashAttentionMetadataBuilder.build"
+ATTENTION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        ATTENTION_BUILD,
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        mentions=("max_query_len", "FlashAttentionMetadata"),
+    ),
+    HookPoint(
+        f"{_FLASH_ATTENTION}:FlashAttentionImpl.forward", mentions=("max_query_len",)
+    ),
+)
+"""For the same option."""
 DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
     HookPoint(
@@ -861,9 +878,20 @@ SPECULATION_HOOKS: tuple[Contract, ...] = (
             "pad_spec_decode",
         ),
     ),
-    HookPoint(f"{_SCHEDULER}:Scheduler.__init__", mentions=("num_spec_tokens",)),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.__init__",
+        mentions=("num_spec_tokens", "num_lookahead_tokens"),
+    ),
     HookPoint(f"{_SCHEDULED}.scheduled_spec_decode_tokens"),
-    HookPoint("vllm.v1.request:Request", mentions=("spec_token_ids",)),
+    HookPoint(
+        "vllm.v1.request:Request",
+        mentions=("spec_token_ids", "num_output_placeholders"),
+    ),
+    # How many drafts are proposed behind a step.
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler._update_after_schedule", ("self", "scheduler_output")
+    ),
+    HookPoint(f"{_SCHEDULED}.num_spec_tokens_to_schedule"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "sampled_token_ids"),
     *_fields("vllm.v1.outputs:ModelRunnerOutput", "req_id_to_index"),
     # The columns of a row, in the tables of both model runners.
@@ -934,16 +962,79 @@ STOP_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         "vllm.v1.worker.gpu.states:RequestState.__init__",
-        mentions=("req_id_to_index", "num_computed_tokens"),
+        mentions=("req_id_to_index", "num_computed_tokens", "all_token_ids"),
     ),
     *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping"),
+    *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "idx_mapping_np"),
     *_fields("vllm.v1.worker.gpu.input_batch:InputBatch", "num_draft_tokens"),
     HookPoint("vllm.sampling_params:SamplingParams.eos_token_id"),
     *_fields("vllm.sampling_params:SamplingParams", "stop_token_ids", "max_tokens"),
+    *_fields("vllm.sampling_params:SamplingParams", "min_tokens"),
+    *_fields("vllm.sampling_params:SamplingParams", "repetition_detection"),
+    *_fields(
+        "vllm.sampling_params:RepetitionDetectionParams",
+        "min_pattern_size",
+        "max_pattern_size",
+        "min_count",
+    ),
 )
 """For stops inside accepted drafts, where steps are scheduled ahead."""
 
-_GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+V1_AFTER_EXECUTION = f"{_V1_RUNNER}._update_states_after_model_execute"
+V2_POSTPROCESS = f"{_V2_STATES}.postprocess_state"
+REPLAY_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        V1_AFTER_EXECUTION,
+        ("self", "output_token_ids", "scheduler_output"),
+        mentions=("num_accepted_tokens", "gpu"),
+        closed=True,
+    ),
+    HookPoint(f"{_V1_RUNNER}.__init__", mentions=("vllm_config",)),
+    HookPoint(
+        V2_POSTPROCESS,
+        ("self", "idx_mapping", "num_sampled", "num_computed_tokens"),
+        mentions=("num_accepted_tokens_gpu",),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(f"{_V2_STATES}.__init__", ("self", "vllm_config")),
+    HookPoint(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.__init__",
+        mentions=("vllm_config",),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.get_state_dtype", ("self",)
+    ),
+)
+"""Where drafts are recorded, and what was accepted is folded into the states."""
+
+GDN_DRAFT_HOOKS: tuple[Contract, ...] = (
+    HookPoint(GDN_CAN_FUSE, ("self", "attn_metadata"), closed=True, own=True),
+    HookPoint(
+        f"{_GDN}:QwenGatedDeltaNetAttention._forward_core_fused_norm",
+        mentions=("_can_use_fused_gdn_mtp_decode", "_forward_core"),
+        own=True,
+    ),
+)
+"""For drafts of gated delta nets that our kernels verify."""
+GDN_CPU_DRAFT_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        GDN_DRAFTS_ON_CPU,
+        (
+            "layer",
+            "attn_metadata_i",
+            "mixed_qkv",
+            "b",
+            "a",
+            "core_attn_out",
+            "width",
+            "state_len",
+        ),
+        closed=True,
+    ),
+)
+"""The same on a CPU."""
+
 GDN_CPU_ROWS = f"{_GDN_ON_CPU}:_spec_forward"
 GDN_CPU_PLAIN_ROWS = f"{_GDN_ON_CPU}:_spec_aware_nonspec"
 GDN_CPU_WEIGHT = f"{_GDN_ON_CPU}:_unpacked_conv_weight"
@@ -1033,9 +1124,13 @@ HOOKS: tuple[Contract, ...] = (
     *WORKER_HOOKS,
     *CPU_HOOKS,
     *DETERMINISTIC_HOOKS,
+    *ATTENTION_HOOKS,
     *PREFILL_GRAPH_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
+    *REPLAY_HOOKS,
+    *GDN_DRAFT_HOOKS,
+    *GDN_CPU_DRAFT_HOOKS,
     *CPU_SPECULATION_HOOKS,
     *dict.fromkeys(
         contract

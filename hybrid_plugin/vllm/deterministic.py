@@ -48,6 +48,26 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
         yield "deterministic is not served with LoRA adapters; drop --enable-lora."
 
 
+def check_attention(vllm_config: VllmConfig) -> None:
+    """Require attention whose bits were compared.
+
+    Args:
+        vllm_config: of the engine, whose layers exist.
+
+    Raises:
+        ConfigError: for another backend.
+    """
+    from vllm.platforms import current_platform
+
+    backends = current_platform._find_non_ssm_backends(vllm_config)
+    others = sorted({backend.get_name() for backend in backends} - {"FLASH_ATTN"})
+    if others:
+        raise ConfigError(
+            f"deterministic: which bits {', '.join(others)} gives in a crowd was not "
+            "compared; use --attention-backend FLASH_ATTN."
+        )
+
+
 def check_budget(vllm_config: VllmConfig, step: int) -> None:
     """Require passes to have room for a whole chunk beside all that decode.
 

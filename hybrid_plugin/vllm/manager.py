@@ -76,6 +76,7 @@ class HybridKVCacheManager:
         watermark: float,
         log_stats: bool,
         clock: Callable[[], float] | None = time.monotonic,
+        records_drafts: bool = False,
     ) -> None:
         """Create the cache.
 
@@ -88,6 +89,7 @@ class HybridKVCacheManager:
             log_stats: whether vLLM collects statistics.
             clock: returns the time in seconds; None where schedulers on several ranks
                 must do the same and have none in common.
+            records_drafts: as in `HybridCache`.
         """
         device = current_platform.device_type
         self.cache = build_cache(
@@ -96,6 +98,7 @@ class HybridKVCacheManager:
             delimiters,
             device,
             keeps_states_inside=kv_cache_config.interior,
+            records_drafts=records_drafts,
         )
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)

@@ -7,8 +7,10 @@ from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
 from hybrid_plugin.vllm.contracts import (
+    ATTENTION_BUILD,
     BUILDERS,
     GATED_NORM_ROWS,
+    GDN_CAN_FUSE,
     GDN_CPU_PLAIN_ROWS,
     GDN_CPU_ROWS,
     GDN_FORWARD,
@@ -16,6 +18,7 @@ from hybrid_plugin.vllm.contracts import (
     LIGHTNING_FORWARD,
     MAMBA2_FORWARD,
     SHORT_CONV_FORWARD,
+    V2_POSTPROCESS,
     V2_SAMPLE,
 )
 
@@ -75,6 +78,12 @@ NEEDED = {
     "patches.patch_gated_norm": Need(
         HookPoint(GATED_NORM_ROWS, mentions=("sm_count",)),
     ),
+    "patches.patch_attention_tiles": Need(
+        HookPoint(
+            ATTENTION_BUILD,
+            mentions=("max_query_len",),
+        ),
+    ),
     "patches.patch_prefill_graphs": Need(
         HookPoint(
             f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build_for_cudagraph_capture",
@@ -85,6 +94,8 @@ NEEDED = {
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
+    "patches._patch_gated_delta_net_with_drafts": Need(HookPoint(GDN_CAN_FUSE)),
+    "patches.patch_accepted": Need(HookPoint(V2_POSTPROCESS)),
     "patches._patch_kda": Need(HookPoint(KDA_FORWARD)),
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),
     "patches._patch_short_conv": Need(HookPoint(SHORT_CONV_FORWARD[0])),

@@ -384,11 +384,38 @@ def _one_row(*_: Any) -> int:
     return 1
 
 
-def patch_kernels(mixers: Iterable[Mixer]) -> None:
+def patch_attention_tiles(longest: int) -> None:
+    """Symptom: a sequence's logprobs differ where its pass also prefills another one.
+
+    Cause: FlashAttention 3 chooses the keys of a tile, and with them the order of sums,
+    by the most tokens that a sequence has in the pass: with heads of up to 64 it takes
+    192 keys for decodes alone and 128 beside a prefill.  vLLM tells it the pass's
+    number, in its batch-invariant mode too.
+    Fix: the same number in every pass.
+    Delete when: the number is a constant where VLLM_BATCH_INVARIANT is set.
+
+    Args:
+        longest: tokens that a sequence can have in a pass, at most.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    require(contracts.ATTENTION_HOOKS)
+
+    def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        metadata = original(*args, **kwargs)
+        metadata.max_query_len = longest
+        return metadata
+
+    wrap(contracts.ATTENTION_BUILD, build)
+
+
+def patch_kernels(mixers: Iterable[Mixer], *, drafts: bool = False) -> None:
     """Hook the layers that our kernels run, once their weights are loaded.
 
     Args:
         mixers: what runs them.
+        drafts: whether they verify drafts.
 
     Raises:
         ConfigError: for hook points that this vLLM moved.
@@ -401,6 +428,47 @@ def patch_kernels(mixers: Iterable[Mixer]) -> None:
         for builder in contracts.BUILDERS[mixer]:
             _patch_builder_of_passes(builder)
         _PATCHES_OF_LAYERS[mixer]()
+        if drafts and mixer is Mixer.GATED_DELTA_NET:
+            _patch_gated_delta_net_with_drafts()
+
+
+def patch_accepted(*, v2: bool) -> None:
+    """Symptom: states stay behind the drafts that were accepted.
+
+    Cause: how many they are is known to the model runner alone, once it has sampled.
+    Fix: note the numbers, on the device, where it notes them itself.
+    Delete when: `patch_kernels` is, with the layers' own replay.
+
+    Args:
+        v2: whether it is the V2 model runner.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+
+    def after_v1(original: Callable[..., None], runner: Any, *args: Any) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        original(runner, *args)
+        count = args[0].shape[0]
+        accepted = runner.num_accepted_tokens.gpu[:count]
+        # A row in the middle of its prompt may have sampled nothing that counts.
+        layers.accepted(runner.vllm_config, accepted.clamp(min=1))
+
+    def after_v2(
+        original: Callable[..., None], state: Any, idx_mapping: Any, *args: Any
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        original(state, idx_mapping, *args)
+        accepted = state.num_accepted_tokens_gpu[idx_mapping]
+        layers.accepted(state.vllm_config, accepted)
+
+    require(contracts.REPLAY_HOOKS)
+    if v2:
+        wrap(contracts.V2_POSTPROCESS, after_v2)
+    else:
+        wrap(contracts.V1_AFTER_EXECUTION, after_v1)
 
 
 def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
@@ -461,12 +529,13 @@ def _patch_builder_of_passes(builder: str) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        from hybrid_plugin.vllm.kernels import layers
+        from hybrid_plugin.vllm.kernels import draft_passes, layers
 
         metadata = original(
             builder, common_prefix_len, common_attn_metadata, *args, **kwargs
         )
-        layers.built(builder, common_attn_metadata, metadata)
+        counts = draft_passes.counts_of(original, args, kwargs)
+        layers.built(builder, common_attn_metadata, metadata, counts)
         return metadata
 
     def update(
@@ -527,6 +596,40 @@ def _patch_gated_delta_net() -> None:
     wrap(contracts.GDN_FORWARD, forward)
     if _platform_hooks():
         wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
+
+
+def _patch_gated_delta_net_with_drafts() -> None:
+    """Symptom: drafts are verified by vLLM's kernels where ours run the layer.
+
+    Cause: where drafts are verified, other functions run the layer: on a CPU one that
+    knows wider windows, on a GPU one that fuses the norm behind it.
+    Fix: on a CPU run ours in its place; on a GPU say that the fused one cannot be used,
+    upon which vLLM runs the method that is ours, and the norm.
+    Delete when: the kernels of a state layer can be named from outside vLLM.
+    """
+    from hybrid_plugin.vllm.kernels import layers
+
+    def can_fuse(original: Callable[..., bool], layer: Any, attn_metadata: Any) -> bool:
+        return layers.ours(layer) is None and original(layer, attn_metadata)
+
+    def forward_on_cpu(
+        original: Callable[..., None],
+        layer: Any,
+        metadata: Any,
+        mixed_qkv: Any,
+        b: Any,
+        a: Any,
+        core_attn_out: Any,
+        *rest: Any,
+    ) -> None:
+        if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
+            original(layer, metadata, mixed_qkv, b, a, core_attn_out, *rest)
+
+    require(contracts.GDN_DRAFT_HOOKS)
+    wrap(contracts.GDN_CAN_FUSE, can_fuse)
+    if _platform_hooks():
+        require(contracts.GDN_CPU_DRAFT_HOOKS)
+        wrap(contracts.GDN_DRAFTS_ON_CPU, forward_on_cpu)
 
 
 def _patch_kda() -> None:

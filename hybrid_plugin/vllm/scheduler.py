@@ -21,6 +21,7 @@ from hybrid_plugin.vllm.activation import (
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +64,7 @@ class _OnTwoPools(Scheduler):
                 watermark=arguments.get("watermark", 0.0),
                 log_stats=bool(arguments.get("log_stats")),
                 clock=_clock(vllm_config),
+                records_drafts=serving.replays(vllm_config, options),
             )
 
         with patches.manager_factory(create_manager):
@@ -73,6 +75,7 @@ class _OnTwoPools(Scheduler):
             step = self.kv_cache_manager.cache.policy.step
             deterministic.check_budget(vllm_config, step)
         self.need_mamba_block_aligned_split = True
+        self._narrows_drafter = serving.takes_fewer_drafts(vllm_config)
 
     def _mamba_block_aligned_split(
         self,
@@ -107,7 +110,7 @@ class _OnTwoPools(Scheduler):
         )
         draft_steps = self.kv_cache_manager.draft_steps
         if self.num_spec_tokens:
-            draft_steps.lend(self.running)
+            draft_steps.lend(self.running, self.num_lookahead_tokens)
         output = super().schedule(*args, **kwargs)
         scheduled = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
         self.kv_cache_manager.cross(scheduled)
@@ -119,6 +122,17 @@ class _OnTwoPools(Scheduler):
             logger.info("hybrid-plugin: %s.", notice)
         self.kv_cache_manager.step_scheduled(scheduled)
         return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Have no drafts proposed that the next step cannot verify."""
+        if self.num_spec_tokens and self._narrows_drafter:
+            most = scheduler_output.num_spec_tokens_to_schedule
+            scheduler_output.num_spec_tokens_to_schedule = (
+                self.kv_cache_manager.draft_steps.worth_proposing(
+                    scheduler_output, self.requests, most, self.num_lookahead_tokens
+                )
+            )
+        super()._update_after_schedule(scheduler_output)
 
     def update_from_output(
         self,

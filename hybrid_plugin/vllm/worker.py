@@ -9,6 +9,7 @@ from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.vllm import (
     activation,
+    deterministic,
     elastic,
     page_layout,
     page_size,
@@ -57,9 +58,12 @@ class RunsCommands:
         if activation.read_options(self.vllm_config).is_deterministic:
             patches.patch_batch_invariance()
             patches.patch_gated_norm()
+            patches.patch_attention_tiles(self.vllm_config.model_config.max_model_len)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         reason = servable.find_out(self.vllm_config, self._specs)
         if reason is None:
+            if activation.read_options(self.vllm_config).is_deterministic:
+                deterministic.check_attention(self.vllm_config)
             self._layers = state_layers.take_over(self.vllm_config, self._specs())
             if self.vllm_config.speculative_config is not None:
                 speculation_patches.apply(self.vllm_config)
@@ -130,7 +134,11 @@ class RunsCommands:
             if pool == Pool.STATE
         ]
         if self.vllm_config.speculative_config is not None:
-            executor.windows = windows.rolling_windows(self.vllm_config, self._specs())
+            self._layers.fold_records()
+            executor.records = self._layers.records
+            executor.windows = windows.rolling_windows(
+                self.vllm_config, self._specs(), self._layers.names
+            )
         if self.device.type != "cpu":  # where nothing is compiled
             self._layers.warm_up(self.vllm_config.scheduler_config.max_num_seqs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gpu import deterministic
+from tests.gpu.determinism import settings as settings_of_vllm
 from tests.gpu.determinism.prompts import ANSWER, LONGEST, prompts
 from tests.gpu.determinism.record import Answer, differences, load, save, told
 
@@ -137,3 +138,50 @@ def test_prompts_are_seeded_and_share_beginnings_off_any_grid() -> None:
     assert sum(length >= 64 for length in shared) > 200
     assert len({length % 64 for length in shared}) > 32
     assert max(len(one.tokens) for one in found) > 1024 > 256
+
+
+def written(folder: Path, **answers: list[Answer]) -> Path:
+    """Answers of a setting, as its process leaves them; `ANSWERED` where not given."""
+    folder.mkdir()
+    for mode in settings_of_vllm.MODES:
+        path = folder / f"chunk-8192-start-0-{mode}.npz"
+        save(path, answers.get(mode, ANSWERED))
+    return folder
+
+
+def test_a_setting_that_changes_bits_is_told_from_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    good = written(tmp_path / "enforce_eager")
+    line, differ = settings_of_vllm.report(good, None)
+    assert differ == 0
+    assert line.startswith("enforce_eager: of 2 differ: warm 0; crowd 0; groups-of-2 0")
+    changed = replace(ANSWERED[0], logprobs=(ROW, {3: -0.75, 4: -1.25}))
+    bad = written(tmp_path / "PIECEWISE", crowd=[changed, ANSWERED[1]])
+    line, differ = settings_of_vllm.report(bad, good)
+    assert differ == 1
+    assert "crowd 1 (1 at token 1; 0.25 nats)" in line
+    assert line.endswith("alone beside enforce_eager 0")
+
+
+def test_a_setting_whose_answers_alone_are_others_is_told(tmp_path: Path) -> None:
+    first = written(tmp_path / "enforce_eager")
+    moved = [ANSWERED[0], replace(ANSWERED[1], logprobs=({3: -0.5, 4: -1.5},))]
+    other = written(tmp_path / "FULL", **dict.fromkeys(settings_of_vllm.MODES, moved))
+    line, differ = settings_of_vllm.report(other, first)
+    assert differ == 1
+    assert line.endswith("alone beside enforce_eager 1 (1 at token 0; 0.25 nats)")
+
+
+def test_each_setting_is_asked_for_in_vllms_own_words() -> None:
+    assert len({one.name for one in settings_of_vllm.SETTINGS}) == 9
+    args = deterministic.parse(
+        ["settings", "--out", "x", "--engine", "vllm", "--only", "PIECEWISE"]
+    )
+    (chosen,) = [one for one in settings_of_vllm.SETTINGS if one.name in args.only]
+    assert chosen.flags == {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    assert all(known >= set(one.flags) for one in settings_of_vllm.SETTINGS)

@@ -15,6 +15,7 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import (
     Command,
     Copy,
+    Fold,
     MoveWindow,
     Pool,
     SaveInPass,
@@ -96,11 +97,14 @@ class Forward:
     """Which of them were right, besides the known one."""
     row: int | None = None
     """Row of the scratch that it verifies in; None if in its slots."""
+    recorded: bool = False
+    """Whether it verifies in neither, and what its tokens do is recorded."""
 
     @property
     def row_of_slots(self) -> tuple[int, ...]:
         """Its slot and those of its drafts that the step reads or writes."""
-        used = 0 if self.row is not None else max(len(self.verified) - 1, self.selected)
+        elsewhere = self.row is not None or self.recorded
+        used = 0 if elsewhere else max(len(self.verified) - 1, self.selected)
         return (self.slot, *self.columns[:used])
 
     def numbers(self) -> Sequence[int]:
@@ -147,6 +151,9 @@ class FakeDevice:
         self.slots = [State(GARBAGE, (GARBAGE,))] * slots
         self.scratch: dict[int, tuple[int, ...]] = {}
         """By row, the states that the last verification left."""
+        self.records: dict[int, tuple[tuple[int, ...], int]] = {}
+        """By slot, the prefixes after each token that the last pass verified, and how
+        many were accepted; folded into the slot before the next step's commands."""
         self.spans = [span for span, _ in windows]
         self.windows = [_garbage(count, page_size) for _, count in windows]
         self.window_names = [Pool.window(i) for i in range(len(windows))]
@@ -159,41 +166,62 @@ class FakeDevice:
         twin.orders = list(self.orders)
         twin.pages = [list(cells) for cells in self.pages]
         twin.slots = list(self.slots)
-        twin.scratch = dict(self.scratch)
+        twin.scratch, twin.records = dict(self.scratch), dict(self.records)
         twin.spans, twin.window_names = self.spans, self.window_names
         twin.windows = [[list(cells) for cells in group] for group in self.windows]
         return twin
 
     def run(self, commands: Iterable[Command]) -> None:
-        """Execute commands in order."""
-        for command in commands:
-            match command:
-                case Zero(Pool.STATE, index):
-                    self._store(index, ZERO_STATE)
-                case Copy(Pool.STATE, source, destination):
-                    self._store(destination, self.slots[source])
-                case MoveWindow(Pool.STATE, source, offset, destination):
-                    recurrent = self.slots[destination].recurrent
-                    moved = self.slots[source].inputs[offset]
-                    self._store(destination, State(recurrent, (moved,)))
-                case Take(Pool.STATE, row, step, destination):
-                    taken = self.scratch[row][step]
-                    self._store(destination, State(taken, (taken,)))
-                case SaveInPass(Pool.STATE):
-                    self.orders.append(command)
-                case Copy(Pool.KV, source, destination):
-                    self._require(destination != 0, "page 0 is nobody's")
-                    self.pages[destination] = list(self.pages[source])
-                case Copy(pool, source, destination) if pool in self.window_names:
-                    self._require(0 not in (source, destination), "page 0 is nobody's")
-                    group = self.windows[self.window_names.index(pool)]
-                    group[destination] = list(group[source])
-                case _:
-                    raise ContentError(f"{command} is not used by the core")
+        """Execute commands in order, behind what was recorded."""
+        for command in self._folded(commands):
+            self._execute(command)
+
+    def _folded(self, commands: Iterable[Command]) -> list[Command]:
+        """Fold what was recorded; the other commands."""
+        commands = list(commands)
+        self._fold([command for command in commands if isinstance(command, Fold)])
+        return [command for command in commands if not isinstance(command, Fold)]
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Zero(Pool.STATE, index):
+                self._store(index, ZERO_STATE)
+            case Copy(Pool.STATE, source, destination):
+                self._store(destination, self.slots[source])
+            case MoveWindow(Pool.STATE, source, offset, destination):
+                recurrent = self.slots[destination].recurrent
+                moved = self.slots[source].inputs[offset]
+                self._store(destination, State(recurrent, (moved,)))
+            case Take(Pool.STATE, row, step, destination):
+                taken = self.scratch[row][step]
+                self._store(destination, State(taken, (taken,)))
+            case SaveInPass(Pool.STATE):
+                self.orders.append(command)
+            case Copy(Pool.KV, source, destination):
+                self._require(destination != 0, "page 0 is nobody's")
+                self.pages[destination] = list(self.pages[source])
+            case Copy(pool, source, destination) if pool in self.window_names:
+                self._require(0 not in (source, destination), "page 0 is nobody's")
+                group = self.windows[self.window_names.index(pool)]
+                group[destination] = list(group[source])
+            case _:
+                raise ContentError(f"{command} is not used by the core")
+
+    def _fold(self, ended: Sequence[Fold]) -> None:
+        counts = {fold.slot: fold.tokens for fold in ended}
+        self._require(len(counts) == len(ended), f"folded twice: {ended}")
+        self._require(counts.keys() <= self.records.keys(), f"not recorded: {ended}")
+        for slot, (verified, accepted) in self.records.items():
+            tokens = counts.get(slot, accepted)
+            self._require(0 < tokens <= len(verified), f"{tokens} of {verified}")
+            state = verified[tokens - 1]
+            self._store(slot, State(state, (state,)))
+        self.records = {}
 
     def forward(self, batch: Sequence[Forward]) -> None:
         """Execute one step of several sequences, which must not disturb each other."""
         self._check_apart(batch)
+        self._require(not self.records, "what was recorded was not folded")
         for part in batch:
             self._check(part)
         self._keep(batch)
@@ -325,6 +353,9 @@ class FakeDevice:
             self.scratch[part.row] = part.verified
             state = part.verified[(0, *part.accepted)[-1]]
             self._store(part.slot, State(state, (state,)))
+            return
+        if part.recorded:
+            self.records[part.slot] = part.verified, 1 + len(part.accepted)
             return
         # One window for all columns, in the first; those of the others are not touched.
         self._store(part.slot, State(part.verified[0], part.verified))

@@ -8,16 +8,17 @@ and so does a moment in which more is mapped than the budget allows.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, Map, Pool, PoolId, Unmap
+from hybrid_plugin.core.commands import Command, Map, Pool, PoolId, Take, Unmap
 from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.scratch import ScratchLayout, ScratchRows
 from hybrid_plugin.core.memory.window_tables import WindowGroup
-from tests.core.device import ZERO_STATE, ZEROED, ContentError, FakeDevice
+from tests.core.device import ZERO_STATE, ZEROED, ContentError, FakeDevice, Forward
 from tests.core.engine import FakeEngine
 from tests.core.setups import Setup
 from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
@@ -59,6 +60,9 @@ class ElasticSetup(Setup):
     budget: int = 20
     floors: tuple[int, int] = (1, 1)
     compacts: bool = True
+    rows: ScratchLayout | None = field(default=None, repr=False)
+    """Of the scratch, where drafts are verified in one."""
+    rows_per_granule: int = field(default=1, repr=False)
 
     @property
     def granules(self) -> dict[PoolId, tuple[int, int]]:
@@ -72,12 +76,23 @@ class ElasticSetup(Setup):
                 self.slots_per_granule,
                 self.slots_per_granule * self.slot_bytes,
             )
+        if self.rows is not None:
+            per = self.rows_per_granule
+            found[Pool.SCRATCH] = (per, per * self.rows.row_bytes)
         return found
+
+    @property
+    def scratch_of_one(self) -> int:
+        """Bytes of the scratch that a sequence alone takes."""
+        if self.rows is None:
+            return 0
+        granules = -(-self.rows.padded(1) // self.rows_per_granule)
+        return granules * self.rows_per_granule * self.rows.row_bytes
 
     @property
     def max_length(self) -> int:
         states = max(2, self.floors[1]) * self.slots_per_granule * self.slot_bytes
-        left = self.budget - states * self.has_states
+        left = self.budget - states * self.has_states - self.scratch_of_one
         each = self.page_bytes + len(self.windows) * self.window_bytes
         granules = min(
             left // (self.pages_per_granule * each),
@@ -107,6 +122,10 @@ class ElasticSetup(Setup):
             policy=Setup.build(self).policy,
             eviction=self.eviction,
             broker=controller,
+            records_drafts=self.records,
+            scratch=None
+            if self.rows is None
+            else ScratchRows(self.rows, self.rows_per_granule),
         )
 
 
@@ -128,6 +147,8 @@ class ElasticDevice(FakeDevice):
         self.windows = [_Memory(group) for group in self.windows]
         self.mapped: dict[PoolId, set[int]] = {pool: {0} for pool in setup.granules}
         for pool, (per, _) in setup.granules.items():
+            if pool == Pool.SCRATCH:
+                continue
             memory = self._memory(pool)
             for index in range(per, len(memory)):
                 memory.turn(index, HOLE)
@@ -138,14 +159,14 @@ class ElasticDevice(FakeDevice):
         twin.orders = list(self.orders)
         twin.pages = _copy(self.pages)
         twin.slots = _Memory(self.slots)
-        twin.scratch = dict(self.scratch)
+        twin.scratch, twin.records = dict(self.scratch), dict(self.records)
         twin.windows = [_copy(group) for group in self.windows]
         twin.mapped = {pool: set(granules) for pool, granules in self.mapped.items()}
         return twin
 
     def run(self, commands: Iterable[Command]) -> None:
         """Execute commands in order."""
-        for command in commands:
+        for command in self._folded(commands):
             match command:
                 case Map(pool, granules):
                     self._require(not self.mapped[pool] & set(granules), f"{command}")
@@ -156,12 +177,27 @@ class ElasticDevice(FakeDevice):
                     self._require(0 not in granules, "granule 0 stays for ever")
                     self.mapped[pool] -= set(granules)
                     self._turn(pool, granules, mapped=False)
-                case _:
+                case Take(_, row, _, _) if self.setup.rows is not None:
+                    self._require_row(row)
                     super().run([command])
+                case _:
+                    self._execute(command)
             used = self.mapped_bytes()
             self._require(
                 used <= self.setup.budget, f"{used} bytes are mapped after {command}"
             )
+
+    def forward(self, batch: Sequence[Forward]) -> None:
+        """Execute one step; a batch that verifies writes rows for its padding, too."""
+        if self.setup.rows is not None and any(p.row is not None for p in batch):
+            for row in range(self.setup.rows.padded(len(batch))):
+                self._require_row(row)
+        super().forward(batch)
+
+    def _require_row(self, row: int) -> None:
+        granule = row // self.setup.rows_per_granule
+        there = granule in self.mapped[Pool.SCRATCH]
+        self._require(there, f"row {row} was touched, but has no memory")
 
     def mapped_bytes(self) -> int:
         """Bytes that are mapped now."""
@@ -181,6 +217,11 @@ class ElasticDevice(FakeDevice):
 
     def _turn(self, pool: PoolId, granules: Iterable[int], *, mapped: bool) -> None:
         per, _ = self.setup.granules[pool]
+        if pool == Pool.SCRATCH:
+            for granule in granules:
+                for row in range(granule * per, (granule + 1) * per):
+                    self.scratch.pop(row, None)
+            return
         memory = self._memory(pool)
         for granule in granules:
             for index in range(granule * per, (granule + 1) * per):
@@ -216,6 +257,8 @@ class ElasticEngine(FakeEngine):
         pools = {name: pool.ids for name, pool in cache.memory.page_pools.items()}
         if cache.slots.needed:
             pools[Pool.STATE] = cache.slots.ids
+        if cache.scratch is not None:
+            pools[Pool.SCRATCH] = cache.scratch.ids
         assert set(pools) == set(twin.setup.granules)
         for pool, ids in pools.items():
             assert sorted(twin.mapped[pool]) == ids.mapped_granules()
@@ -243,6 +286,15 @@ def random_elastic_setup(
     states = rng.randint(max(2, floors[1]), 5)
     each = per_page * (page_bytes + len(fixed.windows))
     budget = kv * each + states * per_slot * slot_bytes
+    rows, per_row = None, 1
+    if fixed.scratch:
+        rows = ScratchLayout(
+            rows=fixed.max_running,
+            together=rng.choice((1, 2, 5)),
+            batches=rng.choice(((), (1, 2, 4), (3, 100))),
+        )
+        per_row = rng.choice((1, 1, 2, 3))
+        budget += rng.randint(2, 5) * per_row * rows.row_bytes
     return ElasticSetup(
         **{
             **{name: getattr(fixed, name) for name in Setup.__dataclass_fields__},
@@ -256,6 +308,8 @@ def random_elastic_setup(
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         budget=budget,
+        rows=rows,
+        rows_per_granule=per_row,
         floors=floors,
         compacts=rng.random() < 0.7,
     )

@@ -24,13 +24,14 @@ from functools import partial
 from typing import TypeVar
 
 from hybrid_plugin.core.cache import Admission, HybridCache, LookUp
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.policy.in_batch_sharing import (
     InBatchPrefixSharing,
     Prefill,
     waiting_prefill,
 )
 from hybrid_plugin.core.tree.tokens import Pages
-from tests.core.audit import audit, cached_content, full_state, state_but_ranks
+from tests.core.audit import audit, cached_content, full_state
 from tests.core.device import FakeDevice, Forward, Prefixes
 from tests.core.requests import Access, Output, Request
 from tests.core.setups import Setup
@@ -76,6 +77,8 @@ class FakeEngine:
         self._work: dict[Request, int] = {}
         self._drafts: dict[Request, int] = {}
         """Of requests in `_work` whose step is noted, the drafts that it verifies."""
+        self._planned: dict[Request, int] = {}
+        """Of running requests whose step is noted, the drafts that may be in it."""
 
     # -------------------------------------------------------------- operations
 
@@ -121,6 +124,7 @@ class FakeEngine:
         if len(self.outputs) > int(self.setup.lagging):
             self.receive()
         self._work, self._drafts = {}, {}
+        self._plan_width()
         preempted, budget = self._schedule_running(budget, victim)
         if not preempted:
             self._schedule_waiting(budget)
@@ -128,6 +132,7 @@ class FakeEngine:
             self.receive()
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
+        self.cache.trim_scratch(len(self._work))
         self.device.run(self.cache.drain_commands())
         work = enumerate(self._work.items())
         parts = {one: self._forward(one, end, row) for row, (one, end) in work}
@@ -153,9 +158,6 @@ class FakeEngine:
         self._verify(request, part, drafts)
         last_of_prompt = self.cache.is_prefilling(request.seq_id)
         self._advance(request, part.start + 1 if last_of_prompt else request.final)
-        if drafts == 0 and request.columns and self._gives_back():
-            self.cache.return_drafts(request.seq_id)
-            request.columns = []
 
     def _verify(self, request: Request, part: Forward, drafts: int) -> None:
         steps = part.accepted
@@ -163,7 +165,7 @@ class FakeEngine:
         request.counted += 1 + drafts
         request.computed += 1 + len(steps)
         request.unseen += 1 + len(steps)
-        request.selected = 0 if self.setup.scratch else len(steps)
+        request.selected = len(steps) if self.setup.in_slots else 0
         request.last_pass = self.passes
         if self.setup.scratch:
             self.scratch_pass = self.passes
@@ -172,9 +174,6 @@ class FakeEngine:
     def _note(self, request: Request, drafts: int, row: int | None) -> None:
         seq_id, known = request.seq_id, request.known if request.heard else None
         self.cache.verify(seq_id, request.counted, drafts, row=row, known=known)
-
-    def _gives_back(self) -> bool:
-        return self.cache.drafts_wanted_back or self.luck.random() < 0.3
 
     def _advance(self, request: Request, final: int) -> None:
         request.trimmed = final = max(final, request.trimmed)
@@ -257,7 +256,9 @@ class FakeEngine:
         if not noted:
             return request.computed <= known if request.computed else None
         in_flight = [o.request for step in self.outputs for o in step].count(request)
-        intact = not setup.scratch or request.last_pass == self.scratch_pass
+        intact = setup.in_slots or request.last_pass == (
+            self.scratch_pass if setup.scratch else self.passes
+        )
         if not in_flight:
             return intact or known >= request.final
         return intact and in_flight == 1 and known == request.final + 1
@@ -286,6 +287,48 @@ class FakeEngine:
 
     # ---------------------------------------------------------------- schedule
 
+    def _plan_width(self) -> None:
+        """Decide how many drafts the running requests may verify in the step."""
+        planned = {one: self._plan_drafts(one) for one in self.running}
+        self._planned = {one: n for one, n in planned.items() if n is not None}
+        if not self.setup.drafts or self.setup.scratch:
+            return
+        cache, wanted = self.cache, {}
+        for request, drafts in self._planned.items():
+            if drafts:
+                wanted[request.seq_id] = drafts
+        growth = {one.seq_id: self._covered(one) for one in self.running}
+        waits = cache.drafts._refused_now or cache.drafts._refused_before
+        width = cache.lend_drafts(wanted, growth)
+        assert not (width and waits), "slots are lent that others wait for"
+        for request in self.running:
+            before = request.columns
+            request.columns = list(cache.sequence(request.seq_id).drafts)
+            count = len(request.columns)
+            most = min(wanted.get(request.seq_id, 0), width) * cache.drafts.need_slots
+            assert count >= most, "not all alike"
+            assert count == most or request.columns == before[:count], "more than all"
+        for request, drafts in self._planned.items():
+            self._planned[request] = min(drafts, width)
+
+    def _plan_drafts(self, request: Request) -> int | None:
+        """How many drafts a step should verify; None if it is not to be noted."""
+        one, luck = request.computed + 1, self.luck
+        if not self.setup.drafts or one != request.known + request.unseen:
+            return None
+        if not self.setup.in_slots and self.cache.is_prefilling(request.seq_id):
+            return None
+        drafts = 0 if luck.random() < 0.2 else luck.randint(1, self.setup.drafts)
+        noted = self.cache.is_verifying(request.seq_id)
+        return drafts if drafts or noted or luck.random() < 0.3 else None
+
+    def _covered(self, request: Request) -> int:
+        """Tokens that a request needs pages for in a step without drafts."""
+        tokens = request.known + request.unseen
+        if self.cache.is_verifying(request.seq_id):
+            tokens = request.counted + 1
+        return tokens + self.setup.lookahead
+
     def _schedule_running(self, budget: int, victim: int) -> tuple[bool, int]:
         preempted = False
         for request in list(self.running):
@@ -294,7 +337,7 @@ class FakeEngine:
             end = self._next_end(request, request.computed, budget)
             if end == request.computed:
                 continue
-            drafts = self._plan_drafts(request, end)
+            drafts = self._planned.get(request)
             while (fresh := self._grow(request, end, drafts)) is None:
                 loser = self.running[victim % len(self.running)]
                 budget += self._work.get(loser, loser.computed) - loser.computed
@@ -310,37 +353,10 @@ class FakeEngine:
         return preempted, budget
 
     def _plan(self, request: Request, end: int, drafts: int | None) -> None:
-        """Take a request into the step; it verifies as many drafts as it has slots."""
+        """Take a request into the step."""
         self._work[request] = end
-        if drafts and not self.setup.scratch:
-            drafts = min(drafts, len(self._hold(request, drafts)))
         if drafts is not None:
             self._drafts[request] = drafts
-
-    def _plan_drafts(self, request: Request, end: int) -> int | None:
-        """How many drafts a step should verify; None if it is not to be noted."""
-        one, luck = request.computed + 1, self.luck
-        if not self.setup.drafts or not end == one == request.known + request.unseen:
-            return None
-        if self.setup.scratch and self.cache.is_prefilling(request.seq_id):
-            return None
-        if self.cache.drafts_wanted_back or luck.random() < 0.2:
-            drafts = 0
-        else:
-            drafts = luck.randint(1, self.setup.drafts)
-        noted = self.cache.is_verifying(request.seq_id)
-        return drafts if drafts or noted or luck.random() < 0.3 else None
-
-    def _hold(self, request: Request, drafts: int) -> list[int]:
-        """Slots of the request's drafts, with those that can be had besides."""
-        fixed = not self.cache.broker.moves_memory
-        before = state_but_ranks(self.cache) if self.watch_refusals and fixed else None
-        waits = self.cache.drafts.wait
-        fresh = self.cache.hold_drafts(request.seq_id, drafts)
-        assert fresh or before is None or state_but_ranks(self.cache) == before
-        assert not (fresh and waits), "slots are lent that others wait for"
-        request.columns += fresh
-        return request.columns
 
     def _grow(self, request: Request, end: int, drafts: int | None) -> Pages | None:
         attempt = self.cache.grow
@@ -348,9 +364,27 @@ class FakeEngine:
             end = request.counted + 1
         num_tokens = end + (drafts or 0) + self.setup.lookahead
         fresh = self._watch(lambda: attempt(request.seq_id, num_tokens))
+        if fresh is None:
+            self._check_growth(request, num_tokens, drafts or 0)
         alone = len(self.running) == 1
         assert fresh is not None or not alone, "a sequence alone finds no room"
         return fresh
+
+    def _check_growth(self, request: Request, tokens: int, drafts: int) -> None:
+        """Nobody is preempted for drafts: neither for their tokens nor their slots.
+
+        What sits out a step keeps its slots, because its next step selects one of them.
+        """
+        cache, size = self.cache, self.setup.page_size
+        if not self.setup.in_slots or not cache.slots.needed:
+            return
+        held = len(cache.sequence(request.seq_id).pages)
+        count = -(-(tokens - drafts) // size) - held
+        wanted = dict.fromkeys(cache.memory.page_pools, count)
+        returned = {Pool.STATE: cache.slots.draft_ids()}
+        paused = any(o.columns and o.last_pass < self.passes for o in self.running)
+        makes_room = cache.broker.fits(wanted, None, returned)
+        assert paused or not makes_room, "drafts have not made way"
 
     def _schedule_waiting(self, budget: int) -> None:
         self._plan_following()
@@ -390,12 +424,10 @@ class FakeEngine:
             assert cache.drafts_wanted_back, "an admission waits for drafts"
 
     def _plan_first_drafts(self, request: Request, hit: int, end: int) -> int | None:
-        """Drafts of a request's first step, if its hit leaves a single token."""
-        wants = self.setup.drafts and not self.setup.scratch
+        """0 if a request's first step is noted, where its hit leaves a single token."""
+        wants = self.setup.drafts and self.setup.in_slots
         wants = wants and end == hit + 1 == request.known
-        if not wants or self.cache.drafts_wanted_back:
-            return None
-        return self.luck.randint(0, self.setup.drafts)
+        return 0 if wants and self.luck.random() < 0.5 else None
 
     def _plan_following(self) -> None:
         normal = [r for r in self.waiting if r.access is Access.NORMAL]
@@ -508,6 +540,7 @@ class FakeEngine:
             verified=tuple(verified),
             accepted=tuple(accepted),
             row=row if tree else None,
+            recorded=self.setup.records,
         )
 
     def _has_sampled(self, request: Request) -> bool:

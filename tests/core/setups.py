@@ -49,8 +49,15 @@ class Setup:
     """Drafts of a sequence in a step, at most; 0 for no speculation."""
     scratch: bool = field(default=False, repr=False)
     """Whether they are verified in a scratch, as trees, and not in draft slots."""
+    records: bool = field(default=False, repr=False)
+    """Whether steps record what drafts do, and no draft has a state."""
     acceptance: float = field(default=0.6, repr=False)
     """Chance of each draft to be right, if the one before it was."""
+
+    @property
+    def in_slots(self) -> bool:
+        """Whether each draft that is verified needs a slot."""
+        return not (self.scratch or self.records)
 
     @property
     def overrun(self) -> int:
@@ -95,4 +102,5 @@ class Setup:
             windows=tuple(
                 WindowGroup(span, PagePool(pages)) for span, pages in self.window_pools
             ),
+            records_drafts=self.records,
         )

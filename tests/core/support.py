@@ -65,6 +65,8 @@ def make_cache(
     chunk_end: int = NO_SNAPSHOTS,
     policy: LeastRecentlyUsed | None = None,
     grid: int = 0,
+    *,
+    records_drafts: bool = False,
 ) -> HybridCache:
     """A small cache; prompt and chunk ends get snapshots where a test says so."""
     return HybridCache(
@@ -73,6 +75,7 @@ def make_cache(
         page_size,
         SnapshotPolicy(page_size, chunk_end, grid=grid),
         eviction=ByMinimum(branch, prompt_end) if policy is None else policy,
+        records_drafts=records_drafts,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation under random traffic, in draft slots and in a scratch.
+"""Speculation under random traffic, in draft slots, in a scratch and recorded.
 
 Drafts are right or wrong by chance and come in any number; outputs come at once or a
 step later; requests are preempted and aborted with steps in flight.  What is rejected
@@ -11,7 +11,7 @@ are broken on purpose show that the checks can say no.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Command, MoveWindow, Take
+from hybrid_plugin.core.commands import Command, Fold, MoveWindow, Take
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.verification import Ending
-from tests.core.device import ContentError, Forward
+from tests.core.device import ContentError
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
 from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
@@ -180,9 +180,56 @@ class TakesRowsOfOthers(HybridCache):
 
     def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
         steps = self.sequence(seq_id).steps
-        if steps is None:
+        if steps is None or self.records_drafts:
             return HybridCache._ending(self, seq_id, known, computed)
         return steps.end(known)
+
+
+class FoldsOneLess(HybridCache):
+    def drain_commands(self) -> list[Command]:
+        return [
+            replace(c, tokens=c.tokens - 1)
+            if isinstance(c, Fold) and c.tokens > 1
+            else c
+            for c in HybridCache.drain_commands(self)
+        ]
+
+
+class FoldsOneMore(HybridCache):
+    """Folds the draft behind the last accepted one, if there is one."""
+
+    def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
+        ending = HybridCache._ending(self, seq_id, known, computed)
+        step, column = ending.step, ending.column
+        if step is None or not step.recorded or column is None or column == step.drafts:
+            return ending
+        return replace(ending, column=column + 1)
+
+
+class FoldsWhatWasAccepted(HybridCache):
+    """Leaves it to the device how many tokens of an ended sequence are folded."""
+
+    def drain_commands(self) -> list[Command]:
+        commands = HybridCache.drain_commands(self)
+        return [c for c in commands if not isinstance(c, Fold)]
+
+
+class FoldsRecordsOfOthers(HybridCache):
+    """Takes a record for that of the last pass that a later one has replaced."""
+
+    def _ending(self, seq_id: str, known: int, computed: int | None) -> Ending:
+        steps = self.sequence(seq_id).steps
+        if steps is None or not self.records_drafts:
+            return HybridCache._ending(self, seq_id, known, computed)
+        return steps.end(known)
+
+
+class HoldsNoRowsForPadding(HybridCache):
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        if self.scratch is not None:
+            layout = self.scratch._layout
+            self.scratch._layout = replace(layout, batches=())
 
 
 class LosesDrafts(HybridCache):
@@ -213,17 +260,25 @@ class NeverWantsDraftsBack(HybridCache):
 class LendsWhileOthersWait(HybridCache):
     """Gives drafts what an admission was refused."""
 
-    def hold_drafts(self, seq_id: str, count: int) -> list[int]:
+    def lend_drafts(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
         self.drafts._refused_now = self.drafts._refused_before = False
-        return HybridCache.hold_drafts(self, seq_id, count)
+        return HybridCache.lend_drafts(self, wanted, growth)
 
 
-class LendsInElasticPoolsTooFreely(HybridCache):
-    """Lends what sequences grow into."""
+class IgnoresPages(HybridCache):
+    """Lends what sequences grow into, and has drafts want pages of others."""
 
     def __post_init__(self) -> None:
         HybridCache.__post_init__(self)
-        self.drafts._leaves_pages = lambda slots: True  # type: ignore[method-assign]
+        self.drafts._fits = lambda *_, **__: True  # type: ignore[method-assign]
+
+
+class AdmitsIntoWhatDraftsNeed(HybridCache):
+    """Leaves no pages for the step that gives drafts back."""
+
+    def __post_init__(self) -> None:
+        HybridCache.__post_init__(self)
+        self.drafts.kept_pages = lambda *_: 0  # type: ignore[method-assign]
 
 
 CONTENT = [
@@ -235,6 +290,10 @@ CONTENT = [
     FreesDraftsAStepEarly,
     TakesNothingFromTheScratch,
     TakesTheStepBefore,
+    FoldsOneLess,
+    FoldsOneMore,
+    FoldsWhatWasAccepted,
+    FoldsRecordsOfOthers,
 ]
 COUNTED = [TakesWhatWasOverwritten, TakesRowsOfOthers]
 """Wrong content as well, but the count of exact turn ends is wrong before that."""
@@ -293,20 +352,11 @@ class TakesNothingBack(FakeEngine):
         return 0
 
 
-class ReturnsDraftsAtOnce(FakeEngine):
-    """Gives draft slots back before the next step has selected one."""
-
-    def _launched(self, request: Request, part: Forward) -> None:
-        FakeEngine._launched(self, request, part)
-        if request.columns:
-            self.cache.return_drafts(request.seq_id)
-            request.columns = []
-
-
-class VerifiesInOneSlotTooFew(FakeEngine):
-    def _hold(self, request: Request, drafts: int) -> list[int]:
-        columns = FakeEngine._hold(self, request, drafts - 1)
-        return [*columns, 0]
+class VerifiesMoreThanTheWidth(FakeEngine):
+    def _plan_width(self) -> None:
+        FakeEngine._plan_width(self)
+        for request, drafts in self._planned.items():
+            self._planned[request] = drafts + 1
 
 
 ENGINES = [
@@ -316,8 +366,7 @@ ENGINES = [
     NotesNoStepWithoutDrafts,
     NotesStepsTwice,
     TakesNothingBack,
-    ReturnsDraftsAtOnce,
-    VerifiesInOneSlotTooFew,
+    VerifiesMoreThanTheWidth,
 ]
 
 
@@ -376,13 +425,31 @@ def test_audits_find_wrong_counts(cache: type[HybridCache]) -> None:
     assert not isinstance(failure, ContentError), repr(failure)
 
 
-def test_growth_without_reserve_is_found() -> None:
-    with pytest.raises(AssertionError, match="a sequence alone finds no room"):
-        for seed in range(100):
-            for page_size in (1, 4):
-                seeded_traffic(
-                    seed, page_size, LendsInElasticPoolsTooFreely, drafts=True
-                ).run(300, check_every=10_000)
+@pytest.mark.parametrize("make", [Traffic.seeded, seeded_traffic])
+def test_drafts_that_do_not_make_way_are_found(make: Callable[..., Traffic]) -> None:
+    with pytest.raises(AssertionError, match="drafts have not made way"):
+        fail_with(IgnoresPages, make)
+
+
+def test_admissions_that_leave_drafts_no_way_out_are_found() -> None:
+    with pytest.raises(AssertionError, match="drafts have not made way"):
+        fail_with(AdmitsIntoWhatDraftsNeed, seeded_traffic)
+
+
+def fail_with(cache: type[HybridCache], make: Callable[..., Traffic]) -> None:
+    """Run traffic on a broken cache until something fails."""
+    for seed in range(100):
+        for page_size in (1, 4):
+            traffic = make(seed, page_size, cache, drafts=True)
+            traffic.run(300, check_every=10_000)
+
+
+def test_rows_without_memory_are_found() -> None:
+    with pytest.raises(ContentError, match="was touched, but has no memory"):
+        for seed in range(20):
+            seeded_traffic(seed, 4, HoldsNoRowsForPadding, drafts=True).run(
+                300, check_every=10_000
+            )
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.__name__)

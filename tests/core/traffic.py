@@ -84,13 +84,15 @@ def with_windows(rng: random.Random, setup: Setup) -> Setup:
 
 
 def with_drafts(rng: random.Random, setup: Setup) -> Setup:
-    """The same with speculation, in draft slots or in a scratch."""
+    """The same with speculation, in draft slots, in a scratch or recorded."""
     drafts = rng.choice((1, 2, 3, 3, 5))
+    slots, how = setup.slots + rng.choice((0, drafts, 3 * drafts)), rng.random()
     setup = replace(
         setup,
-        slots=setup.slots + rng.choice((0, drafts, 3 * drafts)),
+        slots=slots,
         drafts=drafts,
-        scratch=rng.random() < 0.25,
+        scratch=how < 0.25,
+        records=0.25 <= how < 0.5,
         acceptance=rng.choice((0.2, 0.6, 0.9)),
         canonical=False,  # a verified token's bits depend on what was verified with it
     )

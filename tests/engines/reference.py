@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.engines import slow_decay
 from tests.engines.compare import Comparison, compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
-from tests.engines.drivers.driver import MODEL
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
@@ -46,9 +44,7 @@ def make_reference(
         folder: where to write the model if it is not the bundled one.
     """
     entry = driver.models[name]
-    model = MODEL
-    if entry.kind != "bundled":
-        model = getattr(slow_decay, f"write_{entry.kind}")(folder)
+    model = entry.checkpoint(folder)
     first = mixed(Mix(driver.page_size, requests=FIRST_TURNS))
     whole = _with_logprobs(first)
     with start_server(

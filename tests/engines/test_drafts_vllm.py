@@ -21,11 +21,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines import oracle_vllm as oracle
-from tests.engines import slow_decay
 from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
-from tests.engines.drivers.driver import MODEL
+from tests.engines.drivers.vllm import ON_GPU, PAGE_SIZE
+from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
@@ -34,8 +34,13 @@ pytestmark = pytest.mark.engine
 
 REQUESTS = 40
 DRAFTS = 3
+OURS = {"kernels": "ours"}
+REPLAY = {"draft_states": "replay"}
+EVERY, NAMES = [{}, OURS, REPLAY], ["vllm", "our kernels", "replay"]
 ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
+if ON_GPU:  # where `oracle_vllm_v2` is what "ngram_gpu" proposes
+    ORACLE = {"method": "ngram_gpu", "prompt_lookup_max": 4}
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,7 @@ def chats(
     name = request.param
     if name not in made:
         entry, folder = driver.models[name], tmp_path_factory.mktemp("chats")
-        model = (
-            MODEL
-            if entry.kind == "bundled"
-            else getattr(slow_decay, f"write_{entry.kind}")(folder / "model")
-        )
+        model = entry.checkpoint(folder / "model")
         first = _plain(mixed(Mix(driver.page_size, requests=REQUESTS)))
         with start_server(
             "stock", plugin=False, prefix_cache=False, dtype=entry.dtype, model=model
@@ -102,16 +103,23 @@ def serve(start_server: StartServer, chats: Chats) -> Any:
     """Start a server that verifies drafts of the chats."""
 
     def start(
-        name: str, drafting: dict[str, Any], **setup: Any
+        name: str,
+        drafting: dict[str, Any],
+        flags: Sequence[str] = (),
+        fault: str | None = None,
+        **setup: Any,
     ) -> AbstractContextManager[Server]:
-        flags = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
+        told = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
+        # n-gram search would have PyTorch's threads wait for one another.
+        environment = {"NUMBA_NUM_THREADS": "1"} | planted(fault or "none")
+        if drafting is ORACLE:
+            environment[oracle.FILE] = str(chats.file)
         return start_server(
             name,
             model=chats.model,
             dtype=chats.dtype,
-            flags=("--speculative-config", flags),
-            # n-gram search would have PyTorch's threads wait for one another.
-            environment={oracle.FILE: str(chats.file), "NUMBA_NUM_THREADS": "1"},
+            flags=("--speculative-config", told, *flags),
+            environment=environment,
             **setup,
         )
 
@@ -144,16 +152,21 @@ def lost(chats: Chats, answers: Sequence[Answer]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("drafting", [ORACLE, NGRAM], ids=["oracle", "ngram"])
+@pytest.mark.parametrize(
+    ("drafting", "options"),
+    [(ORACLE, {}), (NGRAM, {}), (ORACLE, OURS), (ORACLE, REPLAY)],
+    ids=["oracle", "ngram", "our kernels", "replay"],
+)
 def test_answers_and_turn_ends(
-    serve: Any, chats: Chats, drafting: dict[str, Any]
+    serve: Any, chats: Chats, drafting: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """Turns end exactly: but for the last token, which may be sampled alone, all of a
     first turn is restored.
     """
-    with serve("drafts", drafting) as server:
+    with serve("drafts", drafting, options=options) as server:
         answers = ask(server, chats)
         metrics = server.metrics()
+        assert ("kernels of hybrid-plugin run" in server.log_text()) == bool(options)
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
     missing = lost(chats, answers)
     assert len(missing) > 0.8 * REQUESTS
@@ -162,29 +175,43 @@ def test_answers_and_turn_ends(
     assert 0 in missing
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
     assert metrics["turn_ends_missed"] == 0
-    assert metrics["drafts_lent"] > 0
+    # With replay no draft has a state of its own.
+    assert (metrics["drafts_lent"] > 0) == (options is not REPLAY)
     assert metrics["draft_slots"] == metrics["state{used}"] == 0
     if drafting is ORACLE:
         # A quarter of the chats accepts nothing, a quarter all, the rest half.
         assert 0.5 < metrics["accepted_drafts"] < 2.5
 
 
-def test_answers_change_when_a_wrong_column_is_kept(serve: Any, chats: Chats) -> None:
-    """Negative control: hits are as long, and the comparison sees the difference."""
-    with serve("wrong", ORACLE, fault="wrong_column") as server:
+@pytest.mark.parametrize("options", EVERY, ids=NAMES)
+def test_answers_change_when_a_wrong_column_is_kept(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
+    """Negative control: hits are as long, and the comparison sees the difference.
+
+    With replay the state is one to which fewer tokens than the accepted are folded.
+    """
+    with serve("wrong", ORACLE, options=options, fault="wrong_column") as server:
         answers = ask(server, chats)
     assert set(lost(chats, answers)) <= {0, 1}
     assert len(wrong(chats, answers)) > max(3, 2 * chats.stray)
 
 
 SLOTS = 6
+PAGES = 6400 // PAGE_SIZE
 
 
-def test_drafts_take_no_sequence_its_place(serve: Any, chats: Chats) -> None:
-    """With slots for six, six run at once: drafts make way, and come again."""
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
+def test_drafts_take_no_sequence_its_place(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
+    """With slots for six, six run at once: drafts make way, and come again.
+
+    With replay they need none, and every step verifies.
+    """
     done = threading.Event()
     with (
-        serve("pressed", ORACLE, pools=(200, SLOTS + 1)) as server,
+        serve("pressed", ORACLE, options=options, pools=(PAGES, SLOTS + 1)) as server,
         ThreadPoolExecutor(1) as pool,
     ):
 
@@ -203,13 +230,17 @@ def test_drafts_take_no_sequence_its_place(serve: Any, chats: Chats) -> None:
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
     assert watch.result() == SLOTS
     assert metrics["preemptions"] == 0
-    assert metrics["drafts_lent"] > 0 and metrics["drafts_refused"] > 0
+    lends = options is not REPLAY
+    assert (metrics["drafts_lent"] > 0) == (metrics["drafts_refused"] > 0) == lends
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
 
 
-def test_preempted_requests_go_on(serve: Any, chats: Chats) -> None:
+@pytest.mark.parametrize("options", EVERY, ids=NAMES)
+def test_preempted_requests_go_on(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
     """Preempted in the middle of verified drafts: the state they left is exact."""
-    with serve("preempted", ORACLE, fault="refuse_pages") as server:
+    with serve("preempted", ORACLE, options=options, fault="refuse_pages") as server:
         answers = ask(server, chats)
         metrics = server.metrics()
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
@@ -217,9 +248,12 @@ def test_preempted_requests_go_on(serve: Any, chats: Chats) -> None:
     assert metrics["turn_ends_missed"] == 0
 
 
-def test_aborted_requests_leave_what_is_exact(serve: Any, chats: Chats) -> None:
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
+def test_aborted_requests_leave_what_is_exact(
+    serve: Any, chats: Chats, options: dict[str, Any]
+) -> None:
     """Dropped in the middle of an answer, and asked again from the beginning."""
-    with serve("aborted", ORACLE) as server:
+    with serve("aborted", ORACLE, options=options) as server:
         cut = [replace(ask, abort_after=1 + i % 6) for i, ask in enumerate(chats.first)]
         assert any(a.aborted for a in server.ask_all(cut, 8))
         answers = ask(server, chats)

@@ -93,8 +93,9 @@ def _become(launch: Launch, output: str, errors: str) -> None:
         vars(importlib.import_module(module)).update(constants)
     _fork_from_here_on()
     if "PYTHONPATH" in environment:
-        planted = environment["PYTHONPATH"].split(os.pathsep)[0]
-        runpy.run_path(str(Path(planted) / "sitecustomize.py"))
+        for planted in environment["PYTHONPATH"].split(os.pathsep):
+            if (Path(planted) / "sitecustomize.py").is_file():
+                runpy.run_path(str(Path(planted) / "sitecustomize.py"))
     try:
         if command[0] == sys.executable and command[1] == "-m":
             sys.argv = list(command[2:])

@@ -9,10 +9,18 @@ makes some of the files, `compare` compares those that are there.  A negative co
 must end with a difference:
 
     python -m tests.gpu.deterministic all ... --fault zero_snapshots --expect-different
+    python -m tests.gpu.deterministic all ... --fault grid_of_16 --expect-different
 
 Modes: `alone` forgets the cache before each prompt; `warm` asks one by one what has
 been asked before; `crowd` forgets, then asks all at once; `warm-crowd` asks all at once
-again.  Ends with status 0 if all have the same bits (or, so wanted, some do not).
+again; `groups-of-2` forgets, then asks two at once, and so on.  Ends with status 0 if
+all have the same bits (or, so wanted, some do not).
+
+    python -m tests.gpu.deterministic settings --engine vllm --out /some/folder \\
+        --options '{"deterministic": "prefix"}' --requests 60 --at-once 3
+
+starts vLLM with one setting after the other (`determinism.settings`: CUDA graphs of
+each kind and none, other sizes of them) and prints a line about each.
 """
 
 from __future__ import annotations
@@ -24,12 +32,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from tests.engines.faults import planted
+from tests.gpu.determinism import settings
 from tests.gpu.determinism.engine import MODES, Setup, ask_all
 from tests.gpu.determinism.prompts import prompts
 from tests.gpu.determinism.record import differences, load, save, told
@@ -126,15 +135,52 @@ def run_all(args: argparse.Namespace) -> int:
     return compare(args)
 
 
+def run_settings(args: argparse.Namespace) -> int:
+    """Start vLLM with each of several settings, and tell which change bits."""
+    chosen = [one for one in settings.SETTINGS if one.name in args.only]
+    folders = [args.out / one.name for one in chosen]
+    for folder in folders:
+        for old in folder.glob("chunk-*.npz"):
+            old.unlink()
+    first, bad = None, 0
+    with ThreadPoolExecutor(args.at_once) as pool:
+        statuses = pool.map(partial(_run_setting, args), chosen)
+        for folder, status in zip(folders, statuses, strict=True):
+            if status:
+                line, differ = f"{folder.name}: ended with status {status}", 1
+            else:
+                line, differ = settings.report(folder, first)
+                first = first or folder
+            print(line, flush=True)
+            bad += differ
+    return 1 if bad else 0
+
+
 def _run_one(args: argparse.Namespace, number: int) -> int:
     """Be through with one of `RUNS`; the exit status of its process."""
     chunk, start, modes = RUNS[number]
-    command = [sys.executable, "-m", "tests.gpu.deterministic", "run"]
-    command += [*passed_on(args), "--chunk", str(chunk), "--start", str(start)]
-    command += ["--modes", *modes]
-    environment = os.environ | planted(args.fault)
-    # Engines that start together must not write to one compile cache.
-    environment["VLLM_CACHE_ROOT"] = str(SCRATCH / f"cache-{number}")
+    words = ["--chunk", str(chunk), "--start", str(start), "--modes", *modes]
+    return _start([*passed_on(args), *words], f"cache-{number}", planted(args.fault))
+
+
+def _run_setting(args: argparse.Namespace, setting: settings.Setting) -> int:
+    """Ask in all of the settings' modes; the exit status of the process."""
+    told = argparse.Namespace(**vars(args))
+    told.out, told.flags = args.out / setting.name, {**args.flags, **setting.flags}
+    words = [*passed_on(told), "--modes", *settings.MODES]
+    return _start(words, f"cache-{setting.name}", {})
+
+
+def _start(words: Sequence[str], cache: str, variables: Mapping[str, str]) -> int:
+    """Run a process that asks one engine; its exit status.
+
+    Args:
+        words: of its command line.
+        cache: name of its compile cache, which no other engine may write to.
+        variables: of its environment, beside this one's.
+    """
+    command = [sys.executable, "-m", "tests.gpu.deterministic", "run", *words]
+    environment = os.environ | variables | {"VLLM_CACHE_ROOT": str(SCRATCH / cache)}
     return abs(subprocess.run(command, check=False, env=environment).returncode)
 
 
@@ -151,15 +197,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="all|run|compare")
-    for name, work in (("all", run_all), ("run", run), ("compare", compare)):
+    commands = parser.add_subparsers(required=True, metavar="all|run|compare|settings")
+    for name, work in (
+        ("all", run_all),
+        ("run", run),
+        ("compare", compare),
+        ("settings", run_settings),
+    ):
         command = commands.add_parser(name, help=work.__doc__)
         command.set_defaults(work=work)
         command.add_argument("--out", type=Path, required=True, help="folder of files")
-        if work is not run:
+        if work in (run_all, compare):
             command.add_argument("--expect-different", action="store_true")
         if work is run_all:
             command.add_argument("--fault", help="of tests/engines/faults")
+        if work is run_settings:
+            names = [one.name for one in settings.SETTINGS]
+            command.add_argument("--only", nargs="+", choices=names, default=names)
+        if work in (run_all, run_settings):
             command.add_argument(
                 "--at-once", type=int, default=1, help="engines (%(default)s)"
             )

@@ -26,21 +26,34 @@ if "HYBRID_TEST_ALL" in os.environ:  # three minutes, for operands that few mode
     SHAPES["float32-64x256"] = "float32 64 256 extra"
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_kernels_compile(shape: str, tmp_path: Path) -> None:
+def run(folder: Path, script: Path, *words: str) -> str:
+    """What a script prints, compiling into an empty cache."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("no triton")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *shape.split()],
+        [sys.executable, str(script), *words],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "_step_kernel" in done.stdout
-    assert "_commit_kernel" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_kernels_compile(shape: str, tmp_path: Path) -> None:
+    printed = run(tmp_path, SCRIPT, *shape.split())
+    assert "_step_kernel" in printed
+    assert "_commit_kernel" in printed
     # A layer that sums nothing would show that the layouts could not be read.
-    assert re.search(r"^delta-.* [12] sums$", done.stdout, re.MULTILINE)
+    assert re.search(r"^delta-.* [12] sums$", printed, re.MULTILINE)
+
+
+def test_prefills_behind_decodes_compute_as_those_that_begin_a_pass(
+    tmp_path: Path,
+) -> None:
+    printed = run(tmp_path, SCRIPT.with_name("compile_behind_decodes.py"))
+    assert len(printed.splitlines()) == 5

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from hybrid_kernels.replay import record_size
 
 from hybrid_plugin.tools.plan.estimate import (
     group_size,
@@ -15,7 +17,7 @@ from hybrid_plugin.tools.plan.estimate import (
 )
 from hybrid_plugin.tools.plan.model import load_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
-from tests.plan.configs import GEMMA3, LLAMA, QWEN3_NEXT, write
+from tests.plan.configs import GEMMA3, LLAMA, NEMOTRON_H, QWEN3_NEXT, write
 
 GIB = 2**30
 
@@ -66,7 +68,8 @@ def test_drafts(next_shape: ModelShape) -> None:
     usable = 8 * GIB - 16 * 24_576 - state
     at_once = usable // (4096 * 24_576 + 4 * state)
     assert at_once == 33
-    assert f"= {at_once} sequences" in ours.steps[-1]
+    assert f"= {at_once} sequences" in ours.steps[-2]
+    assert "= 5.64 MiB beside the pools for each" in ours.steps[-1]
     stock = vllm_aligned(next_shape, 8 * GIB, 4096, drafts=3)
     assert stock.running == 641 // (8 + (2 + 3) * 3)
     assert stock.cached_sequences == 641 // (7 + 3)
@@ -75,6 +78,23 @@ def test_drafts(next_shape: ModelShape) -> None:
     assert sglang_static(next_shape, 8 * GIB, 4096, 16, drafts=3).running == slots // 5
     roomy = sglang_static(next_shape, 200 * GIB, 4096, 16, drafts=3)
     assert roomy.running == 48
+
+
+def test_records_are_as_large_as_the_kernels_write_them(
+    next_shape: ModelShape, tmp_path: Path
+) -> None:
+    pool = torch.empty((0, 32, 128, 128), device="meta")
+    numbers = record_size(pool, 16, wide_decay=False)
+    assert next_shape.record_bytes == 36 * (4 * numbers + 2 * 8192)
+    mamba2 = load_shape(write(tmp_path, NEMOTRON_H))
+    config = NEMOTRON_H
+    heads, groups = config["mamba_num_heads"], config["n_groups"]
+    width, depth = config["mamba_head_dim"], config["ssm_state_size"]
+    pool = torch.empty((0, heads, width, depth), device="meta")
+    numbers = record_size(pool, groups, wide_decay=False)
+    channels = heads * width + 2 * groups * depth
+    (layers,) = mamba2.states
+    assert layers.record_bytes == 4 * numbers + 2 * channels
 
 
 def test_windows_cost_no_more_than_their_reach(tmp_path: Path) -> None:

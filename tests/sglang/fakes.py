@@ -86,6 +86,7 @@ class Executor:
     """Has no device to run anything on."""
 
     moves = SimpleNamespace(seconds=0.0)
+    scratch: Any = None
 
     def run(self, commands: Sequence[Command]) -> None:
         """Does nothing."""

@@ -15,8 +15,15 @@ import pytest
 pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.sglang.arguments import _page_size
-from hybrid_plugin.sglang.speculation.arguments import conflicts
+from hybrid_plugin.sglang.speculation import arguments as speculation
+from hybrid_plugin.sglang.speculation.arguments import (
+    MOST_REQUESTS,
+    conflicts,
+    running_requests,
+    unrecorded,
+)
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.sglang import SglangDriver
 
@@ -87,8 +94,10 @@ class Drafts:
     """As much of SGLang's arguments as says whether drafts are served."""
 
     enable_multi_layer_eagle = speculative_adaptive = enable_mixed_chunk = False
+    max_running_requests: int | None = None
+    attn_dp_size = 1
 
-    def __init__(self, algorithm: str | None, **flags: bool) -> None:
+    def __init__(self, algorithm: str | None, **flags: int) -> None:
         self.speculative_algorithm = algorithm
         vars(self).update(flags)
 
@@ -115,6 +124,48 @@ def test_drafts_that_are_served(name: str) -> None:
 def test_drafts_that_are_not(view: Drafts, windows: bool, sentence: str) -> None:
     (found,) = conflicts(view, windows=windows)
     assert sentence in found
+
+
+REPLAY = HybridConfig(draft_states="replay")
+
+
+@pytest.mark.parametrize(
+    ("view", "options", "most"),
+    [
+        (Drafts("EAGLE"), REPLAY, {"max_running_requests": MOST_REQUESTS}),
+        (Drafts("EAGLE", attn_dp_size=4), REPLAY, {"max_running_requests": 8192}),
+        (Drafts("EAGLE", max_running_requests=7), REPLAY, {}),
+        (Drafts("EAGLE"), HybridConfig(), {}),
+        (Drafts(None), REPLAY, {}),
+    ],
+    ids=["replay", "four ranks", "said otherwise", "columns", "no drafts"],
+)
+def test_records_let_as_many_requests_run_as_without_drafts(
+    view: Drafts, options: HybridConfig, most: dict[str, int]
+) -> None:
+    assert running_requests(view, options) == most
+
+
+def test_a_server_with_records_does_not_lower_how_many_requests_run() -> None:
+    drafts = ("--speculative-algorithm=NGRAM", "--speculative-num-draft-tokens=4")
+    columns = DRIVER.decide(Setup(flags=drafts))
+    records = DRIVER.decide(Setup(flags=drafts, options={"draft_states": "replay"}))
+    assert (columns.refusal, records.refusal) == (None, None)
+    assert columns.settings["max_running_requests"] == 48
+    assert records.settings["max_running_requests"] == MOST_REQUESTS
+
+
+def test_records_are_refused_for_layers_without_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for mixer in (*Mixer, None):
+        monkeypatch.setattr(speculation, "mixer_of", lambda _, mixer=mixer: mixer)
+        found = list(unrecorded(Drafts("NGRAM"), REPLAY, None))
+        served = mixer in (Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2)
+        assert served != bool(found)
+        assert served or "draft_states is replay" in found[0]
+        assert list(unrecorded(Drafts("NGRAM"), HybridConfig(), None)) == []
+        assert list(unrecorded(Drafts(None), REPLAY, None)) == []
 
 
 def test_without_drafts_no_flag_about_them_counts() -> None:

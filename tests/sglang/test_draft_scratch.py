@@ -14,11 +14,14 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import MambaPool
 
 from hybrid_plugin.core.commands import Pool, Take
+from hybrid_plugin.device.row_pool import apart_bytes, place, together_bytes
+from hybrid_plugin.sglang.slots import SlotMajorPool, slot_bytes
 from hybrid_plugin.sglang.speculation.scratch import (
     DraftScratch,
     rows_bytes,
     scratch_tensors,
 )
+from hybrid_plugin.sglang.speculation.scratch_layout import moved, row_tensors
 
 WIDTH, ROWS, SLOTS = 4, 3, 6
 
@@ -99,6 +102,49 @@ def test_what_is_charged_is_no_less_than_what_is_taken(topk: int) -> None:
     assert taken <= charged
     assert topk == 1 or taken == charged
     assert len(scratch_tensors(built.mamba_cache)) == 2
+
+
+@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
+def test_a_scratch_on_memory_that_moves_has_sglang_s_tensors(topk: int) -> None:
+    """The same shapes and the same overlap, in fewer bytes behind each other."""
+    stock, count = pool(topk), 8
+    tensors = row_tensors(parameters(), WIDTH, topk)
+    stride = together_bytes(tensors) + 128
+    memory = torch.zeros(count * (sum(apart_bytes(tensors)) + stride), dtype=torch.int8)
+    placed, _ = place(memory, count, stride, tensors)
+    made = SlotMajorPool(
+        torch.zeros(SLOTS + 1, slot_bytes(parameters()), dtype=torch.int8),
+        placed,
+        size=SLOTS,
+        spec_state_size=ROWS,
+        cache_params=parameters(),
+        mamba_layer_ids=[0, 2],
+        device="cpu",
+        speculative_num_draft_tokens=WIDTH,
+        speculative_eagle_topk=topk,
+    )
+    own, theirs = made.mamba_cache, stock.mamba_cache
+    assert isinstance(own, MambaPool.SpeculativeState)
+    pairs = [(own.intermediate_ssm, theirs.intermediate_ssm)]
+    pairs += zip(
+        own.intermediate_conv_window, theirs.intermediate_conv_window, strict=True
+    )
+    for ours, stocks in pairs:
+        assert ours.shape[0] == stocks.shape[0] and ours.shape[1] == count
+        assert ours.shape[2:] == stocks.shape[2:]
+        assert ours.stride()[2:] == stocks.stride()[2:]
+        for row in range(ROWS):  # tokens in order, as a kernel writes them
+            for draft in range(WIDTH):
+                ours[:, row, draft] = stocks[:, row, draft]
+        assert torch.equal(ours[:, :ROWS], stocks[:, :ROWS])
+    assert own.intermediate_ssm.is_contiguous()
+
+
+def test_a_scratch_of_other_tensors_is_refused() -> None:
+    tensors = row_tensors(parameters(), WIDTH + 1, 1)
+    placed = [torch.zeros(t.layers, 4, *t.shape, dtype=t.dtype) for t in tensors]
+    with pytest.raises(ValueError, match="were planned as"):
+        moved(pool(2).mamba_cache, built_scratch(pool(2))[1:], placed)
 
 
 def test_without_drafts_there_is_no_scratch() -> None:

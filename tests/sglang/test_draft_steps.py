@@ -15,6 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.core.commands import Pool, Take
@@ -203,18 +204,23 @@ def test_a_worker_runs_commands_before_its_step_and_tells_of_it_behind() -> None
     cache: Any = bench.cache
     cache.step_begins = lambda batch: seen.append("begins")
     cache.step_launched = lambda batch: seen.append("launched")
+    cache.cache = SimpleNamespace(forget_scratch=lambda: seen.append("forgotten"))
     cache.drafts = SimpleNamespace(
         launched=lambda batch, width: seen.append(f"{width} drafts")
     )
     worker = with_commands(Worker)()
     assert isinstance(worker, Worker) and type(worker).__name__ == "Worker"
-    for decodes, tree_cache, expected in (
-        (True, cache, ["begins", "forward", "4 drafts", "launched"]),
-        (False, cache, ["begins", "forward", "launched"]),
-        (True, object(), ["forward"]),
+    for mode, tree_cache, expected in (
+        (
+            ForwardMode.DECODE,
+            cache,
+            ["begins", "forward", "4 drafts", "launched"],
+        ),
+        (ForwardMode.EXTEND, cache, ["begins", "forward", "launched"]),
+        (ForwardMode.IDLE, cache, ["begins", "forward", "forgotten", "launched"]),
+        (ForwardMode.DECODE, object(), ["forward"]),
     ):
         seen.clear()
-        mode = SimpleNamespace(is_decode=lambda decodes=decodes: decodes)
         batch = SimpleNamespace(tree_cache=tree_cache, forward_mode=mode)
         worker.forward_batch_generation(batch, on_publish="published")
         assert seen == expected

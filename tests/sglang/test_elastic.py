@@ -17,9 +17,11 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Copy, Map, Pool, Unmap, Zero
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
+from hybrid_plugin.core.memory.scratch import ScratchLayout
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host_arena import HostArena
+from hybrid_plugin.device.row_pool import RowTensor, apart_bytes, together_bytes
 from hybrid_plugin.sglang import elastic, page_layout
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
@@ -273,15 +275,21 @@ def test_the_pools_of_one_process_run_all_commands_on_one_executor(
 
 def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     """SGLang's configurator on a GPU, and what it reads, as far as is looked at."""
-    mamba = dict.fromkeys(
-        ("linear_attn_prefill_backend", "linear_attn_decode_backend"), None
-    ) | {"linear_attn_backend": "triton", "mamba_backend": "triton"}
+    backends = ("prefill", "decode", "verify")
+    mamba = dict.fromkeys([f"linear_attn_{one}_backend" for one in backends]) | {
+        "linear_attn_backend": "triton",
+        "mamba_backend": "triton",
+    }
     seen = {
         "schedule": {"max_mamba_cache_size": None, "max_total_tokens": None},
         "features": {"enable_memory_saver": False},
         "mamba": mamba,
         "spec": {"speculative_algorithm": None},
-        "configurator": {"post_capture_kv_active": False, "side_states": {}},
+        "configurator": {
+            "post_capture_kv_active": False,
+            "side_states": {},
+            "attn_dp_size": 1,
+        },
     }
     for name, value in changes.items():
         (part,) = (part for part in seen.values() if name in part)
@@ -318,7 +326,6 @@ def test_nothing_stands_against_sglangs_own_kernels(
         ("max_mamba_cache_size", 64, "drop --max-mamba-cache-size"),
         ("max_total_tokens", 8192, "drop --max-total-tokens"),
         ("enable_memory_saver", True, "drop --enable-memory-saver"),
-        ("speculative_algorithm", "NGRAM", "drop --speculative-algorithm"),
         ("post_capture_kv_active", True, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
         ("side_states", {"short_conv_layer_ids": [1]}, "set elastic to false"),
         ("linear_attn_prefill_backend", "cutedsl", "--linear-attn-backend triton"),
@@ -333,9 +340,133 @@ def test_what_stands_against_it_is_named_with_the_way_out(
     assert found is not None and way_out in found and found.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("changes", "way_out"),
+    [
+        ({}, None),
+        ({"attn_dp_size": 2}, "drop --enable-dp-attention"),
+        ({"linear_attn_decode_backend": "flashinfer"}, "--linear-attn-verify-backend"),
+        ({"linear_attn_backend": "flashinfer"}, "--linear-attn-verify-backend triton"),
+        ({"linear_attn_verify_backend": "helion"}, "--linear-attn-verify-backend"),
+        (
+            {
+                "linear_attn_decode_backend": "flashinfer",
+                "linear_attn_verify_backend": "triton",
+            },
+            None,
+        ),
+    ],
+)
+def test_what_stands_against_drafts_is_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], way_out: str | None
+) -> None:
+    found = against(configure(monkeypatch, speculative_algorithm="NGRAM", **changes))
+    assert (found is None) == (way_out is None)
+    assert way_out is None or (found is not None and way_out in found)
+    alone = against(configure(monkeypatch, **changes))
+    assert alone is None or way_out is None
+
+
 def test_the_cpu_s_kernels_take_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     configurator = configure(monkeypatch, mamba_backend="flashinfer")
     assert against(configurator, "cpu") is None
+
+
+# ------------------------------------------------------- drafts beside the model
+
+DRAFT_HEADS, ROWS = 1, 5
+ROW_TENSORS = (
+    RowTensor(3, (4, 10, 3), torch.bfloat16),
+    RowTensor(3, (4, 2, 8, 16), torch.float32, apart=True),
+)
+
+
+@pytest.fixture(params=[False, True], ids=["layer-major", "packed"])
+def with_drafts(request: pytest.FixtureRequest) -> Iterator[SharedPools]:
+    names = tuple(f"KV tensor {i}" for i in range(2 * LAYERS))
+    layout = CacheLayout(
+        page_size=PAGE,
+        attention=(
+            AttentionGroup(names, TOKEN_BYTES * PAGE // (2 * LAYERS)),
+            AttentionGroup(("keys", "values"), DRAFT_HEADS * WIDTH * 2 * PAGE),
+        ),
+        states=(StateGroup(("states",), 126 << 10),),
+        packed=request.param,
+        scratch=ScratchLayout(
+            ROWS, apart_bytes(ROW_TENSORS), together_bytes(ROW_TENSORS)
+        ),
+    )
+    made = plan_elastic(
+        layout, BUDGET, block_bytes=BLOCK, max_model_len=512, max_sequences=4
+    )
+    memory = HostArena(BUDGET + BLOCK, BLOCK)
+    assert memory.hold(memory.usable) is None
+    yield SharedPools(made, memory, ROW_TENSORS)
+    memory.close()
+
+
+def draft_pool(tokens: int, heads: int = DRAFT_HEADS) -> Any:
+    """One layer of a model with other heads."""
+    shape = (tokens + PAGE, heads, WIDTH)
+    return SimpleNamespace(
+        layer_num=1,
+        store_dtype=torch.bfloat16,
+        _kv_buffer_shapes=lambda: (shape, shape),
+    )
+
+
+def test_a_page_carries_the_draft_model_s_keys_and_values(
+    with_drafts: SharedPools,
+) -> None:
+    shared = with_drafts
+    target, draft = key_value_pool(shared.tokens), draft_pool(shared.tokens)
+    shared.place_keys_and_values(target)
+    executor = shared.start()
+    assert not shared.is_complete
+    shared.place_keys_and_values(draft)  # SGLang loads draft models later
+    assert shared.is_complete
+    tensors = [*target.k_buffer, *target.v_buffer, *draft.k_buffer, *draft.v_buffer]
+    for number, tensor in enumerate(tensors, start=1):
+        tensor[PAGE : 2 * PAGE] = number
+    executor.run([Copy(Pool.KV, 1, 2)])
+    for number, tensor in enumerate(tensors, start=1):
+        assert bool((tensor[2 * PAGE : 3 * PAGE] == number).all())
+        assert bool((tensor[PAGE : 2 * PAGE] == number).all())
+    executor.run([Zero(Pool.KV, 1)])
+    assert not any(bool(tensor[PAGE : 2 * PAGE].any()) for tensor in tensors)
+
+
+def test_a_draft_model_of_other_sizes_is_refused(with_drafts: SharedPools) -> None:
+    with_drafts.place_keys_and_values(key_value_pool(with_drafts.tokens))
+    with pytest.raises(ConfigError, match="planned for another KV cache"):
+        with_drafts.place_keys_and_values(draft_pool(with_drafts.tokens, 2))
+
+
+def test_rows_of_the_scratch_come_and_go(with_drafts: SharedPools) -> None:
+    shared = with_drafts
+    shared.place_keys_and_values(key_value_pool(shared.tokens))
+    executor = shared.start()
+    windows, states = shared.scratch
+    per = shared.plan.pools[Pool.SCRATCH].per_granule
+    granules = shared.plan.ids(Pool.SCRATCH) // per
+    assert windows.shape == (3, granules * per, 4, 10, 3)
+    assert states.shape == (3, granules * per, 4, 2, 8, 16) and states.is_contiguous()
+    assert states.shape[1] >= ROWS
+    more = tuple(range(1, granules))
+    if more:
+        executor.run([Map(Pool.SCRATCH, more)])
+    before = shared.memory.mapped
+    addresses = windows.data_ptr(), states.data_ptr()
+    for number, tensor in enumerate((windows, states), start=1):
+        tensor.fill_(number)
+    assert bool((windows == 1).all() and (states == 2).all())
+    if more:
+        executor.run([Unmap(Pool.SCRATCH, more)])
+        taken = len(more) * shared.plan.pools[Pool.SCRATCH].granule_bytes
+        assert shared.memory.mapped == before - taken
+        assert not states[:, per:].any() and not windows[:, per:].any()
+    assert bool((windows[:, :per] == 1).all() and (states[:, :per] == 2).all())
+    assert addresses == (windows.data_ptr(), states.data_ptr())
 
 
 # ------------------------------------------------- what SGLang is told is left

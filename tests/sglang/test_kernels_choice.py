@@ -15,8 +15,8 @@ import sglang.srt.configs as configs
 from sglang.srt.configs.gigachat35 import GigaChat35Config
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase
-from hybrid_plugin.sglang.kernels import state_layers
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 from tests.sglang.test_architectures import CASES, KIMI, SERVED, model_of
@@ -52,6 +52,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         state_layers, "get_exec", lambda: SimpleNamespace(features=features)
     )
     monkeypatch.setattr(state_layers, "check_cuda_graph_backend", lambda *_: False)
+    mamba = SimpleNamespace(
+        linear_attn_backend=TRITON,
+        linear_attn_prefill_backend=None,
+        linear_attn_decode_backend=None,
+    )
+    monkeypatch.setattr(choice, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    monkeypatch.setattr(choice, "is_flashinfer_gdn_prefill_available", lambda: False)
     return features
 
 
@@ -122,7 +129,8 @@ def test_what_is_asked_for_is_ours_and_said(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, logger="sglang.hybrid_plugin"):
         layers.settle(qwen(), "ours", "cpu")
     ours = {(m, p) for m in Mixer for p in Phase if layers.runs(m, p)}
-    assert ours == {(Mixer.GATED_DELTA_NET, phase) for phase in Phase}
+    phases = (Phase.PREFILL, Phase.DECODE)
+    assert ours == {(Mixer.GATED_DELTA_NET, phase) for phase in phases}
     assert layers.interior is not None
     assert [record.getMessage() for record in caplog.records] == [
         "hybrid-plugin: its own kernels run prefill and decode of the gated delta net "
@@ -130,19 +138,33 @@ def test_what_is_asked_for_is_ours_and_said(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_where_only_decode_is_ours_a_pass_keeps_nothing(
+def test_layers_are_ours_wholly_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def decode_only(option: str, mixer: Mixer, phase: Phase, device: str) -> bool:
+    def decode_only(
+        option: str, mixer: Mixer, phase: Phase, device: str, theirs: str
+    ) -> bool:
         assert (option, mixer, device) == ("auto", Mixer.GATED_DELTA_NET, "cuda")
         return phase is Phase.DECODE
 
     monkeypatch.setattr(state_layers, "are_ours", decode_only)
     layers = StateLayers()
     layers.settle(qwen(), "auto", "cuda:0")
-    assert layers.runs(Mixer.GATED_DELTA_NET, Phase.DECODE)
-    assert not layers.runs(Mixer.GATED_DELTA_NET, Phase.PREFILL)
+    assert not any(layers.runs(Mixer.GATED_DELTA_NET, phase) for phase in Phase)
     assert layers.interior is None
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_auto_goes_by_what_sglang_takes_otherwise(
+    monkeypatch: pytest.MonkeyPatch, available: bool
+) -> None:
+    monkeypatch.setattr(
+        choice, "is_flashinfer_gdn_prefill_available", lambda: available
+    )
+    layers = StateLayers()
+    layers.settle(qwen(), "auto", "cuda:0")
+    assert layers.runs(Mixer.GATED_DELTA_NET, Phase.PREFILL) == (not available)
+    assert (layers.interior is None) == available
 
 
 def test_ours_without_kernels_is_refused() -> None:

@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_context
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.sglang import known_pools, planning
 from hybrid_plugin.sglang.pool_memory import PoolMemory
+from hybrid_plugin.sglang.speculation.replay.passes import Replay
 from hybrid_plugin.sglang.speculation.scratch import scratch_tensors
 
 ATTENTION = {
@@ -154,7 +155,7 @@ def test_nothing_is_built_on_such_pools() -> None:
         token_to_kv_pool_allocator=stock, req_to_token_pool=slots
     )
     with pytest.raises(ConfigError, match="SGLang keeps more"):
-        planning.take_over(pools, HybridConfig(), PoolMemory(), None)
+        planning.take_over(pools, HybridConfig(), PoolMemory(), None, Replay())
     assert slots.mamba_allocator is own
 
 

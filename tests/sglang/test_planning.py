@@ -15,10 +15,12 @@ pytest.importorskip("sglang")
 from sglang.srt.configs.model_config import AttentionArch
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.sglang import addressing, elastic, layout, planning
 from hybrid_plugin.sglang.pool_memory import PoolMemory
+from hybrid_plugin.sglang.speculation import draft_pages, scratch_layout
 
 LAYERS, PAGE, LONGEST = 2, 16, 512
 TOKEN_BYTES = LAYERS * 2 * 3 * 8 * 2
@@ -27,11 +29,21 @@ STATE_BYTES = (10 * 3 + 2) * 2 + 4 * 4 * 8 * 4
 """Two convolutions in bfloat16, a temporal state in float32."""
 MIB = 1 << 20
 
+needs_returned_memory = pytest.mark.skipif(
+    not host_arena.is_available(), reason="needs memory that can be returned"
+)
+
 
 def model(arch: AttentionArch = AttentionArch.MHA) -> Any:
     """As much of SGLang's `ModelConfig` as is read, with the states beside it."""
     params = SimpleNamespace(
-        shape=SimpleNamespace(conv=[(10, 3), (2,)], temporal=(4, 4, 8)),
+        shape=SimpleNamespace(
+            conv=[(10, 3), (2,)],
+            temporal=(4, 4, 8),
+            conv_kernel=4,
+            disable_conv_window_dedup=False,
+        ),
+        is_kda=False,
         dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32),
         layers=[0, 2, 4],
         mamba_cache_per_req=3 * STATE_BYTES,
@@ -96,10 +108,26 @@ class Running:
         self.attn_dp_size = 1
         self.memory = PoolMemory()
         self.drafts = 0
-        none = SimpleNamespace(speculative_algorithm=None)
-        monkeypatch.setattr(elastic, "get_spec", lambda: none)
+        self.spec = SimpleNamespace(
+            speculative_algorithm=None,
+            speculative_eagle_topk=2,
+            speculative_draft_attention_backend=None,
+        )
+        self.spec_aux_config = SimpleNamespace(
+            draft_model_config=None, draft_kv_num_layers=None
+        )
+        self.kv_cache_dtype, self.draft_attn_tp_size = torch.bfloat16, 1
+        for module in (elastic, planning, draft_pages, scratch_layout):
+            monkeypatch.setattr(module, "get_spec", lambda: self.spec)
+        monkeypatch.setattr(scratch_layout, "drafts_per_step", lambda: self.drafts)
+        monkeypatch.setattr(draft_pages, "mambaish_config", lambda _: None)
+        monkeypatch.setattr(planning, "attention_backends", lambda: ("triton",))
         monkeypatch.setattr(planning, "mambaish_config", lambda of: of.states)
-        monkeypatch.setattr(planning.scratch, "drafts_per_step", lambda: self.drafts)
+        for module in (planning.scratch, planning.passes):
+            monkeypatch.setattr(module, "drafts_per_step", lambda: self.drafts)
+        for kind in ("eager", "cuda_graph"):
+            name = f"get_{kind}_max_batch_size"
+            monkeypatch.setattr(planning.records, name, lambda count: count)
         features = SimpleNamespace(enable_memory_saver=False)
         alone = SimpleNamespace(launch_world_size=1)
         for module in (planning, elastic):
@@ -112,8 +140,23 @@ class Running:
         monkeypatch.setattr(
             planning,
             "create_memory_pool_configurator",
-            lambda _: SimpleNamespace(_cell_size=TOKEN_BYTES),
+            lambda _: SimpleNamespace(
+                _cell_size=TOKEN_BYTES, _compute_cell_size=lambda *_: TOKEN_BYTES
+            ),
         )
+
+    def verify(self, drafts: int, draft_layers: int = 0) -> None:
+        """Verify so many tokens of a sequence, of a draft model with other heads."""
+        self.drafts, self.spec.speculative_algorithm = drafts, "EAGLE"
+        if draft_layers:
+            self.spec_aux_config = SimpleNamespace(
+                draft_model_config=SimpleNamespace(
+                    attention_arch=AttentionArch.MHA,
+                    head_dim=8,
+                    get_num_kv_heads=lambda _: 5,
+                ),
+                draft_kv_num_layers=draft_layers,
+            )
 
     def override(self, source: str, **values: int) -> None:
         """What the plugin sets."""
@@ -129,7 +172,7 @@ class Running:
         )
         plan = self.memory.plan
         assert plan is not None
-        assert self.overridden == {"max_mamba_cache_size": plan.sizes.slots - 1}
+        assert self.overridden["max_mamba_cache_size"] == plan.sizes.slots - 1
         assert int(gib * (1 << 30)) == plan.sizes.pages * plan.layout.page_bytes
         tokens = (plan.sizes.pages - 1) * PAGE
         assert planning.limit_tokens(1 << 40, self.memory) == tokens
@@ -162,6 +205,31 @@ def test_the_states_after_drafts_are_beside_the_pools(
     assert left - TOKEN_BYTES * PAGE < spent <= left
 
 
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [({"max_running_requests": 3}, 3), ({"max_mamba_cache_size": 5}, 5), ({}, None)],
+    ids=["requests", "slots", "memory"],
+)
+def test_records_of_drafts_are_beside_the_pools(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], rows: int | None
+) -> None:
+    running = Running(monkeypatch, **limits)
+    running.drafts = 4
+    params = running.model_config.states.mamba2_cache_params
+    params.is_kda = False
+    params.shape.conv = [(48, 3)]  # two groups of 8, twice, beside 4 x 4 values
+    # Keys, values and decays in float32, and inputs in bfloat16.
+    row = 4 * 3 * (4 * (2 * 8 + 4 * 4 + 4) + 2 * 48)
+    slot = 3 * (48 * 3 * 2 + 4 * 4 * 8 * 4)
+    params.mamba_cache_per_req = slot
+    sizes = running.reserve(MIB, elastic=False, draft_states="replay")
+    rows = rows or MIB // (slot + row)
+    left = MIB - rows * row
+    spent = sizes.pages * TOKEN_BYTES * PAGE + sizes.slots * slot
+    assert left - TOKEN_BYTES * PAGE - slot < spent <= left
+    assert min(sizes.slots - 1, limits.get("max_running_requests", MIB)) <= rows
+
+
 def test_no_more_sequences_verify_than_there_are_slots(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,14 +240,60 @@ def test_no_more_sequences_verify_than_there_are_slots(
     assert "of 5 sequences with 2 tokens each to verify" in caplog.text
 
 
-def test_elastic_pools_have_no_room_for_states_after_drafts(
+@needs_returned_memory
+@pytest.mark.parametrize("draft_layers", [0, 1], ids=["n-gram", "a draft model"])
+def test_rows_that_verify_share_the_memory(
+    monkeypatch: pytest.MonkeyPatch, draft_layers: int
+) -> None:
+    running = Running(monkeypatch, max_running_requests=3)
+    running.verify(4, draft_layers)
+    running.reserve(4 * MIB)
+    shared = running.memory.shared
+    assert shared is not None
+    try:
+        scratch = shared.plan.layout.scratch
+        assert scratch is not None and scratch.rows == 3
+        # Each layer's states lie apart, windows side by side, each aligned.
+        assert scratch.apart == (4 * 4 * 4 * 8 * 4,) * 3
+        assert scratch.together >= 3 * (256 + 128)
+        windows, small, states = shared.scratch
+        rows = shared.plan.ids(Pool.SCRATCH)
+        assert windows.shape == (3, rows, 4, 10, 3)
+        assert small.shape == (3, rows, 4, 2) and states.shape == (3, rows, 4, 4, 4, 8)
+        groups = shared.plan.layout.attention
+        assert [len(group.layers) for group in groups] == [4, 2][: 1 + draft_layers]
+        assert groups[-1].page_bytes == (5 * 8 if draft_layers else 3 * 8) * 2 * PAGE
+    finally:
+        shared.memory.close()
+
+
+@needs_returned_memory
+def test_sglang_runs_no_more_sequences_than_can_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    running = Running(monkeypatch)
-    drafts = SimpleNamespace(speculative_algorithm="NGRAM")
-    monkeypatch.setattr(elastic, "get_spec", lambda: drafts)
-    with pytest.raises(ConfigError, match="have no room for the states after drafts"):
-        running.reserve(4 * MIB, elastic=True)
+    running = Running(monkeypatch, max_running_requests=2000)
+    running.verify(4)
+    running.reserve(4 * MIB)
+    shared = running.memory.shared
+    assert shared is not None and shared.plan.layout.scratch is not None
+    rows = shared.plan.layout.scratch.rows
+    shared.memory.close()
+    assert running.overridden["max_running_requests"] == rows < 600
+
+
+def test_rows_lie_beside_pools_that_are_too_small_to_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where elastic pools are switched off: the pools get what the rows leave."""
+    running = Running(monkeypatch, max_running_requests=2)
+    running.verify(4)
+    with caplog.at_level(logging.INFO):
+        sizes = running.reserve(MIB, elastic=False)
+    assert "beside the pools hold the states after drafts, of 2 sequences" in (
+        caplog.text
+    )
+    spent = sizes.pages * TOKEN_BYTES * PAGE + sizes.slots * 3 * STATE_BYTES
+    assert spent <= MIB - 3 * 4 * 3 * STATE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -206,9 +320,7 @@ def test_ranks_of_data_parallel_attention_divide_the_slots(
     assert running.reserve(MIB).slots == 9 // 4 + 1
 
 
-@pytest.mark.skipif(
-    not host_arena.is_available(), reason="needs memory that can be returned"
-)
+@needs_returned_memory
 @pytest.mark.parametrize(
     ("backends", "unknown"),
     [(("triton", "fa3"), None), (("triton", "trtllm_mha"), "kernels of trtllm_mha")],

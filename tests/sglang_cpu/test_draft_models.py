@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("sglang")
 
-from hybrid_plugin.sglang_cpu import draft_models, draft_tokens
+from hybrid_plugin.sglang_cpu import draft_attention, draft_models, draft_tokens
 
 BRANCHES, STEPS, HEADS, KV_HEADS, WIDTH = 3, 4, 4, 2, 8
 LENGTHS = [5, 0]
@@ -24,9 +24,10 @@ def test_a_branch_sees_its_sequence_and_itself(seen: int) -> None:
     keys, values = torch.randn(2, 60, KV_HEADS, WIDTH)
     table = torch.randperm(60)[: 2 * 20].view(2, 20)
     q = torch.randn(2, BRANCHES, HEADS, WIDTH)
-    out = draft_models.attend(
-        q, keys, values, table, torch.tensor(LENGTHS), STEPS, seen, 0.3
-    )
+    mask = draft_models.mask_of_branches(BRANCHES, STEPS, seen).expand(2, -1, -1)
+    out = draft_attention.attend(
+        q.flatten(0, 1), keys, values, table, torch.tensor(LENGTHS), mask, 0.3
+    ).view_as(q)
     for row, length in enumerate(LENGTHS):
         for branch in range(BRANCHES):
             first = length + branch * STEPS
@@ -69,7 +70,8 @@ def test_the_last_step_proposes_without_attention() -> None:
     )
     steps = draft_models.decode_backend(factory)
     assert steps is not None and len(steps.attn_backends) == STEPS - 1
-    assert [one._seen for one in steps.attn_backends] == [1, 2, 3]
+    seen = [one._mask.sum().item() for one in steps.attn_backends]
+    assert seen == [BRANCHES, 2 * BRANCHES, 3 * BRANCHES]
     factory.speculative_num_steps = 1
     assert draft_models.decode_backend(factory) is None
     assert draft_models.extend_backend(factory).token_to_kv_pool is None

@@ -50,6 +50,7 @@ class FakeRequest:
     request_id: str
     all_token_ids: Tokens
     num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
@@ -100,6 +101,7 @@ def manager(
     *,
     watermark: float = 0.0,
     clock: Callable[[], float] | None = lambda: 0.0,
+    records_drafts: bool = False,
     **options: Any,
 ) -> HybridKVCacheManager:
     """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
@@ -109,6 +111,7 @@ def manager(
         watermark=watermark,
         log_stats=True,
         clock=clock,
+        records_drafts=records_drafts,
     )
     made.cache.tree.eviction = ByMinimum(prompt_end=32)
     return made

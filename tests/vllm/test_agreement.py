@@ -16,7 +16,7 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.engine import kernel_choice
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
 from hybrid_plugin.vllm.kernels import agreement, layers
 from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
 from hybrid_plugin.vllm.kernels.layers import Kind, StateLayers
@@ -79,7 +79,7 @@ def test_the_pools_know_of_interior_snapshots_if_they_are_planned(
 def test_one_foreign_layer_keeps_prompts_pausing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    every = frozenset(Phase)
+    every = dict.fromkeys(Phase, frozenset({TRITON}))
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: every})
     ours, foreign = Known(), Unknown()
     assert StateLayers({"a": ours}, "auto", "cuda").keep_interior
@@ -89,13 +89,20 @@ def test_one_foreign_layer_keeps_prompts_pausing(
     assert not StateLayers({}, "ours", "cuda").keep_interior
 
 
-def test_decode_alone_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = frozenset({Phase.DECODE})
+def test_a_layer_is_ours_wholly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = {Phase.DECODE: frozenset({TRITON})}
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: decode})
-    found = StateLayers({"a": Known()}, "auto", "cuda")
-    assert not found.keep_interior
-    assert found.mixers == {Mixer.GATED_DELTA_NET}
-    assert "gated_delta_net (decode)" in found.describe()
+    assert not StateLayers({"a": Known()}, "auto", "cuda").mixers
+
+
+def test_what_vllm_takes_otherwise_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = dict.fromkeys(Phase, frozenset({TRITON}))
+    monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: every})
+    layer = Known()
+    layer.gdn_prefill_backend = "flashinfer"  # type: ignore[attr-defined]
+    assert not StateLayers({"a": layer}, "auto", "cuda").mixers
+    layer.gdn_prefill_backend = TRITON  # type: ignore[attr-defined]
+    assert StateLayers({"a": layer}, "auto", "cuda").mixers
 
 
 def test_a_layer_that_ours_cannot_run_is_refused_where_they_are_demanded() -> None:

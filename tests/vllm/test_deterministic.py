@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts, deterministic, patches
+from hybrid_plugin.vllm.wrapping import WRAPPED
 
 
 def configuration(**scheduling: Any) -> Any:
@@ -98,3 +100,49 @@ def test_the_gated_norm_takes_as_many_rows_in_every_pass(
     patches.patch_gated_norm()
     rows = getattr(module, name)
     assert {rows(count, "cuda") for count in (1, 264, 265, 10_000)} == {1}
+
+
+def test_attention_is_told_the_same_length_in_every_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("flash_attention")
+
+    class Builder:
+        def build(self, prefix: int, passed: Any, fast_build: bool = False) -> Any:
+            return SimpleNamespace(max_query_len=passed.max_query_len, prefix=prefix)
+
+    module.Builder = Builder  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(contracts, "ATTENTION_HOOKS", ())
+    monkeypatch.setattr(contracts, "ATTENTION_BUILD", "flash_attention:Builder.build")
+    patches.patch_attention_tiles(1624)
+    for tokens in (1, 8, 1000):
+        built = Builder().build(3, SimpleNamespace(max_query_len=tokens))
+        assert (built.max_query_len, built.prefix) == (1624, 3)
+
+
+@pytest.mark.parametrize("names", [["FLASH_ATTN"], ["FLASH_ATTN", "FLASHINFER"]])
+def test_other_attention_is_refused(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    backends = [SimpleNamespace(get_name=lambda name=name: name) for name in names]
+    monkeypatch.setattr(
+        type(current_platform), "_find_non_ssm_backends", lambda self, _: backends
+    )
+    if len(names) == 1:
+        deterministic.check_attention(configuration())
+    else:
+        with pytest.raises(ConfigError, match="bits FLASHINFER gives"):
+            deterministic.check_attention(configuration())
+
+
+def test_a_worker_applies_all_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No patch takes away what the next one asks for."""
+    for target in (contracts.GATED_NORM_ROWS, contracts.ATTENTION_BUILD):
+        owner, name = resolve(target)
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    patches.patch_batch_invariance()
+    patches.patch_gated_norm()
+    patches.patch_attention_tiles(1624)
+    owner, name = resolve(contracts.ATTENTION_BUILD)
+    assert hasattr(getattr(owner, name), WRAPPED)

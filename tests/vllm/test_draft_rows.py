@@ -115,13 +115,16 @@ def test_windows_are_those_of_convolutions(
         num_speculative_tokens=3,
     )
     linear = state(kind.LINEAR)
-    found = windows.rolling_windows(config, {"c": state(kind.GDN_ATTN), "l": linear})
-    assert found is not None
-    found.move([MoveWindow(Pool.STATE, 1, 2, 3)])
+    specs = {"c": state(kind.GDN_ATTN), "l": linear}
+    windows.rolling_windows(config, specs, ours={"c"}).move(
+        [MoveWindow(Pool.STATE, 1, 2, 3)]
+    )
     seen = stored.transpose(1, 2) if channels_first else stored
+    assert torch.equal(seen, inputs), "our kernels leave a window in each column"
+    found = windows.rolling_windows(config, specs, ours=())
+    found.move([MoveWindow(Pool.STATE, 1, 2, 3)])
     assert torch.equal(seen[3, :3], inputs[1, 2:5])
     assert torch.equal(seen[3, 3:], inputs[3, 3:])
-    assert windows.rolling_windows(config, {"l": linear}) is None
 
 
 # ------------------------------------------------- rows that sit out a step (V1)

@@ -17,7 +17,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.vllm import scheduler
-from hybrid_plugin.vllm.speculation.serving import obstacle_of_layers, obstacles
+from hybrid_plugin.vllm.speculation.serving import (
+    obstacle_of_layers,
+    obstacles,
+    takes_fewer_drafts,
+)
 
 Kind = MambaAttentionBackendEnum
 
@@ -31,9 +35,12 @@ def draft(*, hybrid: bool = False, window: int | None = None, **text: Any) -> An
     )
 
 
-def said(method: str, model: Any = None, **options: Any) -> list[str]:
+def said(method: str, model: Any = None, ranks: int = 1, **options: Any) -> list[str]:
     drafting = SimpleNamespace(method=method, draft_model_config=model)
-    config: Any = SimpleNamespace(speculative_config=drafting)
+    config: Any = SimpleNamespace(
+        speculative_config=drafting,
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+    )
     return list(obstacles(config, HybridConfig.from_mapping(options)))
 
 
@@ -79,10 +86,16 @@ def test_draft_models_with_states() -> None:
     assert "state layers" in sentence
 
 
-def test_our_kernels_verify_nothing_yet() -> None:
-    (sentence,) = said("ngram", kernels="ours")
-    assert 'set it to "auto" or "engine"' in sentence
-    assert said("ngram", kernels="engine") == said("ngram", kernels="auto") == []
+@pytest.mark.parametrize("kernels", ["ours", "engine", "auto"])
+def test_drafts_are_served_on_any_kernels(kernels: str) -> None:
+    assert said("ngram", kernels=kernels) == []
+
+
+def test_records_are_not_kept_beside_idle_ranks() -> None:
+    assert said("ngram", draft_states="replay") == []
+    assert said("ngram", ranks=2) == said("ngram", ranks=2, draft_states="columns")
+    (sentence,) = said("ngram", ranks=2, draft_states="replay")
+    assert "not served with data parallelism" in sentence
 
 
 def test_deterministic() -> None:
@@ -121,6 +134,31 @@ def test_kinds_of_layers(kind: Kind, served: bool) -> None:
             f"vLLM does not verify drafts in layer s, of the kind {kind.name}; drop "
             "--speculative-config."
         )
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "ranks", "fewer"),
+    [
+        ("mtp", False, 1, True),
+        ("ngram", False, 1, True),
+        ("suffix", False, 1, False),
+        ("medusa", False, 1, False),
+        ("custom_class", False, 1, False),
+        ("ngram_gpu", True, 1, True),
+        ("mtp", True, 2, False),
+    ],
+)
+def test_who_proposes_fewer_drafts(
+    method: str, v2: bool, ranks: int, fewer: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method),
+        use_v2_model_runner=v2,
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+    )
+    assert takes_fewer_drafts(config) == fewer
+    config.speculative_config = None
+    assert not takes_fewer_drafts(config)
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,15 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from hybrid_plugin.core.commands import MoveWindow, Pool
+from hybrid_plugin.core.commands import Fold, MoveWindow, Pool
+from hybrid_plugin.core.memory.pools import NoSlots
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.scheduler import COMMANDS, ROWS, HybridScheduler
 from tests.vllm.fakes import admit, manager, nothing_kept, request
 
 PROMPT = 40
 DRAFTS = 3
+LOOKAHEAD = 0
 
 
 class Engine:
@@ -26,6 +29,8 @@ class Engine:
 
     def __init__(self, of: HybridKVCacheManager) -> None:
         self.of = of
+        self.during: Callable[[], object] = lambda: None
+        """What happens while a step is scheduled."""
         self.requests: dict[str, Any] = {}
 
     def add(self, name: str, first: int = 0) -> Any:
@@ -43,19 +48,30 @@ class Engine:
         for name, count in drafts.items():
             self.requests[name].spec_token_ids = list(range(count))
         steps = self.of.draft_steps
-        steps.lend(self.requests[name] for name in counts)
+        steps.lend([self.requests[name] for name in counts], LOOKAHEAD)
         verified = {name: self.requests[name].spec_token_ids for name in counts}
         scheduled = {n: count + len(verified[n]) for n, count in counts.items()}
         for name, count in scheduled.items():
             one = self.requests[name]
             if one.num_computed_tokens:
-                assert self.of.allocate_slots(one, count) is not None
+                grown = self.of.allocate_slots(
+                    one, count, num_lookahead_tokens=LOOKAHEAD
+                )
+                assert grown is not None
             one.num_computed_tokens += count
             one.spec_token_ids = []
+        self.during()
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             scheduled_spec_decode_tokens={n: d for n, d in verified.items() if d},
         )
+        for one in self.requests.values():
+            one.num_computed_tokens -= scheduled.get(one.request_id, 0)
+        output.proposed = steps.worth_proposing(
+            output, self.requests, DRAFTS, LOOKAHEAD
+        )
+        for one in self.requests.values():
+            one.num_computed_tokens += scheduled.get(one.request_id, 0)
         output.commands = self.of.drain_commands()
         output.rows = steps.note(output, self.requests)
         self.of.step_scheduled(self.requests[name] for name in counts)
@@ -132,7 +148,7 @@ def test_a_row_waits_for_its_request_to_run(engine: Engine) -> None:
     """What got slots but no place in the step has its row written with a later one."""
     one = engine.add("a")
     one.spec_token_ids = [1, 2]
-    engine.of.draft_steps.lend([one])
+    engine.of.draft_steps.lend([one], LOOKAHEAD)
     idle = SimpleNamespace(num_scheduled_tokens={}, scheduled_spec_decode_tokens={})
     assert engine.of.draft_steps.note(idle, engine.requests) == {}
     assert list(engine.step({"a": 1}, a=2).rows) == ["a"]
@@ -146,15 +162,94 @@ def test_drafts_without_a_slot_are_dropped() -> None:
     assert engine.of.cache.stats.drafts_refused == 1
 
 
+def test_all_requests_verify_equally_many_drafts() -> None:
+    """Seven slots for two requests with a state each: two drafts for both."""
+    engine = Engine(manager(pages=40, slots=8))
+    engine.add("a")
+    engine.add("b", first=500)
+    output = engine.step({"a": 1, "b": 1}, a=DRAFTS, b=DRAFTS)
+    drafts = output.scheduled_spec_decode_tokens
+    assert drafts == {"a": [0, 1], "b": [0, 1]}
+    assert {len(row) for row in output.rows.values()} == {3}
+    assert engine.of.cache.slots.free == 1
+
+
+def test_who_has_fewer_drafts_does_not_narrow_the_others(engine: Engine) -> None:
+    engine.add("a")
+    engine.add("b", first=500)
+    drafts = engine.step({"a": 1, "b": 1}, a=1, b=DRAFTS).scheduled_spec_decode_tokens
+    assert {name: len(some) for name, some in drafts.items()} == {"a": 1, "b": DRAFTS}
+
+
+def test_drafts_make_way_where_pages_are_short() -> None:
+    """Its page has room for 7 tokens, and there is no other: nobody is preempted."""
+    engine = Engine(manager(pages=1 + 3, slots=12))
+    one = engine.add("a")
+    verified = []
+    for accepted in (3, 2, 0):
+        output = engine.step({"a": 1}, a=DRAFTS)
+        verified.append(len(output.scheduled_spec_decode_tokens.get("a", ())))
+        engine.take(output, a=accepted)
+    assert verified == [3, 3, 0], "44 and 48 tokens need pages, then 48 and no more"
+    assert one.num_tokens == PROMPT + 9
+
+
 def test_models_without_states_need_no_slots() -> None:
     """Drafts are verified, and nothing is lent."""
-    engine = Engine(manager(pages=40))
-    one = engine.add("a")
-    cache: Any = SimpleNamespace(slots=SimpleNamespace(needed=False))
-    steps = type(engine.of.draft_steps)(cache)
+    of = manager(pages=40)
+    of.cache.slots = of.cache.drafts._slots = of.cache.memory.slots = NoSlots()
+    of.cache.broker._pools.pop(Pool.STATE)  # type: ignore[attr-defined]
+    one = request("a", PROMPT)
+    assert admit(of, one, PROMPT) is not None
     one.spec_token_ids = [1, 2, 3]
-    steps.lend([one])
+    of.draft_steps.lend([one], LOOKAHEAD)
     assert one.spec_token_ids == [1, 2, 3]
+
+
+# --------------------------------------------------------------- what is proposed
+
+
+def test_as_many_drafts_are_proposed_as_can_be_verified(engine: Engine) -> None:
+    engine.add("a")
+    assert engine.step({"a": 1}, a=DRAFTS).proposed == DRAFTS
+
+
+def test_no_drafts_are_proposed_while_somebody_waits() -> None:
+    engine = Engine(manager(pages=60, slots=5))
+    engine.add("a")
+    engine.take(engine.step({"a": 1}, a=DRAFTS), a=2)
+    late = request("late", PROMPT, first=500)
+    engine.during = lambda: admit(engine.of, late, PROMPT)
+    narrowed = engine.step({"a": 1}, a=DRAFTS)
+    assert narrowed.proposed == 0, "it was refused in this step"
+    engine.take(narrowed, a=1)
+    assert engine.step({"a": 1}).proposed == 0
+    assert held(engine) == DRAFTS, "the step before verified some"
+    engine.during = lambda: None
+    engine.of.draft_steps.lend([engine.requests["a"]], LOOKAHEAD)
+    assert held(engine) == 0
+    assert admit(engine.of, late, PROMPT) is not None
+
+
+def test_as_many_are_proposed_as_slots_are_left_for() -> None:
+    """Slots of content worth more do not count, nor pages that are not there."""
+    engine = Engine(manager(pages=40, slots=4))
+    engine.add("a")
+    assert engine.step({"a": 1}, a=DRAFTS).proposed == 2
+    engine = Engine(manager(pages=1 + 3, slots=12))
+    engine.add("a")
+    first = engine.step({"a": 1}, a=DRAFTS)
+    assert first.proposed == DRAFTS
+    engine.take(first, a=3)
+    assert engine.step({"a": 1}, a=DRAFTS).proposed == 0
+
+
+def test_a_prompt_in_prefill_wants_no_drafts(engine: Engine) -> None:
+    one = request("a", PROMPT)
+    engine.requests["a"] = one
+    assert admit(engine.of, one, PROMPT) is not None
+    engine.of.cache.drafts._refused_now = True
+    assert engine.step({"a": 32}).proposed == DRAFTS, "nobody verifies next"
 
 
 # -------------------------------------------------------------------- turn ends
@@ -207,6 +302,48 @@ def test_a_stop_before_a_step_in_flight_is_missed(engine: Engine) -> None:
     assert nothing_kept(engine.of)
 
 
+@pytest.fixture
+def recording() -> Engine:
+    """Steps record what drafts do, so that there are slots for four requests."""
+    return Engine(manager(pages=40, slots=5, records_drafts=True))
+
+
+@pytest.mark.parametrize("accepted", range(DRAFTS + 1))
+def test_a_turn_ends_on_what_is_folded(recording: Engine, accepted: int) -> None:
+    one = recording.add("a")
+    output = recording.step({"a": 1}, a=DRAFTS)
+    assert len(output.scheduled_spec_decode_tokens["a"]) == DRAFTS
+    assert output.rows == {} and held(recording) == 0
+    slot = recording.of.cache.sequence("a").slot
+    recording.take(output, a=accepted)
+    recording.end("a")
+    assert recording.of.drain_commands() == [Fold(Pool.STATE, slot, 1 + accepted)]
+    assert hit(recording, one) == PROMPT + 1 + accepted
+    assert nothing_kept(recording.of)
+
+
+def test_what_was_folded_since_is_not_folded_again(recording: Engine) -> None:
+    """A request is aborted that sat out the last step."""
+    one, _ = recording.add("a"), recording.add("b", 7)
+    recording.take(recording.step({"a": 1}, a=DRAFTS), a=2)
+    recording.take(recording.step({"b": 1}, b=DRAFTS), b=1)
+    recording.end("a")
+    assert recording.of.drain_commands() == []
+    assert hit(recording, one) == PROMPT + 3
+
+
+def test_of_a_recorded_step_in_flight_the_known_token_is_folded(
+    recording: Engine,
+) -> None:
+    one = recording.add("a")
+    recording.take(recording.step({"a": 1}, a=DRAFTS), a=2)
+    recording.step({"a": 1}, a=DRAFTS)
+    slot = recording.of.cache.sequence("a").slot
+    recording.end("a")
+    assert recording.of.drain_commands() == [Fold(Pool.STATE, slot, 1)]
+    assert hit(recording, one) == len(one.all_token_ids) == PROMPT + 4
+
+
 def test_outcomes_of_a_sequence_that_is_gone_are_not_taken(engine: Engine) -> None:
     """A preempted request begins anew while its old step is in flight."""
     engine.add("a")
@@ -247,8 +384,9 @@ def test_speculation_narrows_before_anyone_is_refused_twice() -> None:
     assert admit(engine.of, late, PROMPT) is None, "drafts hold all slots"
     verified = engine.step({"a": 1}, a=DRAFTS)
     assert verified.scheduled_spec_decode_tokens == {}, "the step is narrow"
-    assert held(engine) == 0
     engine.take(verified, a=0)
+    engine.of.draft_steps.lend([engine.requests["a"]], LOOKAHEAD)
+    assert held(engine) == 0
     assert admit(engine.of, late, PROMPT) is not None
     engine.of.free(late)
 
@@ -272,6 +410,7 @@ def test_columns_lent_again_are_written_again() -> None:
     late = request("late", PROMPT, first=500)
     assert admit(engine.of, late, PROMPT) is None
     engine.take(engine.step({"a": 1}, a=DRAFTS), a=0)
+    engine.of.draft_steps.lend([engine.requests["a"]], LOOKAHEAD)
     assert admit(engine.of, late, PROMPT) is not None
     engine.take(engine.step({"a": 1}), a=0)
     again = engine.step({"a": 1}, a=DRAFTS)
@@ -288,7 +427,8 @@ def scheduler() -> Any:
     made.kv_cache_manager = manager(pages=40, slots=12)
     made.waiting = []
     made.requests = {}
-    made.num_spec_tokens = DRAFTS
+    made.num_spec_tokens, made.num_lookahead_tokens = DRAFTS, LOOKAHEAD
+    made._narrows_drafter = True
     return made
 
 
@@ -321,6 +461,30 @@ def test_the_scheduler_lends_notes_and_sends(
     scheduler.update_from_output(output, result)
     assert taken == [(output, result)]
     assert scheduler.kv_cache_manager.cache.sequence("a").steps.final == PROMPT + 3
+
+
+@pytest.mark.parametrize("narrows", [False, True])
+def test_the_scheduler_narrows_the_drafter(
+    scheduler: Any, narrows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before vLLM reads the number, for the placeholders of steps scheduled ahead."""
+    engine = Engine(scheduler.kv_cache_manager)
+    scheduler.requests = {"a": engine.add("a")}
+    scheduler._narrows_drafter = narrows
+    engine.of.cache.drafts._refused_now = True
+    read: list[int] = []
+    monkeypatch.setattr(
+        Scheduler,
+        "_update_after_schedule",
+        lambda self, output: read.append(output.num_spec_tokens_to_schedule),
+    )
+    output = SimpleNamespace(
+        num_scheduled_tokens={"a": 1},
+        scheduled_spec_decode_tokens={},
+        num_spec_tokens_to_schedule=DRAFTS,
+    )
+    scheduler._update_after_schedule(output)
+    assert read == [0 if narrows else DRAFTS]
 
 
 def test_a_newcomer_is_not_padded_with_drafts(scheduler: Any) -> None:

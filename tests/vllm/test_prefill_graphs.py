@@ -209,6 +209,9 @@ def test_each_obstacle_has_a_sentence() -> None:
     assert obstacles(found, pictures=text_alone) == []
     (sentence,) = obstacles(found, pictures=SimpleNamespace(language_model_only=False))
     assert "give --language-model-only" in sentence
+    found.drafts = 3
+    (sentence,) = obstacles(found)
+    assert "not served with speculative decoding" in sentence
     (sentence,) = obstacles(StateLayers({}, "engine", "cuda"))
     assert "vLLM's kernels run the state layers. Set the option" in sentence
 
@@ -237,6 +240,7 @@ def test_a_worker_without_graphs_refuses_it() -> None:
         additional_config={"hybrid_plugin": options},
         compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=None,
+        num_speculative_tokens=0,
         model_config=SimpleNamespace(multimodal_config=None),
     )
     with pytest.raises(ConfigError, match="prefill_graphs is for a GPU; leave it out"):

@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.sampling_params import RepetitionDetectionParams
 
 from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts
@@ -86,6 +88,7 @@ class Runner:
         self.req_states = SimpleNamespace(
             req_id_to_index={"a": 2},
             num_computed_tokens=SimpleNamespace(gpu=torch.full((ROWS,), 10)),
+            all_token_ids=SimpleNamespace(gpu=torch.full((ROWS, 64), 9)),
         )
         self.added: list[Any] = []
 
@@ -114,15 +117,31 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Runner()
 
 
-def add(runner: Any, eos: int | None, stops: list[int] | None, most: int) -> None:
-    given = SimpleNamespace(stop_token_ids=stops, eos_token_id=eos, max_tokens=most)
+def add(
+    runner: Any,
+    eos: int | None,
+    stops: list[int] | None,
+    most: int,
+    repetition: RepetitionDetectionParams | None = None,
+) -> None:
+    given = SimpleNamespace(
+        stop_token_ids=stops,
+        eos_token_id=eos,
+        max_tokens=most,
+        min_tokens=0,
+        repetition_detection=repetition,
+    )
     new = SimpleNamespace(req_id="a", prompt_len=8, sampling_params=given)
     runner.add_requests(SimpleNamespace(scheduled_new_reqs=[new]))
     assert len(runner.added) == 1
 
 
 def sampled(runner: Any, drafts: int = DRAFTS) -> tuple[int, int]:
-    batch = SimpleNamespace(num_draft_tokens=drafts, idx_mapping=torch.tensor([2]))
+    batch = SimpleNamespace(
+        num_draft_tokens=drafts,
+        idx_mapping=torch.tensor([2]),
+        idx_mapping_np=np.array([2]),
+    )
     output, counts, rejected = runner.sample(None, batch, None)
     assert output.num_sampled is counts and output.num_rejected is rejected
     return int(counts), int(rejected)
@@ -142,6 +161,17 @@ def test_the_runner_takes_less(
 ) -> None:
     add(runner, eos, stops, most)
     assert sampled(runner) == wanted
+
+
+def test_the_runner_takes_less_where_an_answer_repeats_itself(runner: Any) -> None:
+    """Tokens 8 to 10 are 9, the second one that is sampled again."""
+    add(runner, None, None, 100, RepetitionDetectionParams(1, 1, 2))
+    assert sampled(runner) == (4, 0), "5, 9, 6, 4 repeat nothing"
+    runner.req_states.all_token_ids.gpu[2, 10] = 5
+    assert sampled(runner) == (1, 3), "5 and 5"
+    runner.added.clear()
+    add(runner, None, None, 100)
+    assert sampled(runner) == (4, 0), "another request in the row does not ask for it"
 
 
 def test_steps_without_drafts_are_left_alone(runner: Any) -> None:

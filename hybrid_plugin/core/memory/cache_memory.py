@@ -16,6 +16,7 @@ from hybrid_plugin.core.memory.attention_windows import live_pages
 from hybrid_plugin.core.memory.broker import MemoryBroker
 from hybrid_plugin.core.memory.page_pairs import PagePairs
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.scratch import ScratchRows
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.promises import Promises
 from hybrid_plugin.core.stats import CacheStats
@@ -56,6 +57,7 @@ class CacheMemory:
         stats: CacheStats,
         enqueue: Callable[[Command], None],
         promised_pages: Callable[[PoolId], int],
+        scratch: ScratchRows | None = None,
     ) -> None:
         """Put the pools together; `reclaim.register_pools` tells the broker of them.
 
@@ -69,6 +71,7 @@ class CacheMemory:
             stats: where evictions are counted.
             enqueue: takes the commands that move cached ids.
             promised_pages: pages of a pool that live sequences have reserved.
+            scratch: rows in which drafts are verified, where they share the memory.
         """
         self.pages = pages
         self.slots = slots
@@ -79,6 +82,7 @@ class CacheMemory:
         self.stats = stats
         self.enqueue = enqueue
         self.promised_pages = promised_pages
+        self.scratch = scratch
         self._lost = self._freed = 0.0
         self.lifetime = 1.0
         """Admissions since what was evicted of late had been used."""
@@ -89,7 +93,11 @@ class CacheMemory:
         """Of KV pages and those of each window group."""
 
     def wanted(
-        self, pages: int, window_pages: Sequence[int], slots: int
+        self,
+        pages: int,
+        window_pages: Sequence[int],
+        slots: int,
+        sequences: int = 0,
     ) -> dict[PoolId, int]:
         """A request to the broker.
 
@@ -97,10 +105,13 @@ class CacheMemory:
             pages: of full attention.
             window_pages: of each window group.
             slots: for states, which a model without states does not need.
+            sequences: that are live then, and must fit into the scratch.
         """
         wanted = dict(zip(self.page_pools, (pages, *window_pages), strict=True))
         if self.slots.needed:
             wanted[Pool.STATE] = slots
+        if self.scratch is not None:
+            wanted[Pool.SCRATCH] = self.scratch.missing(sequences)
         return wanted
 
     # ------------------------------------------------------------------ sharing
@@ -185,6 +196,7 @@ class CacheMemory:
             and self._provide(match, ahead)
         ) or self._provide(match, now):
             fresh = self.pages.allocate(count)
+            self._hold_scratch(now)
             return Allocation(
                 slot=self.slots.allocate_running(),
                 fresh=fresh,
@@ -195,6 +207,7 @@ class CacheMemory:
         assert snapshot is not None, "there is room without a hit, or none at all"
         provided = self._provide(match, self._without_own(match, now))
         assert provided, "there is room at the price of the matched snapshot"
+        self._hold_scratch(now)
         self.slots.take_over(snapshot.slot)
         own = self._take_over_tails(match)
         fresh = self.pages.allocate(count - len(own[Pool.KV]))
@@ -205,6 +218,10 @@ class CacheMemory:
             windows=tuple([own[Pool.window(i)] + pages for i, pages in windows]),
             taken_over=True,
         )
+
+    def _hold_scratch(self, wanted: Mapping[PoolId, int]) -> None:
+        if self.scratch is not None:
+            self.scratch.hold(wanted[Pool.SCRATCH])
 
     def allocate_windows(self, pages: Pages) -> tuple[Pages, ...]:
         """Window pages of each group, for KV pages that were just allocated."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.memory.scratch import ScratchRows
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 
 
@@ -30,6 +31,10 @@ class CachePools(Protocol):
     def broker(self) -> MemoryBroker:
         """Finds free ids in all of them."""
 
+    @property
+    def scratch(self) -> ScratchRows | None:
+        """Rows in which drafts are verified, where they share the pools' memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedPools:
@@ -39,3 +44,4 @@ class FixedPools:
     slots: SlotPool
     windows: tuple[WindowGroup, ...] = ()
     broker: FixedBroker = field(default_factory=FixedBroker)
+    scratch: ScratchRows | None = None

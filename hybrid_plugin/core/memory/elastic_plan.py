@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from hybrid_plugin.core.memory.layout import (
     TooLittleMemoryError,
 )
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
+from hybrid_plugin.core.memory.scratch import ScratchLayout, ScratchRows
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 
 _STATES_AT_START = 4
@@ -54,6 +56,7 @@ class ElasticPools:
     slots: SlotPool
     windows: tuple[WindowGroup, ...]
     broker: ElasticBroker
+    scratch: ScratchRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,13 @@ class ElasticPlan:
     """In the order in which memory is found for them."""
 
     def ids(self, pool: PoolId) -> int:
-        """Ids of a pool: as many as if it had the whole budget to itself."""
+        """Ids of a pool: as many as if it had the whole budget to itself.
+
+        The scratch has one for each sequence that may verify, in whole granules.
+        """
         plan = self.pools[pool]
+        if pool == Pool.SCRATCH and self.layout.scratch is not None:
+            return -(-self.layout.scratch.rows // plan.per_granule) * plan.per_granule
         return self.budget // plan.granule_bytes * plan.per_granule
 
     @property
@@ -112,6 +120,7 @@ class ElasticPlan:
             slots=self._slots(),
             windows=tuple(windows),
             broker=ElasticBroker(self.budget, budgets),
+            scratch=self._scratch(),
         )
 
     def _pages(self, pool: PoolId) -> PagePool:
@@ -119,6 +128,15 @@ class ElasticPlan:
         for granule in range(1, self.pools[pool].start):
             pages.ids.map(granule)
         return pages
+
+    def _scratch(self) -> ScratchRows | None:
+        if self.layout.scratch is None:
+            return None
+        plan = self.pools[Pool.SCRATCH]
+        rows = ScratchRows(self.layout.scratch, plan.per_granule)
+        for granule in range(1, plan.start):
+            rows.ids.map(granule)
+        return rows
 
     def _slots(self) -> SlotPool:
         if Pool.STATE not in self.pools:
@@ -177,6 +195,11 @@ def plan_elastic(
     }
     if Pool.STATE in pools:  # one slot to run in, and one to keep
         pools[Pool.STATE] = replace(pools[Pool.STATE], start=2)
+    if layout.scratch is not None:
+        scratch, pools[Pool.SCRATCH] = _plan_scratch(
+            layout.scratch, pools, block_bytes, budget
+        )
+        layout = replace(layout, scratch=scratch)
     plan = ElasticPlan(layout, budget, block_bytes, pools)
     needed = _start_bytes(pools)
     if needed > budget:
@@ -199,6 +222,46 @@ def _pages_per_granule(
             if group.window == window
         )
     )
+
+
+def _plan_scratch(
+    scratch: ScratchLayout,
+    others: Mapping[PoolId, PoolPlan],
+    block_bytes: int,
+    budget: int,
+) -> tuple[ScratchLayout, PoolPlan]:
+    """Cut the scratch into granules, and leave out rows that can never be needed.
+
+    A sequence takes a slot besides its row, and so much must be there for one of the
+    greatest length: more of them than fit then never run at once.
+
+    Args:
+        scratch: with the rows that the engine would use.
+        others: all other pools, with what they start with at least.
+        block_bytes: as for `plan_elastic`.
+        budget: likewise.
+    """
+    if scratch.apart:
+        per = math.lcm(
+            *(block_bytes // math.gcd(block_bytes, b) for b in scratch.apart)
+        )
+        unit = math.lcm(_TOKEN_ALIGNMENT, block_bytes // math.gcd(block_bytes, per))
+        together = -(-scratch.together // unit) * unit
+    else:
+        used = -(-scratch.together // _TOKEN_ALIGNMENT) * _TOKEN_ALIGNMENT
+        per, together = _granule(used, _TOKEN_ALIGNMENT, block_bytes, budget)
+    scratch = replace(scratch, together=together)
+    plan = PoolPlan(scratch.row_bytes, per, floor=1, start=1)
+    left = budget - _start_bytes(others)
+    slot = others[Pool.STATE].row_bytes if Pool.STATE in others else 0
+
+    def taken(rows: int) -> int:
+        return -(-rows // per) * plan.granule_bytes + (rows - 1) * slot
+
+    rows = bisect_right(range(1, scratch.rows + 1), left, key=taken)
+    scratch = replace(scratch, rows=max(rows, 1))
+    written = min(scratch.warm_up_rows, scratch.rows)
+    return scratch, replace(plan, start=-(-written // per))
 
 
 def _fit_packed(
@@ -255,6 +318,8 @@ def _with_warm_up(plan: ElasticPlan, max_sequences: int, least: int) -> ElasticP
     ids = max(ids, least + 1)
     pools = {
         name: replace(pool, start=max(-(-ids // pool.per_granule), pool.floor))
+        if name != Pool.SCRATCH
+        else pool
         for name, pool in plan.pools.items()
     }
     if _start_bytes(pools) > plan.budget:

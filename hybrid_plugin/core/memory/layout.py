@@ -11,6 +11,7 @@ from hybrid_plugin.core.memory.attention_windows import (
     AttentionWindow,
     max_live_pages,
 )
+from hybrid_plugin.core.memory.scratch import ScratchLayout
 
 DEFAULT_CHUNK = 8192
 """Tokens of a prefill step at most, where the engine does not say."""
@@ -83,6 +84,8 @@ class CacheLayout:
     page_padding: tuple[int, ...] = ()
     """Bytes behind the layers of a packed page, for each of `page_pools`, in order;
     empty for none."""
+    scratch: ScratchLayout | None = None
+    """Of the rows in which drafts are verified, where they share the memory."""
 
     @property
     def page_bytes(self) -> int:
@@ -134,7 +137,9 @@ class CacheLayout:
 
     def sequence_bytes(self, length: int) -> int:
         """Bytes of one sequence of `length` tokens while it runs."""
-        return self._state_bytes(length) + self.pages_for(length) * self.page_bytes
+        row = 0 if self.scratch is None else self.scratch.row_bytes
+        pages = self.pages_for(length) * self.page_bytes
+        return self._state_bytes(length) + pages + row
 
     def _state_bytes(self, length: int) -> int:
         """Bytes of a slot, and of the pages in windows after `length` tokens."""

@@ -17,6 +17,8 @@ def register_pools(memory: CacheMemory) -> None:
         broker.register(Pool.window(index), group.pages.ids, reclaim)
     if memory.slots.needed:
         broker.register(Pool.STATE, memory.slots.ids, SnapshotReclaim(memory))
+    if memory.scratch is not None:
+        broker.register(Pool.SCRATCH, memory.scratch.ids, ScratchReclaim(memory))
 
 
 class PageReclaim:
@@ -100,3 +102,30 @@ class WindowReclaim(SnapshotReclaim):
             self._memory.enqueue(Copy(Pool.window(self._index), source, destination))
         self._memory.pairs[self._index].move_windows(moved)
         self._memory.tree.renumber(windows={self._index: moved})
+
+
+class ScratchReclaim:
+    """Rows of the scratch: nothing in them is cached, so only idle ones can go."""
+
+    def __init__(self, memory: CacheMemory) -> None:
+        self._memory = memory
+
+    def worth(self) -> float | None:
+        """Nothing can be evicted."""
+        return None
+
+    def lifetime(self) -> float:
+        """As the cache has it: what a move to this pool must repay."""
+        return self._memory.lifetime
+
+    def evict(self, count: int) -> bool:
+        """Nothing can be evicted."""
+        return False
+
+    def promised(self) -> int:
+        """None: a row is held from the admission of a sequence on."""
+        return 0
+
+    def migrate_granule(self, granule: int) -> None:
+        """Nothing is cached there."""
+        raise ValueError(f"granule {granule} of the scratch has nothing to move")

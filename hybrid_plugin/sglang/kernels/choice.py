@@ -7,12 +7,17 @@ from typing import Any
 
 from sglang.srt import configs
 from sglang.srt.configs import hybrid_arch
+from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import (
+    is_flashinfer_gdn_prefill_available,
+)
+from sglang.srt.runtime_context import get_exec
 
-from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
 
 _GATED_OTHERWISE = (configs.JetNemotronConfig, configs.JetVLMConfig)
 """Their convolution's weights are made from the tokens, by the model itself."""
 _GATED = "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend"
+_FLASHINFER = "flashinfer"
 _SEGMENTS = "seg_la"
 """The kernel that SGLang has for lightning attention, unless a model names another."""
 _SHORT_CONV = (configs.Lfm2Config, configs.Lfm2MoeConfig, configs.Lfm2VlConfig)
@@ -49,6 +54,25 @@ def mixer_of(model: Any) -> Mixer | None:
     spec = hybrid_arch.linear_attn_model_spec(model)
     registered = spec is not None and spec.backend_class_name == _GATED
     return Mixer.GATED_DELTA_NET if registered else None
+
+
+def library_of(mixer: Mixer, phase: Phase) -> str:
+    """The library of kernels that SGLang has for a kind of state layers.
+
+    Args:
+        mixer: the kind.
+        phase: prefill or decode.
+    """
+    asked = get_exec().mamba
+    if phase is Phase.DECODE:
+        return str(asked.linear_attn_decode_backend or asked.linear_attn_backend)
+    named = asked.linear_attn_prefill_backend
+    if named is not None or asked.linear_attn_backend != TRITON:
+        return str(named or asked.linear_attn_backend)
+    # It takes FlashInfer's by itself, for sizes and dtypes that it knows once its pools
+    # are built: where that can be had, we go by it.
+    gated = mixer is Mixer.GATED_DELTA_NET
+    return _FLASHINFER if gated and is_flashinfer_gdn_prefill_available() else TRITON
 
 
 def is_captured_as_it_is(model: Any) -> bool:

@@ -20,6 +20,7 @@ from hybrid_plugin.sglang.kernels import passes, prefill_graphs
 from hybrid_plugin.sglang.kernels.decays import Decays
 from hybrid_plugin.sglang.kernels.linear_layer import output_for, pools
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
+from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
 _MIXER = Mixer.GATED_DELTA_NET
 
@@ -97,6 +98,37 @@ def decode(
         *pools(backend, layer),
     )[None]
     return out if z is None else (out, z)
+
+
+def verify(
+    replay: Replay,
+    original: Callable[..., Any],
+    backend: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Hook of `forward_extend` for passes that verify; a CUDA graph may capture it.
+
+    Returns:
+        ``[1, T, HV, V]``.
+    """
+    if not (_is_stock(backend) and replay.records(backend, kwargs["forward_batch"])):
+        return original(backend, *args, **kwargs)
+    mixed_qkv, layer = kwargs["mixed_qkv"], kwargs["layer"]
+    gates = (len(mixed_qkv), layer.num_v_heads)
+    verifications, record = replay.of_layer(backend, layer.layer_id)
+    out = output_for(kwargs, backend.forward_metadata)
+    gated_delta_net.verify(
+        _weights(layer),
+        verifications,
+        mixed_qkv,
+        kwargs["a"].reshape(gates),
+        kwargs["b"].reshape(gates),
+        *pools(backend, layer),
+        out[0],
+        record,
+    )
+    return out
 
 
 def _extends(layers: StateLayers, backend: Any, batch: Any) -> bool:

@@ -20,6 +20,7 @@ from hybrid_plugin.sglang.kernels import passes, prefill_graphs
 from hybrid_plugin.sglang.kernels.decays import Decays
 from hybrid_plugin.sglang.kernels.linear_layer import output_for, pools
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
+from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
 DECAYS = Decays()
 
@@ -97,6 +98,42 @@ def decode(
         conv_states.transpose(-1, -2),
         states,
     )[None]
+
+
+def verify(
+    replay: Replay,
+    original: Callable[..., Any],
+    backend: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Hook of `forward_extend` for passes that verify; a CUDA graph may capture it.
+
+    Returns:
+        ``[1, T, HV, V]``.
+    """
+    layer = kwargs["layer"]
+    if not (
+        _is_ours(backend, layer) and replay.records(backend, kwargs["forward_batch"])
+    ):
+        return original(backend, *args, **kwargs)
+    mixed_qkv = kwargs["mixed_qkv"]
+    a, b = _gates(layer, len(mixed_qkv), kwargs)
+    verifications, record = replay.of_layer(backend, layer.layer_id)
+    conv_states, states = pools(backend, layer)
+    out = output_for(kwargs, backend.forward_metadata)
+    kda.verify(
+        _weights(layer),
+        verifications,
+        mixed_qkv,
+        a,
+        b,
+        conv_states.transpose(-1, -2),
+        states,
+        out[0],
+        record,
+    )
+    return out
 
 
 def _is_ours(backend: Any, layer: Any) -> bool:

@@ -16,7 +16,11 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.sglang.kernels.choice import is_captured_as_it_is, mixer_of
+from hybrid_plugin.sglang.kernels.choice import (
+    is_captured_as_it_is,
+    library_of,
+    mixer_of,
+)
 from hybrid_plugin.sglang.kernels.passes import prefills
 from hybrid_plugin.sglang.kernels.warm_up import few_and_many
 from hybrid_plugin.sglang.log import logger
@@ -84,9 +88,12 @@ class StateLayers:
             return
         self._mixer = mixer
         self.round_states = round_states
-        self._phases = frozenset(
-            phase for phase in Phase if are_ours(option, mixer, phase, device.type)
-        )
+        phases = (Phase.PREFILL, Phase.DECODE)
+        if all(
+            are_ours(option, mixer, phase, device.type, library_of(mixer, phase))
+            for phase in phases
+        ):
+            self._phases = frozenset(phases)
         if self.runs(mixer, Phase.PREFILL):
             self.interior = InteriorSnapshots(device)
             self._cold = device.type != "cpu"

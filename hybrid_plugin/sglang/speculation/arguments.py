@@ -6,13 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.sglang.activation import FLAG
+from hybrid_plugin.sglang.kernels.choice import mixer_of
 
 SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 _PAGED_TREES = {"NGRAM": ("flashinfer",)}
 """Attention backends that verify trees in pages, where they are fewer than those below;
 SGLang refuses the others."""
 _PAGED_TREES_OF_DRAFT_MODELS = ("flashinfer", "fa3", "triton")
+MOST_REQUESTS = 2048
+"""SGLang runs so many at once, if there is room, unless told otherwise."""
+_RECORDED = (Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2)
 
 
 def conflicts(view: Any, *, windows: bool) -> Iterator[str]:
@@ -47,6 +53,36 @@ def conflicts(view: Any, *, windows: bool) -> Iterator[str]:
             "batches that mix prompts with drafts are not supported yet; drop "
             "--enable-mixed-chunk."
         )
+
+
+def unrecorded(view: Any, options: HybridConfig, model: Any) -> Iterator[str]:
+    """Likewise, about `draft_states`.
+
+    Args:
+        view: SGLang's resolved arguments.
+        options: of the plugin.
+        model: SGLang's `ModelConfig`.
+    """
+    if is_replayed(view, options) and mixer_of(model) not in _RECORDED:
+        yield (
+            "draft_states is replay, and there are no kernels for it for the state "
+            "layers of this model: leave it out."
+        )
+
+
+def is_replayed(view: Any, options: HybridConfig) -> bool:
+    """Whether drafts are recorded, and their states not kept."""
+    return options.draft_states == "replay" and algorithm(view) is not None
+
+
+def running_requests(view: Any, options: HybridConfig) -> dict[str, int]:
+    """How many requests run, where SGLang would have fewer run because of drafts.
+
+    Its default with drafts is 48, for the memory of their states.
+    """
+    if not is_replayed(view, options) or view.max_running_requests is not None:
+        return {}
+    return {"max_running_requests": MOST_REQUESTS * max(view.attn_dp_size, 1)}
 
 
 def algorithm(view: Any) -> str | None:

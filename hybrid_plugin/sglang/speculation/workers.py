@@ -49,10 +49,13 @@ def with_commands(worker: type) -> type:
         if not isinstance(cache, HybridPrefixCache):
             return run(self, batch, *args, **kwargs)
         verifies = batch.forward_mode.is_decode()
+        idles = batch.forward_mode.is_idle()
         cache.step_begins(batch)
         result = run(self, batch, *args, **kwargs)
         if verifies:
             cache.drafts.launched(batch, result.speculative_num_draft_tokens)
+        if idles:  # a pass of padding, beside ranks that verify
+            cache.cache.forget_scratch()
         cache.step_launched(batch)
         return result
 

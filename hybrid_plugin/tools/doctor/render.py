@@ -103,8 +103,7 @@ def _fitting(outlook: Outlook) -> tuple[int, int]:
 def _granules(shared: ElasticPlan) -> str:
     """What memory moves between the pools in."""
     return ", ".join(
-        f"{pool.per_granule} {'slots' if name == Pool.STATE else 'pages'} of {name} "
-        f"({_kib(pool.granule_bytes)})"
+        f"{pool.per_granule} {Pool.noun(name)} of {name} ({_kib(pool.granule_bytes)})"
         for name, pool in shared.pools.items()
     )
 

@@ -82,6 +82,13 @@ def two_pools(
             f"there is room, {gib(usable)} / {gib(verifying)} = {at_once} sequences; "
             "beyond that some decode without drafts"
         )
+    if drafts and shape.record_bytes:
+        record = (1 + drafts) * shape.record_bytes
+        steps.append(
+            f"with draft_states replay: no slot, and {1 + drafts} x "
+            f"{gib(shape.record_bytes)} = {gib(record)} beside the pools for each "
+            "sequence that may run"
+        )
     return Estimate("two pools", count, count, count * length, page_size, tuple(steps))
 
 

@@ -25,6 +25,8 @@ class Mixer:
     parameters: float
     pair_flops: float = 0.0
     """Of attention: cost of one token's look at another."""
+    record_bytes: int = 0
+    """Of states: what a record of one verified token takes; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def _gated_delta(config: Fields, widths: Widths, hidden: int) -> Mixer:
     conv = _convolution(config.integer("linear_conv_kernel_dim"), width, widths)
     matrix = _matrix(values, value, key, widths)
     parameters = hidden * (2 * keys * key + 3 * values * value + 2 * values)
-    return _states("gated delta net", [conv, matrix], parameters)
+    record = _record(keys * key + values * (value + 1), width, widths)
+    return _states("gated delta net", [conv, matrix], parameters, record)
 
 
 def _kimi_delta(config: Fields, widths: Widths, hidden: int) -> Mixer:
@@ -124,6 +127,7 @@ def _kimi_delta(config: Fields, widths: Widths, hidden: int) -> Mixer:
         "Kimi delta attention",
         [conv, _matrix(heads, head, head, widths)],
         4.0 * hidden * heads * head + 4.0 * hidden * head,
+        _record(3 * heads * head, 3 * heads * head, widths),
     )
 
 
@@ -157,6 +161,9 @@ def _mamba2(config: Fields, widths: Widths, hidden: int) -> Mixer:
         "Mamba-2",
         [_convolution(kernel, width, widths), _matrix(heads, head, size, widths)],
         parameters,
+        _record(
+            _share(groups, widths.ranks) * size + heads * (head + 1), width, widths
+        ),
     )
 
 
@@ -181,9 +188,17 @@ def _matrix(heads: int, rows: int, columns: int, widths: Widths) -> tuple[int, s
     return size, f"{heads} x {rows} x {columns} x {widths.state} bytes"
 
 
-def _states(kind: str, parts: list[tuple[int, str]], parameters: float) -> Mixer:
+def _record(numbers: int, channels: int, widths: Widths) -> int:
+    """What a token does to a state, in float32, and the convolution's input."""
+    return 4 * numbers + channels * widths.conv
+
+
+def _states(
+    kind: str, parts: list[tuple[int, str]], parameters: float, record: int = 0
+) -> Mixer:
     total = sum(size for size, _ in parts)
-    return Mixer(kind, total, " + ".join(text for _, text in parts), parameters)
+    formula = " + ".join(text for _, text in parts)
+    return Mixer(kind, total, formula, parameters, record_bytes=record)
 
 
 def _share(count: int, ranks: int) -> int:

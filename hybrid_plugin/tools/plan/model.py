@@ -147,7 +147,9 @@ def _state_groups(
     if mixer is None:
         return ()
     count = sum(kind.state for kind in kinds)
-    return (StateLayers(count, mixer.kind, mixer.bytes, mixer.formula),)
+    return (
+        StateLayers(count, mixer.kind, mixer.bytes, mixer.formula, mixer.record_bytes),
+    )
 
 
 def _mixer_weights(

@@ -34,6 +34,8 @@ class StateLayers:
     """All states of one sequence in one layer."""
     formula: str
     """How `state_bytes` comes about."""
+    record_bytes: int = 0
+    """What a record of one verified token takes in one layer; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,14 @@ class ModelShape:
     def state_bytes(self) -> int:
         """States of one sequence over all state layers."""
         return sum(group.count * group.state_bytes for group in self.states)
+
+    @property
+    def record_bytes(self) -> int:
+        """What records of one verified token take over all state layers; 0 if not all
+        of them can be recorded.
+        """
+        each = [group.count * group.record_bytes for group in self.states]
+        return sum(each) if all(each) else 0
 
     def layout(self, page_size: int) -> CacheLayout:
         """Sizes of a page and a slot, for pages of `page_size` tokens."""

@@ -90,28 +90,25 @@ class Drafting:
         self.accepted = 0
         """Drafts."""
         self.narrowed = 0
-        """Passes without drafts, because somebody waited for their slots."""
+        """Passes without drafts, for want of memory or because somebody waited."""
         self.peak_slots = 0
 
     def lend(self, running: Iterable[Job]) -> None:
         """Have slots for the drafts of the next pass.
 
-        Where somebody waits for what drafts hold, none are verified.
+        All jobs verify equally many; none where somebody waits for what drafts hold.
 
         Args:
             running: in the order in which they are scheduled.
         """
-        cache, self._planned = self._cache, {}
-        narrow = cache.drafts_wanted_back
-        self.narrowed += narrow
-        for job in running:
-            if job.is_prefilling:
-                continue
-            held = 0 if narrow else self._most
-            if held and self._lends:
-                cache.hold_drafts(job.seq_id, held)
-                held = len(cache.sequence(job.seq_id).drafts)
-            self._planned[job] = held
+        cache, jobs = self._cache, list(running)
+        wanted = {job.seq_id: self._most for job in jobs if not job.is_prefilling}
+        width = self._most
+        if self._lends:
+            growth = {job.seq_id: job.num_tokens for job in jobs}
+            width = cache.lend_drafts(wanted, growth)
+        self.narrowed += bool(wanted) and not width
+        self._planned = {job: width for job in jobs if job.seq_id in wanted}
         self.peak_slots = max(self.peak_slots, cache.drafts_held)
 
     def drafts(self, job: Job) -> int:
@@ -134,9 +131,6 @@ class Drafting:
             start = job.computed - 1
             row = place if self.speculation.scratch else None
             cache.verify(job.seq_id, start, count, row=row, known=job.num_tokens)
-            held = cache.sequence(job.seq_id).drafts
-            if held and not count and cache.drafts_wanted_back:
-                cache.return_drafts(job.seq_id)
             accepted[job] = self._right(job, count)
             cache.accept(job.seq_id, accepted[job])
             self.verifications += count > 0
@@ -167,7 +161,7 @@ class Drafted:
     peak_slots: int
     """Lent at once."""
     narrowed: int
-    """Passes without drafts, because somebody waited for their slots."""
+    """Passes without drafts, for want of memory or because somebody waited."""
     turn_ends_missed: int
     """Ends of sequences whose state was lost."""
 
@@ -196,7 +190,7 @@ class Drafted:
         given = "none" if self.length is None else f"{self.length:.2f} tokens each"
         return [
             f"verifications      {self.verifications:,}, {given}; {self.narrowed:,} "
-            "passes without drafts, for others' memory",
+            "passes without drafts, for want of memory",
             f"draft slots        {self.peak_slots:,} at once, {self.slots_lent:,} "
             f"lent, {self.slots_refused:,} refused",
             f"turn ends missed   {self.turn_ends_missed:,}",

@@ -26,6 +26,7 @@ _HONOURED = frozenset(
     }
 )
 _REASONS = {
+    "draft_states": "drafts are simulated with a state each: --drafts",
     "eviction_policy": "--policy says what is evicted first",
     "prefill_graphs": "it changes how long a pass takes, and nothing in the cache",
     "system_snapshot_min_tokens": "a trace does not tell where messages end",

@@ -42,7 +42,17 @@ def activation_of(layer: Any) -> Activation:
     )
 
 
-def states_of(layer: Any) -> torch.Tensor:
-    """The convolution's states of a layer, ``[S, D, W - 1]``."""
+def states_of(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The convolution's states of a layer, ``[S, D, W - 1]``.
+
+    Where drafts are verified vLLM has room for one input more of each, which its own
+    kernels need: ours keep an ordinary state in every column.
+
+    Args:
+        layer: vLLM's.
+        weight: of the convolution, ``[D, W]``.
+    """
     states: torch.Tensor = layer.kv_cache[0]
-    return states if is_conv_state_dim_first() else states.transpose(-1, -2)
+    if not is_conv_state_dim_first():
+        states = states.transpose(-1, -2)
+    return states[..., : weight.shape[-1] - 1]

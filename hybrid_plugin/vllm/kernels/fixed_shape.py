@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid_plugin.core.commands import most_boundaries, table_columns
+from hybrid_plugin.mixers.fixed_prefills import put, room
 from hybrid_plugin.mixers.prefills import Prefills
-
-_NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +42,8 @@ class PrefillTables:
 
     def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         """Room for the largest graph."""
-
-        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        rows = limits.sequences
         self.limits = limits
-        self._cu_seqlens = room(rows + 1)
-        self._slots = room(rows)
-        self._has_initial = room(rows, dtype=torch.bool)
-        self._offsets = room(rows)
-        columns = table_columns(most_boundaries(limits.tokens))
-        self._boundary_slots = room(rows, columns)
+        self._room = room(limits.tokens, limits.sequences, device)
 
     def hold(self, prefills: Prefills, *, keeps: bool) -> Prefills:
         """Put a pass's sequences there.
@@ -68,22 +56,16 @@ class PrefillTables:
         Returns:
             The same, in tensors whose addresses and strides depend on nothing.
         """
-        rows = prefills.slots.shape[0]
+        rows, every = prefills.slots.shape[0], self._room
+        boundary_slots = every.boundary_slots
+        assert boundary_slots is not None
         held = replace(
             prefills,
-            cu_seqlens=self._cu_seqlens[: rows + 1],
-            slots=self._slots[:rows],
-            has_initial=self._has_initial[:rows],
-            offsets=self._offsets[:rows],
-            boundary_slots=self._boundary_slots[:rows] if keeps else None,
+            cu_seqlens=every.cu_seqlens[: rows + 1],
+            slots=every.slots[:rows],
+            has_initial=every.has_initial[:rows],
+            offsets=every.offsets[:rows],
+            boundary_slots=boundary_slots[:rows] if keeps else None,
         )
-        held.cu_seqlens.copy_(prefills.cu_seqlens)
-        held.slots.copy_(prefills.slots)
-        held.has_initial.copy_(prefills.has_initial)
-        held.offsets.copy_(prefills.offsets)
-        if held.boundary_slots is not None:
-            held.boundary_slots.fill_(_NOWHERE)
-            ordered = prefills.boundary_slots
-            if ordered is not None:
-                held.boundary_slots[:, : ordered.shape[1]].copy_(ordered)
+        put(held, prefills)
         return held

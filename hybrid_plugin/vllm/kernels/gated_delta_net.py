@@ -17,6 +17,7 @@ from hybrid_plugin.vllm.kernels.convolution import (
 )
 from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
+from hybrid_plugin.vllm.kernels.records import RecordForm, record_of
 
 
 def weights_of(layer: Any) -> Weights:
@@ -32,6 +33,11 @@ def weights_of(layer: Any) -> Weights:
         dt_bias=layer.dt_bias.detach(),
         key_heads=channels // (2 * depth),
     )
+
+
+def record_form(layer: Any, weights: Weights) -> RecordForm:
+    """What a record of a layer's drafts is like."""
+    return RecordForm(weights.key_heads, wide_decay=False)
 
 
 def run(
@@ -54,8 +60,16 @@ def run(
         b: ``[T, HV]``, the write strength before the logistic function.
         out: ``[T, HV, V]``, written but for padding at the end.
     """
-    pools = states_of(layer), layer.kv_cache[1]
-    mix(gated_delta_net, weights, state_pass, (mixed_qkv, a, b), pools, out)
+    pools = states_of(layer, weights.convolution), layer.kv_cache[1]
+    mix(
+        gated_delta_net,
+        weights,
+        state_pass,
+        (mixed_qkv, a, b),
+        pools,
+        out,
+        record_of(layer),
+    )
 
 
 def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:

@@ -13,6 +13,7 @@ from hybrid_plugin.mixers.kda import Weights
 from hybrid_plugin.vllm.kernels.convolution import bias_of, states_of, weight_of
 from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
+from hybrid_plugin.vllm.kernels.records import RecordForm, record_of
 
 
 def weights_of(layer: Any) -> Weights:
@@ -37,6 +38,11 @@ def weights_of(layer: Any) -> Weights:
     )
 
 
+def record_form(layer: Any, weights: Weights) -> RecordForm:
+    """What a record of a layer's drafts is like."""
+    return RecordForm(weights.key_heads, wide_decay=True)
+
+
 def run(
     layer: Any,
     weights: Weights,
@@ -59,8 +65,16 @@ def run(
         gate: ``[T, H, K]``, of the norm.
         out: ``[1, T, H, K]``, written.
     """
-    pools = states_of(layer), layer.kv_cache[1]
-    mix(kda, weights, state_pass, (mixed_qkv, a[0], b[0]), pools, out[0])
+    pools = states_of(layer, weights.convolution), layer.kv_cache[1]
+    mix(
+        kda,
+        weights,
+        state_pass,
+        (mixed_qkv, a[0], b[0]),
+        pools,
+        out[0],
+        record_of(layer),
+    )
     out.copy_(layer.o_norm(out, gate))
 
 
@@ -80,6 +94,6 @@ def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
         torch.zeros((tokens, heads, depth), **like),
         torch.zeros((tokens, heads), **like),
     )
-    pools = states_of(layer), states
+    pools = states_of(layer, weights.convolution), states
     out = torch.empty((tokens, heads, width), **like)
-    mix(kda, weights, state_pass, inputs, pools, out)
+    mix(kda, weights, state_pass, inputs, pools, out, record_of(layer))

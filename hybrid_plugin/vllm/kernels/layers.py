@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
-from hybrid_plugin.vllm.kernels import passes
+from hybrid_plugin.device.draft_records import DraftRecords
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase, are_ours
+from hybrid_plugin.vllm.kernels import draft_passes, passes, records
+from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
 from hybrid_plugin.vllm.kernels.passes import DecodeSlots, StatePass
+from hybrid_plugin.vllm.kernels.records import RecordForm
+from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:
     from hybrid_plugin.device.interior import InteriorSnapshots
@@ -53,6 +57,15 @@ KINDS: Mapping[str, Kind] = {
 }
 """By the classes' names.  A subclass may compute another thing, so it is not there."""
 
+RECORDED = frozenset({Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2})
+"""Whose layers' drafts can be recorded, with `record_form` in their module."""
+
+_THEIRS = "gdn_prefill_backend"
+"""Attribute of vLLM's gated delta nets: whose kernels prefill."""
+
+_PLAIN = frozenset({Phase.PREFILL, Phase.DECODE})
+"""What passes do with sequences that have no drafts."""
+
 _OURS = "hybrid_plugin_kernels"
 """Attribute of a layer that has them, and of a builder."""
 _TABLES = "hybrid_plugin_prefill_tables"
@@ -68,6 +81,8 @@ class StateLayers:
         option: str,
         device_type: str,
         *,
+        drafts: int = 0,
+        recorded_rows: int = 0,
         round_states: bool = False,
         wants_graphs: bool = False,
     ) -> None:
@@ -77,18 +92,30 @@ class StateLayers:
             layers: the state layers, by name.
             option: `wanted_kernels` of `HybridConfig`.
             device_type: "cpu" or "cuda", as torch calls it.
+            drafts: that a sequence verifies in a pass, at most.  Then ours run a layer
+                always or never: they leave the inputs of convolutions elsewhere than
+                vLLM's.
+            recorded_rows: where passes record what the tokens of drafts do to a state,
+                and leave none: sequences that verify in a pass, at most.  0 where each
+                token leaves a state in a column of its own.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
             wants_graphs: whether passes with prefills are to replay CUDA graphs.
 
         Raises:
-            ConfigError: if ours are demanded for a layer that they cannot run.
+            ConfigError: if ours are demanded for a layer that they cannot run, or
+                cannot record.
         """
+        self.records: DraftRecords | None = None
+        """Of the last pass; None where tokens leave states."""
+        self.record_bytes = 0
+        """Memory of the records, beside the pools."""
         self.interior: InteriorSnapshots | None = None
         """What the next pass keeps; None where passes keep nothing."""
         self.graphs: GraphLimits | None = None
         """Of graphs with prefills; None where vLLM captures none."""
         self.wants_graphs = wants_graphs
+        self.drafts = drafts
         self.round_states = round_states
         self._ours: dict[str, OurKernels] = {}
         self._count = len(layers)
@@ -102,18 +129,42 @@ class StateLayers:
                 )
             if kind is None:
                 continue
-            phases = frozenset(
-                phase
-                for phase in Phase
-                if are_ours(option, kind.mixer, phase, device_type)
+            wanted = _PLAIN | (frozenset({Phase.VERIFY}) if drafts else frozenset())
+            if all(
+                are_ours(option, kind.mixer, phase, device_type, _theirs(layer, phase))
+                for phase in wanted
+            ):
+                self._ours[name] = OurKernels(layer, kind, wanted, self)
+        if recorded_rows:
+            self._record(layers, recorded_rows)
+
+    def _record(self, layers: Mapping[str, Any], rows: int) -> None:
+        for name, layer in layers.items():
+            ours = self._ours.get(name)
+            if ours is None or ours.kind.mixer not in RECORDED:
+                raise ConfigError(
+                    f'the option "draft_states" is "replay", and there are no kernels '
+                    f"for it for layer {name}, a {type(layer).__name__}. Leave it out."
+                )
+            device = ours.weights.convolution.device
+            self.record_bytes += records.allocate(
+                layer,
+                ours.weights.convolution,
+                ours.record_form,
+                rows,
+                1 + self.drafts,
             )
-            if phases:
-                self._ours[name] = OurKernels(layer, kind, phases, self)
+            self.records = self.records or DraftRecords(rows, device)
 
     @property
     def mixers(self) -> frozenset[Mixer]:
         """What runs on our kernels, wholly or in part."""
         return frozenset(ours.kind.mixer for ours in self._ours.values())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Layers that run on our kernels, wholly or in part."""
+        return frozenset(self._ours)
 
     @property
     def keep_interior(self) -> bool:
@@ -124,7 +175,7 @@ class StateLayers:
     @property
     def is_whole(self) -> bool:
         """Whether ours run every state layer, prefills and decodes."""
-        whole = [o for o in self._ours.values() if o.phases == frozenset(Phase)]
+        whole = [o for o in self._ours.values() if o.phases >= _PLAIN]
         return bool(whole) and len(whole) == self._count
 
     def describe(self) -> str:
@@ -144,6 +195,15 @@ class StateLayers:
         for ours in self._ours.values():
             setattr(ours.layer, _OURS, ours)
 
+    def fold_records(self) -> None:
+        """Have what was recorded folded into the states, which are in place now."""
+        if self.records is not None:
+            recorded = [
+                (ours.layer, ours.weights.convolution, ours.record_form)
+                for ours in self._ours.values()
+            ]
+            self.records.fold_into(records.layers_of(recorded))
+
     def refresh(self) -> None:
         """Take what was computed of the layers' weights from them again."""
         for ours in self._ours.values():
@@ -162,11 +222,20 @@ class StateLayers:
             if form not in tried:
                 tried.add(form)
                 device = ours.layer.kv_cache[0].device
-                for state_pass in passes.paddings(
-                    most, device, round_states=self.round_states
-                ):
+                tries = [*passes.paddings(most, device, round_states=self.round_states)]
+                if self.drafts:
+                    tries += draft_passes.paddings(
+                        1 + self.drafts,
+                        most,
+                        device,
+                        recorded=self.records is not None,
+                    )
+                for state_pass in tries:
                     if ours.serve(state_pass):
                         ours.adapter.warm_up(ours.layer, ours.weights, state_pass)
+        if self.records is not None:
+            self.records.recorded(torch.full_like(self.records.tokens, -1))
+            self.records.fold()
 
 
 class OurKernels:
@@ -187,6 +256,12 @@ class OurKernels:
         self.weights = self.adapter.weights_of(layer)
         """As the mixer takes them."""
         self._all = all_layers
+
+    @property
+    def record_form(self) -> RecordForm:
+        """What the record of its tokens is like."""
+        form: RecordForm = self.adapter.record_form(self.layer, self.weights)
+        return form
 
     @property
     def together(self) -> StateLayers:
@@ -228,7 +303,7 @@ class OurKernels:
         """Whether ours run a pass: all of its sequences, or none.
 
         Sequences with one token run beside prefills go with those: both read and
-        write the same states.
+        write the same states.  Where drafts are verified, ours run everything.
         """
         wanted = Phase.DECODE if state_pass.prefills is None else Phase.PREFILL
         return wanted in self.phases
@@ -238,6 +313,11 @@ def kind_of(layer: Any) -> Kind | None:
     """What a layer is; None if only vLLM's own kernels run such."""
     cls = type(layer)
     return KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _theirs(layer: Any, phase: Phase) -> str:
+    """The library of kernels that vLLM has for a layer."""
+    return str(getattr(layer, _THEIRS, TRITON)) if phase is Phase.PREFILL else TRITON
 
 
 def ours(layer: Any) -> OurKernels | None:
@@ -277,28 +357,41 @@ def run(layer: Any, metadata: Any, *tensors: torch.Tensor) -> bool:
     return True
 
 
+def accepted(vllm_config: Any, tokens: torch.Tensor) -> None:
+    """Note what was accepted of each sequence of a pass; see `DraftRecords`."""
+    every = all_of(vllm_config)
+    if every is not None and every.records is not None:
+        every.records.accepted(tokens)
+
+
 # ------------------------------------------------------- the builders of metadata
 
 
-def built(builder: Any, common: Any, metadata: Any) -> None:
+def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None:
     """Describe the pass of which a builder of vLLM's has made metadata.
 
     Args:
         builder: vLLM's, of one group of layers.
         common: what it made it of.
         metadata: what it made.
+        counts: what it was told about drafts.
     """
     found = next(_of_builder(builder), None)
-    if found is not None:
+    if found is None:
+        return
+    room = _room(builder, found.together)
+    if isinstance(room, VerificationTables):
+        state_pass = draft_passes.describe(common, counts, room, found.interior)
+    else:
         state_pass = passes.describe(
             common,
             metadata,
-            _room(builder),
+            room,
             found.interior,
             round_states=found.round_states,
             tables=_tables(builder, found.graphs),
         )
-        passes.put(metadata, state_pass)
+    passes.put(metadata, state_pass)
 
 
 def captures_prefills(builder: Any, common: Any) -> bool:
@@ -324,8 +417,9 @@ def rebuilt(builder: Any, source: Any, metadata: Any) -> None:
         source: the other group's.
         metadata: what it made.
     """
-    if next(_of_builder(builder), None) is not None:
-        passes.share(source, metadata, _room(builder))
+    found = next(_of_builder(builder), None)
+    if found is not None:
+        passes.share(source, metadata, _room(builder, found.together))
 
 
 def _of_builder(builder: Any) -> Iterator[OurKernels]:
@@ -336,13 +430,17 @@ def _of_builder(builder: Any) -> Iterator[OurKernels]:
             yield found
 
 
-def _room(builder: Any) -> DecodeSlots:
-    room: DecodeSlots | None = getattr(builder, _OURS, None)
+def _room(builder: Any, every: StateLayers) -> DecodeSlots | VerificationTables:
+    room: DecodeSlots | VerificationTables | None = getattr(builder, _OURS, None)
     if room is None:
         config = builder.vllm_config
-        graphs = config.compilation_config.max_cudagraph_capture_size or 0
-        most = max(config.scheduler_config.max_num_seqs, graphs)
-        room = DecodeSlots(most, builder.device)
+        most, device = config.scheduler_config.max_num_seqs, builder.device
+        if every.drafts:
+            width = 1 + every.drafts
+            room = VerificationTables(most, width, device, every.records)
+        else:
+            graphs = config.compilation_config.max_cudagraph_capture_size or 0
+            room = DecodeSlots(max(most, graphs), device)
         setattr(builder, _OURS, room)
     return room
 

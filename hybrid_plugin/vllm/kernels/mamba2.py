@@ -17,6 +17,7 @@ from hybrid_plugin.vllm.kernels.convolution import (
 )
 from hybrid_plugin.vllm.kernels.mixing import mix
 from hybrid_plugin.vllm.kernels.passes import StatePass
+from hybrid_plugin.vllm.kernels.records import RecordForm, record_of
 
 
 def weights_of(layer: Any) -> Weights:
@@ -29,6 +30,13 @@ def weights_of(layer: Any) -> Weights:
         skip=layer.D.detach(),
         dt_bias=layer.dt_bias.detach(),
     )
+
+
+def record_form(layer: Any, weights: Weights) -> RecordForm:
+    """What a record of a layer's drafts is like."""
+    _, (heads, width, depth) = layer.get_state_shape()
+    groups = (weights.convolution.shape[0] - heads * width) // (2 * depth)
+    return RecordForm(groups, wide_decay=False)
 
 
 def run(
@@ -48,13 +56,13 @@ def run(
             convolution takes, and time steps.
         out: ``[T, H * P]``, written but for padding at the end.
     """
-    conv_states, states = states_of(layer), layer.kv_cache[1]
+    conv_states, states = states_of(layer, weights.convolution), layer.kv_cache[1]
     heads, width = states.shape[1:3]
     channels = weights.convolution.shape[0]
     _, mixed, dt = torch.split(projected, [heads * width, channels, heads], dim=-1)
     results = out.view(-1, heads, width)
     pools = conv_states, states
-    mix(mamba2, weights, state_pass, (mixed, dt), pools, results)
+    mix(mamba2, weights, state_pass, (mixed, dt), pools, results, record_of(layer))
 
 
 def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:

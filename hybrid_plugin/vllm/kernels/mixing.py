@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass through a mixer: single tokens first, as vLLM orders them, then prompts."""
+"""A pass through a mixer: single tokens first, as vLLM orders them, then prompts.
+
+Where drafts are verified, the rows with drafts are first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hybrid_plugin.mixers.verifications import Record
 from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
@@ -18,6 +23,7 @@ def mix(
     tokens: Sequence[torch.Tensor],
     pools: Sequence[torch.Tensor],
     out: torch.Tensor,
+    record: Record | None = None,
 ) -> None:
     """Run a pass.
 
@@ -28,9 +34,26 @@ def mix(
         tokens: what the mixer takes of each token, ``[T, ...]`` each.
         pools: the states in all slots, as the mixer takes them.
         out: ``[T, ...]``, written but for padding at the end.
+        record: of what verified tokens do to the states; None where each leaves one.
     """
-    first, end = state_pass.decodes, state_pass.tokens
-    if first:
+    order, end = state_pass.order, state_pass.tokens
+    if order is not None:
+        ordered, results = replace(state_pass, order=None), torch.empty_like(out[:end])
+        chosen = [one[order] for one in tokens]
+        mix(mixer, weights, ordered, chosen, pools, results, record)
+        out[order] = results
+        return
+    first = state_pass.decodes + state_pass.verified
+    if state_pass.verifications is not None:
+        mixer.verify(
+            weights,
+            state_pass.verifications,
+            *(one[:first] for one in tokens),
+            *pools,
+            out[:first],
+            *(() if record is None else (record,)),
+        )
+    elif first:
         mixer.decode(
             weights,
             state_pass.decode_slots,

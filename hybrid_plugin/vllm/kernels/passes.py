@@ -15,7 +15,9 @@ import torch
 
 from hybrid_plugin.core.commands import CHUNK, COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.verifications import Verifications
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
+from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:
     from hybrid_plugin.device.interior import InteriorSnapshots
@@ -38,6 +40,14 @@ class StatePass:
     without prefills always at one address, which a CUDA graph can keep."""
     prefills: Prefills | None
     """The sequences behind them; None if there are none."""
+    verifications: Verifications | None = None
+    """The sequences that verify drafts, before all others: there are no decodes then.
+    In a pass without prefills always at one address."""
+    verified: int = 0
+    """Tokens of those, padding counted."""
+    order: torch.Tensor | None = None
+    """``[tokens]``, int64: the pass's tokens in the order above; None if vLLM has it
+    too."""
 
 
 class DecodeSlots:
@@ -86,7 +96,7 @@ def describe(
         tables: for passes whose size a graph with prefills may have; None without such.
     """
     decodes, rows = metadata.num_decodes, common.num_reqs
-    slots = _slots(common.block_table_tensor[:rows, 0])
+    slots = slots_of(common.block_table_tensor[:rows, 0])
     if tables is not None and tables.limits.hold(rows, common.num_actual_tokens):
         every = replace(
             _prefills(common, slots, 0, interior), round_states=round_states
@@ -115,12 +125,13 @@ def paddings(
         round_states: as in `Prefills`.
     """
     for count in {1, most}:
+        starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         slots = torch.full((count,), _PADDING, dtype=torch.int32, device=device)
         none = torch.zeros(0, dtype=torch.int32, device=device)
         yield StatePass(count, count, slots, None)
         for boundaries in (None, slots[:, None].expand(-1, COLUMNS).contiguous()):
             packed = Prefills(
-                cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=device),
+                cu_seqlens=starts,
                 slots=slots,
                 has_initial=torch.zeros(count, dtype=torch.bool, device=device),
                 offsets=torch.zeros(count, dtype=torch.int32, device=device),
@@ -149,7 +160,7 @@ def _prefills(
     )
 
 
-def _slots(blocks: torch.Tensor) -> torch.Tensor:
+def slots_of(blocks: torch.Tensor) -> torch.Tensor:
     """Slots by what vLLM names them; it names the reserved one for padding."""
     return torch.where(blocks > 0, blocks, _PADDING)
 
@@ -175,10 +186,10 @@ def of(metadata: Any) -> StatePass:
     return found
 
 
-def share(source: Any, target: Any, room: DecodeSlots) -> None:
+def share(source: Any, target: Any, room: DecodeSlots | VerificationTables) -> None:
     """Hang the pass of one state group on the metadata of another one.
 
-    A sequence has one slot for all its state layers, so only the address differs.
+    A sequence has the same slots for all its state layers, so only the address differs.
 
     Args:
         source: metadata with a pass.
@@ -186,7 +197,12 @@ def share(source: Any, target: Any, room: DecodeSlots) -> None:
         room: of the target's builder.
     """
     state_pass = of(source)
-    if state_pass.prefills is None:
+    if state_pass.prefills is not None:
+        put(target, state_pass)
+        return
+    if isinstance(room, DecodeSlots):
         slots = room.hold(state_pass.decode_slots)
-        state_pass = replace(state_pass, decode_slots=slots)
-    put(target, state_pass)
+        put(target, replace(state_pass, decode_slots=slots))
+    elif state_pass.verifications is not None:
+        held = room.hold(state_pass.verifications)
+        put(target, replace(state_pass, verifications=held))

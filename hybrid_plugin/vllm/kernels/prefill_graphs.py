@@ -40,6 +40,12 @@ def obstacles(
             "prefill_graphs needs vLLM's second model runner; leave "
             "VLLM_USE_V2_MODEL_RUNNER out."
         )
+    if found.drafts:
+        yield (
+            "prefill_graphs is not served with speculative decoding, whose passes a "
+            "graph's shape does not tell from prefills; drop --speculative-config, or "
+            "leave it out."
+        )
     if not found.is_whole:
         yield (
             "prefill_graphs needs our kernels in all state layers, for prefills and "

@@ -44,7 +44,7 @@ def run(
 def _convolve(
     layer: Any, weights: Weights, state_pass: StatePass, x: torch.Tensor
 ) -> torch.Tensor:
-    states, out = states_of(layer), torch.empty_like(x)
+    states, out = states_of(layer, weights.convolution), torch.empty_like(x)
     mix(short_conv, weights, state_pass, (x,), (states,), out)
     return out
 

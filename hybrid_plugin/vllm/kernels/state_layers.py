@@ -12,6 +12,7 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.vllm import activation, elastic, patches
 from hybrid_plugin.vllm.kernels import prefill_graphs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
+from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,13 +32,14 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
     """
     layers = vllm_config.compilation_config.static_forward_context
     options = activation.read_options(vllm_config)
-    # Ours verify no drafts: who asked for them by name is refused before.
-    verifies = vllm_config.speculative_config is not None
     device_type = elastic.device_type()
+    replays = serving.replays(vllm_config, options)
     found = StateLayers(
         {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        "engine" if verifies else options.wanted_kernels,
+        "ours" if replays else options.wanted_kernels,
         device_type,
+        drafts=vllm_config.num_speculative_tokens,
+        recorded_rows=vllm_config.scheduler_config.max_num_seqs if replays else 0,
         round_states=options.is_deterministic,
         wants_graphs=options.prefill_graphs,
     )
@@ -45,9 +47,15 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         for obstacle in prefill_graphs.obstacles(vllm_config, found, device_type):
             raise ConfigError(obstacle)
     if found.mixers:
-        patches.patch_kernels(found.mixers)
+        patches.patch_kernels(found.mixers, drafts=found.drafts > 0)
         if found.wants_graphs:
             patches.patch_prefill_graphs(found.mixers)
         found.hang()
         activation.logger.info("%s", found.describe())
+    if found.records is not None:
+        patches.patch_accepted(v2=vllm_config.use_v2_model_runner)
+        activation.logger.info(
+            "hybrid-plugin: %.1f MiB beside the pools record drafts.",
+            found.record_bytes / 2**20,
+        )
     return found

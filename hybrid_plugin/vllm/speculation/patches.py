@@ -17,6 +17,7 @@ from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts
 from hybrid_plugin.vllm.patches import require
 from hybrid_plugin.vllm.speculation import rolling_window
+from hybrid_plugin.vllm.speculation.repetition import Pattern, Repetitions
 from hybrid_plugin.vllm.speculation.stop_cut import StopCut
 from hybrid_plugin.vllm.wrapping import wrap
 
@@ -268,21 +269,25 @@ def patch_stops_in_accepted_runs() -> None:
     Cause: where steps are scheduled ahead, the next one starts behind all that was
     accepted, though the scheduler cuts the answer at the stop, and overwrites the
     states before it.
-    Fix: count what is accepted behind a stop token, or the last token that a request
-    may have, as rejected.  Answers stay as they are.
+    Fix: count what is accepted behind a stop token, a repetition that the request asks
+    to stop at, or the last token that it may have, as rejected.  Answers stay as they
+    are.
     Delete when: the model runner knows where requests stop.
     """
 
     def add(original: Callable[..., None], runner: Any, scheduler_output: Any) -> None:
         original(runner, scheduler_output)
-        cut = _stop_cut(runner)
+        cut, repetitions = _stops(runner)
         for new in scheduler_output.scheduled_new_reqs:
             given = new.sampling_params
             ids = set(given.stop_token_ids or ())
             if given.eos_token_id is not None:
                 ids.add(given.eos_token_id)
             length = min(new.prompt_len + given.max_tokens, runner.max_model_len)
-            cut.add(runner.req_states.req_id_to_index[new.req_id], ids, length)
+            row = runner.req_states.req_id_to_index[new.req_id]
+            cut.add(row, ids, length)
+            pattern = Pattern.of(given)
+            repetitions.add(row, pattern, new.prompt_len, given.min_tokens)
 
     def sample(
         original: Callable[..., Any],
@@ -295,12 +300,19 @@ def patch_stops_in_accepted_runs() -> None:
             runner, hidden_states, input_batch, grammar_output
         )
         if input_batch.num_draft_tokens > 0:
-            sampled, rejected = _stop_cut(runner).cut(
-                output.sampled_token_ids,
-                sampled,
-                rejected,
-                input_batch.idx_mapping,
-                runner.req_states.num_computed_tokens.gpu,
+            cut, repetitions = _stops(runner)
+            tokens, rows = output.sampled_token_ids, input_batch.idx_mapping
+            states = runner.req_states
+            computed = states.num_computed_tokens.gpu
+            repeated = repetitions.ends(
+                input_batch.idx_mapping_np.tolist(),
+                tokens,
+                rows.long(),
+                computed[rows.long()],
+                states.all_token_ids.gpu,
+            )
+            sampled, rejected = cut.cut(
+                tokens, sampled, rejected, rows, computed, repeated
             )
             output.num_sampled, output.num_rejected = sampled, rejected
         return output, sampled, rejected
@@ -309,12 +321,13 @@ def patch_stops_in_accepted_runs() -> None:
     wrap(contracts.V2_SAMPLE, sample)
 
 
-def _stop_cut(runner: Any) -> StopCut:
-    cut: StopCut | None = runner.__dict__.get(_STOPS)
-    if cut is None:
-        cut = StopCut(runner.max_num_reqs, runner.device)
-        runner.__dict__[_STOPS] = cut
-    return cut
+def _stops(runner: Any) -> tuple[StopCut, Repetitions]:
+    found: tuple[StopCut, Repetitions] | None = runner.__dict__.get(_STOPS)
+    if found is None:
+        rows, device = runner.max_num_reqs, runner.device
+        found = StopCut(rows, device), Repetitions(rows, device)
+        runner.__dict__[_STOPS] = found
+    return found
 
 
 _STOPS = "hybrid_plugin_stops"

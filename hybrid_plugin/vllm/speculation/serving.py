@@ -31,6 +31,12 @@ _METHODS = frozenset(
 )
 """Ways to propose a chain of drafts that keep no state but pages of KV."""
 
+_FEWER_ON_V1 = frozenset({"draft_model", "eagle", "eagle3", "mtp", "ngram"})
+"""Proposers that the V1 model runner can ask for fewer drafts than usual.
+
+The others propose what they find, or assert the usual number.
+"""
+
 _VERIFIED = frozenset(
     {
         MambaAttentionBackendEnum.GDN_ATTN,
@@ -66,17 +72,24 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "draft models with sliding windows are not supported yet; choose another "
             "one, or drop --speculative-config."
         )
-    if options.kernels == "ours":
+    if replays(vllm_config, options) and (
+        vllm_config.parallel_config.data_parallel_size > 1
+    ):
         yield (
-            'the option "kernels" is "ours", and its kernels do not verify drafts in '
-            'this engine yet; set it to "auto" or "engine", or drop '
-            "--speculative-config."
+            "draft_states is replay, which is not served with data parallelism yet; "
+            "leave it out, or drop --data-parallel-size."
         )
     if options.is_deterministic:
         yield (
             "deterministic is not served with speculative decoding; drop "
             "--speculative-config."
         )
+
+
+def replays(vllm_config: VllmConfig, options: HybridConfig) -> bool:
+    """Whether drafts leave a record of what they do to a state, and no states."""
+    drafts = vllm_config.speculative_config is not None
+    return drafts and options.draft_states == "replay"
 
 
 def obstacle_of_layers(
@@ -102,6 +115,18 @@ def obstacle_of_layers(
                 f"{spec.mamba_type.name}; drop --speculative-config."
             )
     return None
+
+
+def takes_fewer_drafts(vllm_config: VllmConfig) -> bool:
+    """Whether who proposes drafts can be asked for fewer of them in a step.
+
+    Schedulers of data-parallel ranks decide apart, and their drafters must not: they
+    run collectives together.
+    """
+    drafting = vllm_config.speculative_config
+    if drafting is None or vllm_config.parallel_config.data_parallel_size > 1:
+        return False
+    return bool(vllm_config.use_v2_model_runner) or drafting.method in _FEWER_ON_V1
 
 
 def _has_windows(model: ModelConfig) -> bool:

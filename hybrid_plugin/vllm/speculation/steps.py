@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class DraftSteps:
     """Draft slots and verified steps of one scheduler.
 
-    In each step: `lend`, vLLM schedules, the step's commands are drained, `note`; when
-    its output comes, before vLLM reads it, `take_outcome`.
+    In each step: `lend`, vLLM schedules, `worth_proposing`, the step's commands are
+    drained, `note`; when its output comes, before vLLM reads it, `take_outcome`.
     """
 
     def __init__(self, cache: HybridCache) -> None:
@@ -30,32 +30,59 @@ class DraftSteps:
         self._changed: set[str] = set()
         """Requests with draft slots that the workers do not know yet."""
 
-    def lend(self, running: Iterable[Request]) -> None:
+    def lend(self, running: Sequence[Request], lookahead: int) -> None:
         """Have slots for the drafts of a step that is about to be scheduled.
 
-        Drafts without a slot are dropped: the request decodes without them.  Where
-        somebody waits for what drafts hold, all are, so that the step leaves each
-        sequence's state in its own slot, and the others can be taken back.
+        All requests of the step verify equally many drafts, as far as they have them:
+        as many as all find slots and pages for.  The others are dropped.  Where
+        somebody waits for what drafts hold, that is none: the step leaves each
+        sequence's state in its own slot, and the others are free in the next one.
 
         Args:
-            running: in the order in which vLLM schedules them.
+            running: that vLLM may schedule.
+            lookahead: tokens behind a step's own for which vLLM wants pages.
         """
-        cache = self._cache
-        if not cache.slots.needed:
-            return
-        narrow = cache.drafts_wanted_back
+        wanted = {
+            request.request_id: len(request.spec_token_ids)
+            for request in running
+            if request.spec_token_ids
+        }
+        growth = {
+            request.request_id: _tokens(request, lookahead) for request in running
+        }
+        held = {name: self._held(name) for name in wanted}
+        width = self._cache.lend_drafts(wanted, growth)
+        self._changed |= {n for n, count in held.items() if self._held(n) > count}
         for request in running:
-            wanted = len(request.spec_token_ids)
-            if not wanted:
-                continue
-            held = 0
-            if not narrow:
-                if cache.hold_drafts(request.request_id, wanted):
-                    self._changed.add(request.request_id)
-                held = len(cache.sequence(request.request_id).drafts)
-            if held < wanted:
+            if len(request.spec_token_ids) > width:
                 # vLLM may share the list between requests.
-                request.spec_token_ids = request.spec_token_ids[:held]
+                request.spec_token_ids = request.spec_token_ids[:width]
+
+    def worth_proposing(
+        self,
+        output: SchedulerOutput,
+        requests: Mapping[str, Request],
+        most: int,
+        lookahead: int,
+    ) -> int:
+        """How many drafts the next step can verify, for whoever proposes them.
+
+        Args:
+            output: the step that was just scheduled, not counted as computed yet.
+            requests: at least those of the step.
+            most: that vLLM would have proposed.
+            lookahead: as in `lend`.
+        """
+        wanted, growth = {}, {}
+        for name, count in output.num_scheduled_tokens.items():
+            request = requests[name]
+            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            tokens = _tokens(request, 0)
+            growth[name] = tokens + lookahead
+            if request.num_computed_tokens + count >= tokens:
+                wanted[name] = most
+                growth[name] += drafts + 1
+        return self._cache.foresee_drafts(wanted, growth) if wanted else most
 
     def note(
         self, output: SchedulerOutput, requests: Mapping[str, Request]
@@ -67,8 +94,8 @@ class DraftSteps:
             requests: at least those of the step.
 
         Returns:
-            Slots by column of each request in the step whose draft slots have changed
-            since its last one.
+            Slots by column of each request in the step that got draft slots since its
+            last one.
         """
         cache, noted = self._cache, {}
         for name, count in output.num_scheduled_tokens.items():
@@ -79,8 +106,6 @@ class DraftSteps:
             drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
             cache.verify(name, start, drafts, known=requests[name].num_tokens)
             noted[name] = sequence
-            if sequence.drafts and not drafts and cache.drafts_wanted_back:
-                cache.return_drafts(name)
         self._noted[id(output)] = output, noted
         changed = self._changed & noted.keys()
         self._changed = {
@@ -106,3 +131,11 @@ class DraftSteps:
         if steps is None:
             return int(request.num_computed_tokens)
         return steps.final + len(steps.in_flight)
+
+    def _held(self, name: str) -> int:
+        return len(self._cache.sequence(name).drafts)
+
+
+def _tokens(request: Request, lookahead: int) -> int:
+    """Tokens that a request needs pages for in a step without drafts."""
+    return int(request.num_tokens + request.num_output_placeholders + lookahead)

@@ -55,6 +55,7 @@ class StopCut:
         num_rejected: torch.Tensor,
         rows: torch.Tensor,
         computed: torch.Tensor,
+        repeated: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count as rejected what was accepted behind a request's end.
 
@@ -64,11 +65,15 @@ class StopCut:
             num_rejected: ``[N]``, of the drafts.
             rows: ``[N]``, of the requests.
             computed: by row, tokens computed before the step.
+            repeated: ``[N, 1 + k]``, which tokens complete a repetition that ends the
+                request; None if none does.
 
         Returns:
             `num_sampled` and `num_rejected` of what is left.
         """
         rows = rows.long()
-        most = until_stop(sampled, self._ids[rows], computed[rows], self._lengths[rows])
+        most = until_stop(
+            sampled, self._ids[rows], computed[rows], self._lengths[rows], repeated
+        )
         kept = torch.minimum(num_sampled, most.to(num_sampled.dtype))
         return kept, num_rejected + (num_sampled - kept).to(num_rejected.dtype)

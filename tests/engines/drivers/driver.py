@@ -54,6 +54,14 @@ class Model:
     quick: tuple[str, ...] | None = None
     """Variants that it is tested with unless HYBRID_TEST_ALL is set; None for all."""
 
+    def checkpoint(self, folder: Path) -> Path:
+        """The bundled model, or one that is written to the folder."""
+        if self.kind == "bundled":
+            return MODEL
+        from tests.engines import slow_decay  # takes torch, which few tests need
+
+        return Path(getattr(slow_decay, f"write_{self.kind}")(folder))
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -88,6 +88,11 @@ if ON_GPU:  # the CPU platform forces synchronous scheduling
         {"kernels": "ours", "elastic": True, "gpu_memory_budget": 18 << 20}, 0.3
     )
     VARIANTS["page of 64"] = Variant({"page_size": 64}, 0.4)
+    VARIANTS["prefill graphs"] = Variant(
+        {"kernels": "ours", "prefill_graphs": True},
+        0.4,
+        ("--cudagraph-capture-sizes", "1", "4", "16", "32", "64", "96"),
+    )
 
 REFUSALS = {
     "page size the backend refuses": Refusal(

@@ -6,6 +6,8 @@ A test that must fail when the cache is wrong proves it by failing under
 `wrong_drafts` (SGLang), where turns end on the state after another draft than the last
 accepted one; a server that must refuse to run half-patched proves it under
 `exclude_workers`.
+Under `grid_of_16` deterministic prompts are split, and resumed, at multiples of 16
+tokens instead of 64, which must move their bits.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -37,6 +39,26 @@ def _zero_snapshots() -> None:
     HybridCache.drain_commands = forgetful  # type: ignore[method-assign]
 
 
+def _grid_of_16() -> None:
+    """Prompts are cut inside the kernels' chunks; states lie there after a pause."""
+    from math import lcm
+
+    from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+
+    def step(self) -> int:  # type: ignore[no-untyped-def]
+        found = lcm(self.page_size, 16 if self.canonical else self.grid or 1)
+        whole = lcm(self.page_size, self.grid or 1)
+        assert found < whole or not self.canonical, "pages are as long as chunks"
+        return found
+
+    def is_interior(self, position: int) -> bool:  # type: ignore[no-untyped-def]
+        # A pass can keep a state where a chunk of the kernels ends, and nowhere else.
+        return self.grid > 0 and position % lcm(self.page_size, self.grid) == 0
+
+    SnapshotPolicy.step = property(step)  # type: ignore[method-assign,assignment]
+    SnapshotPolicy.is_interior = is_interior  # type: ignore[method-assign]
+
+
 def _refuse_pages() -> None:
     from itertools import count
 
@@ -55,14 +77,22 @@ def _wrong_drafts() -> None:
     from dataclasses import replace
 
     from hybrid_plugin.core.commands import Take
+    from hybrid_plugin.sglang.speculation.replay.scratch import ReplayScratch
     from hybrid_plugin.sglang.speculation.scratch import DraftScratch
 
-    take = DraftScratch.take
+    def next_of(commands):  # type: ignore[no-untyped-def]
+        return [replace(one, step=one.step + 1) for one in commands]
+
+    take, cut = DraftScratch.take, ReplayScratch._cut
 
     def wrongly(self, commands: list[Take]) -> None:  # type: ignore[no-untyped-def]
-        take(self, [replace(one, step=one.step + 1) for one in commands])
+        take(self, next_of(commands))
+
+    def wrong_cut(self, verified, takes, ended):  # type: ignore[no-untyped-def]
+        cut(self, verified, next_of(takes), ended)
 
     DraftScratch.take = wrongly  # type: ignore[method-assign]
+    ReplayScratch._cut = wrong_cut  # type: ignore[method-assign]
 
 
 def _exclude_workers() -> None:
@@ -72,7 +102,10 @@ def _exclude_workers() -> None:
 
 
 def _wrong_column() -> None:
-    """Every turn that ends behind accepted drafts keeps the state before them."""
+    """Turns keep the state before accepted drafts, or behind one that nobody accepted.
+
+    The latter where a step ahead began at the turn's end, as asynchronous ones do.
+    """
     from dataclasses import replace
 
     from hybrid_plugin.core.verification import Verification
@@ -81,7 +114,10 @@ def _wrong_column() -> None:
 
     def before(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         found = end(self, *args, **kwargs)
-        return replace(found, column=0) if found.column else found
+        if found.column:
+            return replace(found, column=0)
+        ahead = self.in_flight and self.in_flight[0].drafts
+        return replace(found, column=1) if found.column == 0 and ahead else found
 
     Verification.end = before  # type: ignore[method-assign]
 
@@ -108,6 +144,7 @@ if "HYBRID_TEST_POOLS" in os.environ:
 
 {
     "zero_snapshots": _zero_snapshots,
+    "grid_of_16": _grid_of_16,
     "refuse_pages": _refuse_pages,
     "wrong_column": _wrong_column,
     "wrong_drafts": _wrong_drafts,

@@ -18,8 +18,8 @@ def _watch(report: str) -> None:
     from hybrid_plugin.device.executor import Executor
 
     run, lock = Executor.run, threading.Lock()
-    most = {"most_mapped": 0, "most_resident": 0, "grown_kv": 0, "grown_state": 0}
-    pools = Pool.KV, Pool.STATE
+    pools = Pool.KV, Pool.STATE, Pool.SCRATCH
+    most = {"most_mapped": 0, "most_resident": 0} | {f"grown_{p}": 0 for p in pools}
     seen = []
 
     def look() -> None:
@@ -27,12 +27,13 @@ def _watch(report: str) -> None:
 
         arenas = seen[0]._arenas
         memory = arenas[Pool.KV]._memory
-        found = {f"resident_{p}": resident(arenas[p]._place) for p in pools}
-        for pool in pools:
+        there = [pool for pool in pools if pool in arenas]
+        found = {f"resident_{p}": resident(arenas[p]._place) for p in there}
+        resident_now = sum(found.values())
+        for pool in there:
             mapped = sum(arenas[pool]._place.backed) * memory.block_bytes
             found[f"mapped_{pool}"] = mapped
         most["most_mapped"] = max(most["most_mapped"], memory.mapped)
-        resident_now = found["resident_kv"] + found["resident_state"]
         most["most_resident"] = max(most["most_resident"], resident_now)
         found |= {"mapped": memory.mapped, "budget": memory.usable} | most
         with open(report + ".new", "w") as file:

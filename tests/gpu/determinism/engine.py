@@ -190,9 +190,12 @@ async def _forget(setup: Setup, running: Running) -> None:
         raise RuntimeError("the engine did not forget its cache.")
 
 
-MODES = ("alone", "warm", "crowd", "warm-crowd")
+GROUPS = {f"groups-of-{size}": size for size in (2, 9, 24)}
+"""Prompts at once; the second is between the sizes of CUDA graphs."""
+MODES = ("alone", "warm", "crowd", "warm-crowd", *GROUPS)
 """Ways to ask: one by one, each with nothing cached; one by one, after another mode;
-all at once, with nothing cached before; all at once, after another mode."""
+all at once, with nothing cached before; all at once, after another mode; a few at once,
+with nothing cached before."""
 
 
 async def ask_all(
@@ -217,11 +220,12 @@ async def ask_all(
         Answers in the order of the prompts.
     """
     ask = (_ask_vllm if setup.engine == "vllm" else _ask_sglang)(running, top)
-    if mode == "alone":
-        found = []
-        for prompt in prompts:
+    if mode == "alone" or mode in GROUPS:
+        size, found = GROUPS.get(mode, 1), list[Answer]()
+        for start in range(0, len(prompts), size):
             await _forget(setup, running)
-            found.append(await ask(prompt))
+            together = map(ask, prompts[start : start + size])
+            found += await asyncio.gather(*together)
         return found
     if mode == "warm":
         return [await ask(prompt) for prompt in prompts]

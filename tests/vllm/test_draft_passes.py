@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes that verify drafts in vLLM on our kernels, as its builders describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.worker.gpu.model_states import mamba_hybrid
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.vllm import patches
+from hybrid_plugin.vllm.kernels import draft_passes, layers, passes
+from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
+from hybrid_plugin.vllm.kernels.layers import StateLayers
+from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
+from hybrid_plugin.vllm.wrapping import WRAPPED
+from tests.vllm import test_gated_delta_net as net
+from tests.vllm.kernel_passes import (
+    SLOTS,
+    Row,
+    common_of,
+    config_with,
+    gdn_builder,
+)
+
+pytestmark = pytest.mark.skipif(
+    not current_platform.is_cpu(), reason="vLLM's own functions of a CPU are hooked"
+)
+
+DRAFTS = 3
+WIDTH = 1 + DRAFTS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hooked() -> None:
+    patches.patch_kernels([Mixer.GATED_DELTA_NET], drafts=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sequence's row of a pass."""
+
+    start: int
+    """Tokens of it computed before."""
+    tokens: Sequence[int]
+    """Numbers of the tokens that it takes; a wrong draft's is of no sequence."""
+    columns: Sequence[int]
+    """Its slots."""
+    accepted: int = 1
+    """Tokens that its last pass got accepted."""
+    in_prompt: bool = False
+
+
+def layer_with(drafts: int) -> net.Layer:
+    layer = net.layer_with()
+    layer.get_state_dtype = lambda: (torch.bfloat16, torch.float32)
+    wide = torch.full((SLOTS, net.TAPS - 1 + drafts, net.CHANNELS), torch.nan)
+    layer.kv_cache = wide.bfloat16(), layer.kv_cache[1]
+    return layer
+
+
+def ours_of(layer: net.Layer, drafts: int, rows: int = 0) -> StateLayers:
+    kind = layers.Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "kind_of", lambda _: kind)
+        found = StateLayers(
+            {"0": layer}, "ours", "cpu", drafts=drafts, recorded_rows=rows
+        )
+    found.hang()
+    found.fold_records()
+    return found
+
+
+def builder_of(layer: net.Layer, drafts: int) -> Any:
+    builder = gdn_builder({"0": layer})
+    builder.use_spec_decode = drafts > 0
+    builder.num_spec = drafts
+    return builder
+
+
+def common_with(parts: Sequence[Part]) -> Any:
+    rows = [
+        Row(part.columns[0], part.start, len(part.tokens), part.in_prompt)
+        for part in parts
+    ]
+    table = torch.zeros((len(parts), WIDTH), dtype=torch.int32)
+    for row, part in enumerate(parts):
+        table[row, : len(part.columns)] = torch.tensor(part.columns)
+    return replace(common_of(rows), block_table_tensor=table)
+
+
+def counts_with(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+    drafts = [-1 if part.in_prompt else len(part.tokens) - 1 for part in parts]
+    accepted = [part.accepted for part in parts]
+    return torch.tensor(accepted, dtype=torch.int32), torch.tensor(drafts)
+
+
+def run(layer: net.Layer, builder: Any, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """A pass; the outputs of each row."""
+    common = common_with(parts)
+    metadata = builder.build(0, common, *counts_with(parts))
+    numbers = [number for part in parts for number in part.tokens]
+    given = [torch.stack(x) for x in zip(*map(token, numbers), strict=True)]
+    out = torch.full((len(numbers), net.VALUE_HEADS, net.WIDTH), torch.nan).bfloat16()
+    gdn_attention._cpu_gdn_attention_spec_aware(
+        layer, metadata, *given, out, net.TAPS, layer.kv_cache[0].shape[1]
+    )
+    return list(out.split([len(part.tokens) for part in parts]))
+
+
+def token(number: int) -> tuple[torch.Tensor, ...]:
+    """What the layer takes of a token."""
+    mixed, b, a = net.inputs(1, 1000 + number)
+    return mixed[0], b[0], a[0]
+
+
+CLOSE = {"rtol": 0.02, "atol": 1e-5}
+"""As products of batches of other sizes round."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A sequence without drafts, a token at a time behind its prompt."""
+
+    prompt: int
+    outs: list[torch.Tensor]
+    """Of each token."""
+    states: dict[int, tuple[torch.Tensor, ...]]
+    """By the tokens behind which they are."""
+
+
+def alone(numbers: Sequence[int], prompt: int) -> Alone:
+    layer = layer_with(0)
+    ours_of(layer, 0)
+    builder, found = gdn_builder({"0": layer}), Alone(prompt, [], {})
+    parts = [(0, prompt), *((n, n + 1) for n in range(prompt, len(numbers)))]
+    for start, end in parts:
+        metadata = builder.build(0, common_of([Row(3, start, end - start, start == 0)]))
+        given = [
+            torch.stack(x) for x in zip(*map(token, numbers[start:end]), strict=True)
+        ]
+        out = torch.zeros(end - start, net.VALUE_HEADS, net.WIDTH).bfloat16()
+        gdn_attention._cpu_gdn_attention_nonspec(layer, metadata, *given, out)
+        found.outs.extend(out)
+        found.states[end] = tuple(states[3].clone() for states in layer.kv_cache)
+    return found
+
+
+A, B, C = range(100, 120), range(200, 220), range(300, 320)
+"""Tokens of three sequences."""
+WRONG = 999
+COLUMNS = {"a": (3, 6, 7, 8), "b": (4, 9, 10, 11)}
+
+
+def passes_of_drafts() -> tuple[list[Part], ...]:
+    """Prompts, ragged drafts, a step without any, and prompts beside drafts."""
+    a, b = COLUMNS["a"], COLUMNS["b"]
+    return (
+        [Part(0, A[:5], a[:1], in_prompt=True), Part(0, B[:7], b[:1], in_prompt=True)],
+        # Two of three drafts are right; of the other's, none.
+        [Part(5, [*A[5:8], WRONG], a), Part(7, [B[7], WRONG, WRONG], b[:3])],
+        # All are right; no drafts.
+        [Part(8, A[8:12], a, accepted=3), Part(8, B[8:9], b, accepted=1)],
+        # A prompt of as many tokens as the longest row comes before a row without
+        # drafts, as vLLM's second runner sorts them.
+        [
+            Part(12, [A[12], WRONG, WRONG, WRONG], a, accepted=4),
+            Part(0, C[:4], (5,), in_prompt=True),
+            Part(9, B[9:10], b, accepted=1),
+        ],
+        # A prompt goes on by a single token.
+        [
+            Part(13, A[13:16], a, accepted=1),
+            Part(10, B[10:12], b, accepted=1),
+            Part(4, C[4:5], (5,), in_prompt=True),
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[int, Alone]:
+    """The sequences without drafts, by the first token of each."""
+    lengths = ((A, 5), (B, 7), (C, 4))
+    return {tokens[0]: alone(tokens, prompt) for tokens, prompt in lengths}
+
+
+def test_drafts_change_nothing(without: dict[int, Alone]) -> None:
+    """Outputs of accepted tokens, and the states left, are those without drafts."""
+    mine = layer_with(DRAFTS)
+    ours_of(mine, DRAFTS)
+    builder = builder_of(mine, DRAFTS)
+    checked = 0
+    for parts in passes_of_drafts():
+        outs = run(mine, builder, parts)
+        for part, out in zip(parts, outs, strict=True):
+            first = part.tokens[0] // 100 * 100
+            for i, number in enumerate(part.tokens):
+                if number != first + part.start + i:
+                    break
+                expected = without[first].outs[part.start + i]
+                torch.testing.assert_close(out[i], expected, **CLOSE)
+                checked += 1
+    assert checked == 5 + 7 + 3 + 1 + 4 + 1 + 1 + 4 + 1 + 3 + 2 + 1
+    # The last pass left the state after each of its tokens in a column of its own.
+    for columns, first, end, length in (
+        (COLUMNS["a"], A[0], 16, 3),
+        (COLUMNS["b"], B[0], 12, 2),
+    ):
+        for column in range(length):
+            inputs, state = without[first].states[end - length + 1 + column]
+            slot = columns[column]
+            assert torch.equal(mine.kv_cache[0][slot, : net.TAPS - 1], inputs)
+            torch.testing.assert_close(mine.kv_cache[1][slot], state, **CLOSE)
+
+
+def test_a_wrong_column_shows(without: dict[int, Alone]) -> None:
+    """Negative control: one draft more than was accepted."""
+    mine = layer_with(DRAFTS)
+    ours_of(mine, DRAFTS)
+    builder = builder_of(mine, DRAFTS)
+    first, second, third, *_ = passes_of_drafts()
+    run(mine, builder, first)
+    run(mine, builder, second)
+    out, _ = run(mine, builder, [replace(third[0], accepted=4), third[1]])
+    assert not torch.allclose(out[0], without[A[0]].outs[8], **CLOSE)
+
+
+ACCEPTED = ((1, 1), (3, 1), (4, 1), (1, 1, 1), (3, 2, 1))
+"""Of each row of `passes_of_drafts`, the known token counted."""
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_replay_changes_nothing(without: dict[int, Alone], wrong: bool) -> None:
+    """With one state for each sequence; negative control: one draft too few."""
+    mine = layer_with(DRAFTS)
+    records = ours_of(mine, DRAFTS, rows=8).records
+    assert records is not None
+    builder, differing = builder_of(mine, DRAFTS), 0
+    for parts, accepted in zip(passes_of_drafts(), ACCEPTED, strict=True):
+        parts = [replace(part, columns=part.columns[:1]) for part in parts]
+        records.fold()
+        for part, out in zip(parts, run(mine, builder, parts), strict=True):
+            first = part.tokens[0] // 100 * 100
+            for i, number in enumerate(part.tokens):
+                if number != first + part.start + i:
+                    break
+                expected = without[first].outs[part.start + i]
+                differing += not torch.allclose(out[i], expected, **CLOSE)
+        counts = torch.tensor(accepted, dtype=torch.int32)
+        records.accepted((counts - int(wrong)).clamp(min=1))
+    assert bool(differing) == wrong
+    if not wrong:
+        records.fold()
+        for slot, first, end in ((3, A[0], 16), (4, B[0], 12), (5, C[0], 5)):
+            inputs, state = without[first].states[end]
+            assert torch.equal(mine.kv_cache[0][slot, : net.TAPS - 1], inputs)
+            torch.testing.assert_close(mine.kv_cache[1][slot], state, **CLOSE)
+        rest = [slot for slot in range(SLOTS) if slot not in (3, 4, 5)]
+        assert mine.kv_cache[1][rest].isnan().all()
+
+
+def test_layers_without_kernels_for_records_are_refused() -> None:
+    layer = layer_with(DRAFTS)
+    with pytest.raises(ConfigError, match='"draft_states" is "replay", and there'):
+        StateLayers({"0": layer}, "engine", "cpu", drafts=DRAFTS, recorded_rows=8)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_what_was_accepted_is_noted_where_the_runner_counts_it(v2: bool) -> None:
+    patches.patch_accepted(v2=v2)
+    mine = layer_with(DRAFTS)
+    records = ours_of(mine, DRAFTS, rows=8).records
+    assert records is not None
+    records.recorded(torch.tensor([3, 4], dtype=torch.int32))
+    counted = torch.tensor([9, 0, 3, 9], dtype=torch.int32)
+    given: Any = SimpleNamespace(
+        vllm_config=config_with({"0": mine}),
+        speculative_config=None,  # where vLLM's own function ends at once
+        num_accepted_tokens=SimpleNamespace(gpu=counted[1:]),
+        num_accepted_tokens_gpu=counted.clamp(min=1),
+        recoverssm=None,
+    )
+    if v2:
+        state_of = vars(MambaHybridModelState)["postprocess_state"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mamba_hybrid, "_scatter_num_accepted_kernel", _NoKernel())
+            given._align_mode = False
+            state_of(given, torch.tensor([1, 2]), torch.tensor([0, 3]), None)
+    else:
+        GPUModelRunner._update_states_after_model_execute(
+            given, torch.zeros(2, WIDTH), None
+        )
+    assert records.tokens[:2].tolist() == [1, 3]
+
+
+class _NoKernel:
+    """A Triton kernel that a CPU cannot run."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_: None
+
+
+def test_kernels_with_drafts_are_all_ours_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = layer_with(DRAFTS)
+    phases = dict.fromkeys((Phase.PREFILL, Phase.DECODE), frozenset({TRITON}))
+    measured = {Mixer.GATED_DELTA_NET: phases}
+    monkeypatch.setattr("hybrid_plugin.engine.kernel_choice.AS_FAST", measured)
+    kind = layers.Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
+    monkeypatch.setattr(layers, "kind_of", lambda _: kind)
+    assert StateLayers({"0": layer}, "auto", "cuda").is_whole
+    with_drafts = StateLayers({"0": layer}, "auto", "cuda", drafts=DRAFTS)
+    assert not with_drafts.mixers and not with_drafts.keep_interior
+    assert StateLayers({"0": layer}, "ours", "cuda", drafts=DRAFTS).is_whole
+
+
+def test_tables_stay_where_a_graph_finds_them() -> None:
+    mine = layer_with(DRAFTS)
+    ours_of(mine, DRAFTS)
+    builder = builder_of(mine, DRAFTS)
+
+    def described(*parts: Part) -> passes.StatePass:
+        metadata = builder.build(0, common_with(parts), *counts_with(parts))
+        return passes.of(metadata)
+
+    three = [Part(9, A[:4], (slot, 9, 10, 11), accepted=1) for slot in (3, 4, 5)]
+    captured = described(*three).verifications
+    assert captured is not None
+    found = described(replace(three[1], columns=(4, 9), accepted=2, tokens=A[:2]))
+    again = found.verifications
+    assert again is not None and found.verified == found.tokens == 2
+    for name in ("cu_seqlens", "slots", "columns"):
+        old, new = getattr(captured, name), getattr(again, name)
+        assert old.data_ptr() == new.data_ptr()
+    # What the graph finds behind the pass's only row are empty rows without slots.
+    assert captured.cu_seqlens.tolist() == [0, 2, 2, 2]
+    assert captured.slots.tolist() == [9, -1, -1]
+    assert captured.columns.tolist() == [[4, 9, -1, -1], [-1] * 4, [-1] * 4]
+    # A pass with a prompt is no graph's: it leaves the tables alone.
+    mixed = described(three[0], Part(0, C[:9], (6,), in_prompt=True))
+    assert mixed.verifications is not None and mixed.verified == 4
+    assert captured.slots.tolist() == [9, -1, -1]
+
+
+def test_padding_has_no_slots() -> None:
+    tables = VerificationTables(8, WIDTH, torch.device("cpu"))
+    parts = [Part(9, A[:4], (3, 4, 5, 6), accepted=2), Part(9, A[:4], (0,))]
+    common = common_with(parts)
+    accepted, drafts = counts_with(parts)
+    found = draft_passes.describe(common, DraftCounts(accepted, drafts), tables, None)
+    assert found.verifications is not None
+    assert found.verifications.slots.tolist() == [4, -1]
+    assert found.verifications.columns.tolist() == [[3, 4, 5, 6], [-1] * 4]
+    # A graph is captured before any drafts are known.
+    captured = draft_passes.describe(common, DraftCounts(accepted, None), tables, None)
+    assert captured.verified == 8 and captured.prefills is None
+
+
+def test_groups_share_what_was_described_and_not_where_it_lies() -> None:
+    mine = layer_with(DRAFTS)
+    ours_of(mine, DRAFTS)
+    one, other = builder_of(mine, DRAFTS), builder_of(mine, DRAFTS)
+    parts = [Part(9, A[:4], (3, 4, 5, 6), accepted=3)]
+    common = common_with(parts)
+    built = one.build(0, common, *counts_with(parts))
+    again = other.update_block_table(
+        built, common.block_table_tensor, common.slot_mapping
+    )
+    found = [passes.of(metadata).verifications for metadata in (built, again)]
+    assert found[0] is not None and found[1] is not None
+    assert found[0].slots.tolist() == found[1].slots.tolist() == [5]
+    assert found[0].columns.data_ptr() != found[1].columns.data_ptr()
+
+
+def test_what_a_builder_is_told_is_read_by_name() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    named = {"num_accepted_tokens": one, "num_decode_draft_tokens_cpu": two}
+    builders = (GDNAttentionMetadataBuilder, Mamba2AttentionMetadataBuilder)
+    for builder in builders:
+        build = getattr(builder.build, WRAPPED, builder.build)
+        assert draft_passes.counts_of(build, (), named) == DraftCounts(one, two)
+        assert draft_passes.counts_of(build, (), {}) == DraftCounts(None, None)
+    # vLLM captures graphs of gated delta nets with the counts in place.
+    build = getattr(builders[0].build, WRAPPED)
+    assert draft_passes.counts_of(build, (one, two), {}) == DraftCounts(one, two)
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_warming_up_touches_no_state(rows: int) -> None:
+    mine = layer_with(DRAFTS)
+    ours_of(mine, DRAFTS, rows).warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)
