@@ -18,6 +18,7 @@ PLUGIN = "plugin"
 CACHED, UNCACHED = "stock, drafts, cache", "stock, drafts, no cache"
 PLAIN = "stock, no drafts"
 FIXED, ELASTIC = f"{PLUGIN}, drafts, fixed", f"{PLUGIN}, drafts, elastic"
+REPLAY = f"{ELASTIC}, ours kernels, replay"
 UNDRAFTED = f"{PLUGIN}, no drafts, elastic"
 QUICK = (CACHED, UNCACHED, PLAIN, ELASTIC)
 _NOT_ON_CPU = {
@@ -86,7 +87,12 @@ def configurations(engine: str) -> dict[str, Configuration]:
         PLAIN: Configuration(drafts=False),
         FIXED: of_plugin({"elastic": False}),
         ELASTIC: of_plugin({"elastic": True}),
-        f"{ELASTIC}, ours kernels": of_plugin({"elastic": True, "kernels": "ours"}),
+        f"{ELASTIC}, ours kernels": of_plugin(
+            {"elastic": True, "kernels": "ours", "draft_states": "columns"}
+        ),
+        REPLAY: of_plugin(
+            {"elastic": True, "kernels": "ours", "draft_states": "replay"}
+        ),
         UNDRAFTED: of_plugin({"elastic": True}, drafts=False),
     }
 

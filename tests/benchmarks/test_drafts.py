@@ -25,6 +25,7 @@ from benchmarks.drafts.sides import CACHED, ELASTIC, FIXED, PLAIN, UNCACHED, Set
 from benchmarks.passes.log import Pass
 from benchmarks.prefix_models import slot_bytes, token_bytes
 from benchmarks.prefix_workloads import Reply
+from hybrid_plugin.config import HybridConfig
 
 MIB = 1 << 20
 
@@ -85,6 +86,16 @@ def test_the_quick_sides_are_known_and_all_kinds_are_there(engine: str) -> None:
     assert not known[PLAIN].drafts
     for name, one in known.items():
         assert name.startswith(sides.PLUGIN) == (one.options is not None)
+
+
+@pytest.mark.parametrize("engine", sides.ENGINES)
+def test_the_plugin_knows_the_options_of_its_sides(engine: str) -> None:
+    for one in sides.configurations(engine).values():
+        if one.options is not None:
+            found = HybridConfig.from_mapping(dict(one.options))
+            assert found.is_elastic == one.options["elastic"]
+    replay = sides.configurations(engine)[sides.REPLAY].options
+    assert replay is not None and replay["draft_states"] == "replay"
 
 
 def test_vllm_forces_acceptance_only_where_it_drafts() -> None:
