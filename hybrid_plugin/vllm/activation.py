@@ -128,8 +128,6 @@ def activate(vllm_config: VllmConfig) -> None:
         return
     _mark(vllm_config)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
-    if options.is_deterministic:
-        logger.warning("%s", deterministic.NOT_YET)
 
 
 def step_aside(vllm_config: VllmConfig) -> None:

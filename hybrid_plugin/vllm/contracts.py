@@ -997,10 +997,11 @@ REPLAY_HOOKS: tuple[Contract, ...] = (
         closed=True,
         own=True,
     ),
-    HookPoint(f"{_V2_STATES}.__init__", ("self", "vllm_config")),
+    HookPoint(f"{_V2_STATES}.__init__", ("self", "vllm_config"), own=True),
     HookPoint(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.__init__",
         mentions=("vllm_config",),
+        own=True,
     ),
     HookPoint(
         "vllm.model_executor.layers.mamba.abstract:MambaBase.get_state_dtype", ("self",)

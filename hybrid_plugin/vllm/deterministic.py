@@ -12,13 +12,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-NOT_YET = (
-    "deterministic: on an H200, answers of vLLM 0.33 in a crowd were seen to differ "
-    "from those alone; do not rely on equal bits (docs/operations.md)."
-)
-"""To be said until `tests/gpu/deterministic.py` finds no difference."""
-
-
 def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
     """Sentences about what of this configuration makes answers depend on the batch."""
     from vllm import envs

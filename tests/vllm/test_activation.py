@@ -95,15 +95,9 @@ def test_conflict_steps_aside_with_a_warning(
 DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
 
 
-def test_drafts_are_served() -> None:
-    assert DRIVER.decide(Setup(flags=DRAFTS)).active
-
-
-def test_drafts_are_refused_where_our_kernels_are_demanded() -> None:
-    decision = DRIVER.decide(Setup(flags=DRAFTS, options={"kernels": "ours"}))
-    assert not decision.active
-    (line,) = decision.lines
-    assert "its kernels do not verify drafts in this engine yet" in line
+@pytest.mark.parametrize("options", [{}, {"kernels": "ours"}])
+def test_drafts_are_served(options: dict[str, str]) -> None:
+    assert DRIVER.decide(Setup(flags=DRAFTS, options=options)).active
 
 
 def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
         additional_config={},
         cache_config=SimpleNamespace(block_size=128),
         speculative_config=None,
+        num_speculative_tokens=0,
         scheduler_config=SimpleNamespace(
             scheduler_cls=activation.SCHEDULER, enable_chunked_prefill=True
         ),
