@@ -29,7 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from hybrid_plugin.vllm.scheduler import HybridAsyncScheduler, HybridScheduler
+from hybrid_plugin.vllm.scheduler import ROWS, HybridAsyncScheduler, HybridScheduler
 from hybrid_plugin.vllm.speculation import serving
 from tests.engines.drivers.driver import MODEL
 from tests.vllm.fakes import PAGE, nothing_kept, pools
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         config = configuration()
         self.luck = random.Random(seed)
-        self.ahead = ahead
+        self.ahead, self.recorded = ahead, recorded
         kind: Any = HybridAsyncScheduler if ahead else HybridScheduler
         with patch.object(serving, "replays", return_value=recorded):
             self.scheduler = kind(
@@ -88,6 +88,8 @@ class Engine:
         """What happens when the next step is scheduled and the last one not read."""
         self._answered: dict[str, int] = {}
         """Tokens that the model gave each request, some of which nobody has read."""
+        self._table: dict[str, tuple[Any, list[int]]] = {}
+        """Slots by column as the workers know them, and whose they are."""
 
     @property
     def stats(self) -> Any:
@@ -131,6 +133,7 @@ class Engine:
 
     def _run(self, output: Any) -> dict[str, list[int]]:
         """What the step gives each request; it runs when all before it have run."""
+        self._find_slots(output)
         drafts = output.scheduled_spec_decode_tokens
         counts = output.num_scheduled_tokens
         rows = {name: len(drafts.get(name, ())) for name in counts}
@@ -145,6 +148,21 @@ class Engine:
                 }
             )
         return {name: self._sample(output, name) for name in counts}
+
+    def _find_slots(self, output: Any) -> None:
+        """As workers do: a request begins with its slot, then rows are overwritten."""
+        rows = getattr(output, ROWS, None) or {}
+        for name in output.num_scheduled_tokens:
+            sequence = self.manager.cache.sequence(name)
+            known = self._table.get(name)
+            if known is None or known[0] is not sequence:
+                self._table[name] = sequence, [sequence.slot]
+            if name in rows:
+                self._table[name] = sequence, rows[name]
+            drafts = output.scheduled_spec_decode_tokens.get(name, ())
+            columns = slice(1 + (0 if self.recorded else len(drafts)))
+            held = [sequence.slot, *sequence.drafts]
+            assert self._table[name][1][columns] == held[columns], "another's slots"
 
     def _sample(self, output: Any, name: str) -> list[int]:
         request = self.scheduler.requests[name]

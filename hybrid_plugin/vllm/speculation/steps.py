@@ -50,9 +50,14 @@ class DraftSteps:
         growth = {
             request.request_id: _tokens(request, lookahead) for request in running
         }
-        held = {name: self._held(name) for name in wanted}
+        held = {name: list(self._drafts(name)) for name in wanted}
         width = self._cache.lend_drafts(wanted, growth)
-        self._changed |= {n for n, count in held.items() if self._held(n) > count}
+        # Slots may have been taken back and others lent: as many, or fewer.
+        self._changed |= {
+            name
+            for name, before in held.items()
+            if (now := self._drafts(name)) != before[: len(now)]
+        }
         for request in running:
             if len(request.spec_token_ids) > width:
                 # vLLM may share the list between requests.
@@ -132,8 +137,8 @@ class DraftSteps:
             return int(request.num_computed_tokens)
         return steps.final + len(steps.in_flight)
 
-    def _held(self, name: str) -> int:
-        return len(self._cache.sequence(name).drafts)
+    def _drafts(self, name: str) -> list[int]:
+        return self._cache.sequence(name).drafts
 
 
 def _tokens(request: Request, lookahead: int) -> int:
