@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.drafts import served, shapes, sides, table, traffic
@@ -156,6 +156,7 @@ def test_only_fixed_pools_are_told_how_many_may_run() -> None:
 numbers = st.integers(1, 1 << 20)
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Running,

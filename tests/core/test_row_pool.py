@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_plugin.device.row_pool import (
@@ -27,6 +27,7 @@ TENSORS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(TENSORS, st.integers(1, 4), st.integers(0, 2))
 def test_tensors_share_no_byte_and_keep_to_their_rows(
     tensors: list[RowTensor], fours: int, padding: int

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_plugin.core.cache import HybridCache
@@ -43,6 +43,7 @@ def test_batches_larger_than_all_graphs_are_not_padded() -> None:
     assert ScratchLayout(rows=9, together=1, batches=(1, 2)).padded(5) == 5
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 20)),
     st.integers(1, 5),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("sglang")
@@ -45,6 +45,7 @@ def accepted(batch: list[list[int]]) -> Accepted:
     return Accepted(predict, lens, path)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(runs, st.sets(st.integers(0, 5)), st.integers(1, 9)), max_size=3)
 )

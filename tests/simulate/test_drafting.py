@@ -77,6 +77,7 @@ def drafting_of(engine: Server) -> Drafting:
 # ----------------------------------------------------------------------- acceptance
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.floats(0, 1))
 def test_the_chance_gives_the_length(drafts: int, share: float) -> None:
     length = 1 + share * drafts

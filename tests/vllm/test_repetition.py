@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core.sched.utils import check_sequence_repetition
@@ -59,6 +59,7 @@ def ends(one: Any) -> list[bool]:
     return found
 
 
+@settings(deadline=None)
 @given(st.lists(requests, min_size=1, max_size=ROWS))
 @example([(params(1, 2, 2), [0, 1, 0], [1, 1, 0, 0], 0, 0)])
 @example([(params(2, 2, 2), [0, 1, 0], [1, 1, 0, 0], 1, 0)])

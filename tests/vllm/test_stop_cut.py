@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import RepetitionDetectionParams
 
@@ -45,6 +45,7 @@ def kept(
     return count
 
 
+@settings(deadline=None)
 @given(batch=st.lists(requests, min_size=1, max_size=ROWS), shift=st.integers(0, 4))
 def test_the_scheduler_would_cut_there(batch: list[Any], shift: int) -> None:
     cut = StopCut(ROWS, CPU)
