@@ -579,23 +579,26 @@ def _patch_gated_delta_net() -> None:
         if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
             original(layer, mixed_qkv, b, a, core_attn_out)
 
-    def forward_on_cpu(
-        original: Callable[..., None],
-        layer: Any,
-        metadata: Any,
-        mixed_qkv: Any,
-        b: Any,
-        a: Any,
-        core_attn_out: Any,
-    ) -> None:
-        from hybrid_plugin.vllm.kernels import layers
-
-        if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
-            original(layer, metadata, mixed_qkv, b, a, core_attn_out)
-
     wrap(contracts.GDN_FORWARD, forward)
     if _platform_hooks():
-        wrap(contracts.GDN_FORWARD_ON_CPU, forward_on_cpu)
+        wrap(contracts.GDN_FORWARD_ON_CPU, _gated_delta_net_on_cpu)
+
+
+def _gated_delta_net_on_cpu(
+    original: Callable[..., None],
+    layer: Any,
+    metadata: Any,
+    mixed_qkv: Any,
+    b: Any,
+    a: Any,
+    core_attn_out: Any,
+    *rest: Any,
+) -> None:
+    """In place of the functions that run such a layer on a CPU."""
+    from hybrid_plugin.vllm.kernels import layers
+
+    if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
+        original(layer, metadata, mixed_qkv, b, a, core_attn_out, *rest)
 
 
 def _patch_gated_delta_net_with_drafts() -> None:
@@ -612,24 +615,11 @@ def _patch_gated_delta_net_with_drafts() -> None:
     def can_fuse(original: Callable[..., bool], layer: Any, attn_metadata: Any) -> bool:
         return layers.ours(layer) is None and original(layer, attn_metadata)
 
-    def forward_on_cpu(
-        original: Callable[..., None],
-        layer: Any,
-        metadata: Any,
-        mixed_qkv: Any,
-        b: Any,
-        a: Any,
-        core_attn_out: Any,
-        *rest: Any,
-    ) -> None:
-        if not layers.run(layer, metadata, mixed_qkv, a, b, core_attn_out):
-            original(layer, metadata, mixed_qkv, b, a, core_attn_out, *rest)
-
     require(contracts.GDN_DRAFT_HOOKS)
     wrap(contracts.GDN_CAN_FUSE, can_fuse)
     if _platform_hooks():
         require(contracts.GDN_CPU_DRAFT_HOOKS)
-        wrap(contracts.GDN_DRAFTS_ON_CPU, forward_on_cpu)
+        wrap(contracts.GDN_DRAFTS_ON_CPU, _gated_delta_net_on_cpu)
 
 
 def _patch_kda() -> None:
