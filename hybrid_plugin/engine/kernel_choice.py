@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 
@@ -37,10 +37,24 @@ AS_FAST: Mapping[Mixer, Mapping[Phase, frozenset[str]]] = {
 """Libraries beside which ours took no longer at any size that was measured on a GPU
 (`benchmarks/kernel_table.py` prints it): of the layers that ran there in both engines,
 with the same answers."""
+MEASURED_ON = (9, 0)
+"""Compute capability of that GPU.  On others tiles may not even fit."""
+
+
+def measured_here() -> bool:
+    """Whether this process's GPU is of the kind that `AS_FAST` was measured on."""
+    import torch  # the table itself is read without it
+
+    is_nvidia = torch.version.cuda is not None and torch.cuda.is_available()
+    return is_nvidia and torch.cuda.get_device_capability() == MEASURED_ON
 
 
 def are_ours(
-    option: str, mixer: Mixer, phase: Phase, device_type: str, theirs: str
+    option: str,
+    mixer: Mixer,
+    phase: Phase,
+    device_type: str,
+    theirs: Callable[[], str],
 ) -> bool:
     """Whether our kernels may run a kind of layer; they run all its phases or none.
 
@@ -50,10 +64,12 @@ def are_ours(
         phase: what the pass does.
         device_type: "cpu" or "cuda", as torch calls it.  On a CPU ours are a plain
             reference, which only `ours` asks for.
-        theirs: the library that the engine takes otherwise, as engines call it:
-            "triton", "flashinfer", "cutedsl" ...
+        theirs: finds the library that the engine takes otherwise, as engines call it:
+            "triton", "flashinfer", "cutedsl" ...; asked where that decides.
     """
     if option != "auto":
         return option == "ours"
-    beaten = AS_FAST.get(mixer, {}).get(phase, frozenset())
-    return device_type != "cpu" and theirs in beaten
+    beaten = AS_FAST.get(mixer, {}).get(phase)
+    if device_type == "cpu" or not beaten or not measured_here():
+        return False
+    return theirs() in beaten

@@ -561,6 +561,19 @@ KERNEL_HOOKS = (
     ),
     HookPoint(f"{_LIGHTNING}._linear_attention_entry", mentions=("tp_slope",)),
     HookPoint(f"{_SRT}.configs.hybrid_arch:hybrid_lightning_config", ("model_config",)),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.kernels.gdn_flashinfer"
+        ":is_flashinfer_gdn_prefill_available",
+        (),
+    ),
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.utils:resolve_linear_attn_backends",
+        mentions=(
+            "linear_attn_backend",
+            "linear_attn_decode_backend",
+            "linear_attn_prefill_backend",
+        ),
+    ),
     HookPoint(f"{_SRT}.configs.hybrid_arch:linear_attn_model_spec", ("model_config",)),
     *(
         HookPoint(

@@ -585,6 +585,11 @@ KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
         *_CONVOLUTION_HOOKS,
         *_builder_hooks(Mixer.GATED_DELTA_NET, "GDNAttentionMetadata"),
         HookPoint(
+            f"{_GDN}:QwenGatedDeltaNetAttention.__init__",
+            mentions=("gdn_prefill_backend",),
+            own=True,
+        ),
+        HookPoint(
             GDN_FORWARD,
             ("self", "mixed_qkv", "b", "a", "core_attn_out"),
             mentions=(

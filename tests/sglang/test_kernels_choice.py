@@ -15,6 +15,7 @@ import sglang.srt.configs as configs
 from sglang.srt.configs.gigachat35 import GigaChat35Config
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
@@ -142,7 +143,7 @@ def test_layers_are_ours_wholly_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def decode_only(
-        option: str, mixer: Mixer, phase: Phase, device: str, theirs: str
+        option: str, mixer: Mixer, phase: Phase, device: str, theirs: object
     ) -> bool:
         assert (option, mixer, device) == ("auto", Mixer.GATED_DELTA_NET, "cuda")
         return phase is Phase.DECODE
@@ -161,6 +162,7 @@ def test_auto_goes_by_what_sglang_takes_otherwise(
     monkeypatch.setattr(
         choice, "is_flashinfer_gdn_prefill_available", lambda: available
     )
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
     layers = StateLayers()
     layers.settle(qwen(), "auto", "cuda:0")
     assert layers.runs(Mixer.GATED_DELTA_NET, Phase.PREFILL) == (not available)

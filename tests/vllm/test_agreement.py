@@ -76,6 +76,13 @@ def test_the_pools_know_of_interior_snapshots_if_they_are_planned(
     assert (pools.executor.interior is not None) == interior
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the GPU that the table of kernels was measured on."""
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+
+
+@pytest.mark.usefixtures("measured")
 def test_one_foreign_layer_keeps_prompts_pausing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,12 +96,14 @@ def test_one_foreign_layer_keeps_prompts_pausing(
     assert not StateLayers({}, "ours", "cuda").keep_interior
 
 
+@pytest.mark.usefixtures("measured")
 def test_a_layer_is_ours_wholly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = {Phase.DECODE: frozenset({TRITON})}
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: decode})
     assert not StateLayers({"a": Known()}, "auto", "cuda").mixers
 
 
+@pytest.mark.usefixtures("measured")
 def test_what_vllm_takes_otherwise_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     every = dict.fromkeys(Phase, frozenset({TRITON}))
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: every})
@@ -103,6 +112,9 @@ def test_what_vllm_takes_otherwise_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert not StateLayers({"a": layer}, "auto", "cuda").mixers
     layer.gdn_prefill_backend = TRITON  # type: ignore[attr-defined]
     assert StateLayers({"a": layer}, "auto", "cuda").mixers
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: False)
+    assert not StateLayers({"a": layer}, "auto", "cuda").mixers
+    assert StateLayers({"a": layer}, "ours", "cuda").mixers
 
 
 def test_a_layer_that_ours_cannot_run_is_refused_where_they_are_demanded() -> None:

@@ -322,6 +322,9 @@ def test_kernels_with_drafts_are_all_ours_or_none(
     phases = dict.fromkeys((Phase.PREFILL, Phase.DECODE), frozenset({TRITON}))
     measured = {Mixer.GATED_DELTA_NET: phases}
     monkeypatch.setattr("hybrid_plugin.engine.kernel_choice.AS_FAST", measured)
+    monkeypatch.setattr(
+        "hybrid_plugin.engine.kernel_choice.measured_here", lambda: True
+    )
     kind = layers.Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
     monkeypatch.setattr(layers, "kind_of", lambda _: kind)
     assert StateLayers({"0": layer}, "auto", "cuda").is_whole

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ class StateLayers:
         self.round_states = round_states
         phases = (Phase.PREFILL, Phase.DECODE)
         if all(
-            are_ours(option, mixer, phase, device.type, library_of(mixer, phase))
+            are_ours(
+                option, mixer, phase, device.type, partial(library_of, mixer, phase)
+            )
             for phase in phases
         ):
             self._phases = frozenset(phases)

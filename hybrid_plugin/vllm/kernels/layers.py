@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,7 +132,13 @@ class StateLayers:
                 continue
             wanted = _PLAIN | (frozenset({Phase.VERIFY}) if drafts else frozenset())
             if all(
-                are_ours(option, kind.mixer, phase, device_type, _theirs(layer, phase))
+                are_ours(
+                    option,
+                    kind.mixer,
+                    phase,
+                    device_type,
+                    partial(_theirs, layer, phase),
+                )
                 for phase in wanted
             ):
                 self._ours[name] = OurKernels(layer, kind, wanted, self)
