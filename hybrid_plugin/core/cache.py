@@ -303,7 +303,8 @@ class HybridCache:
             sequences=self.live + 1,
         )
         kept = self.drafts.kept_pages(found.length, most)
-        if not self._has_room(match, wanted, kept) or self._must_wait(wanted):
+        enough = self.memory.has_room(match, self.memory.with_pages(wanted, kept))
+        if not enough or self._must_wait(wanted):
             self.drafts.refused(match, wanted, waits=True)
             self.memory.unshare(match)
             self.stats.refusals += 1
@@ -325,6 +326,7 @@ class HybridCache:
             )
             if most - shared > count
             else None,
+            left=kept,
         )
         self._restore(match, room)
         tables = self._window_tables(match, room)
@@ -436,7 +438,9 @@ class HybridCache:
 
     # ------------------------------------------------------------- speculation
 
-    def lend_drafts(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
+    def lend_drafts(
+        self, wanted: Mapping[str, int], growth: Mapping[str, int], lookahead: int = 0
+    ) -> int:
         """Lend live sequences slots for the states after their drafts.
 
         They are free slots, or those of snapshots worth less.  Call it before each step
@@ -449,13 +453,15 @@ class HybridCache:
             wanted: drafts that the step should verify, by sequence.
             growth: tokens for which each live sequence will need pages in the step, its
                 drafts not counted; what is not there does not grow beyond its prompt.
+            lookahead: tokens behind a step's own that `growth` counts for each sequence
+                which decodes.
 
         Returns:
             The step's width: each sequence may verify so many of its drafts.  It is the
             greatest for which all find slots, and pages besides; 0 where somebody waits
             for what drafts hold, or would get.
         """
-        return self.drafts.lend(wanted, growth)
+        return self.drafts.lend(wanted, growth, lookahead)
 
     def foresee_drafts(
         self, wanted: Mapping[str, int], growth: Mapping[str, int]
@@ -735,13 +741,6 @@ class HybridCache:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
-
-    def _has_room(self, match: Match, wanted: Mapping[PoolId, int], kept: int) -> bool:
-        """Whether there is room, and so many more pages of each kind."""
-        if kept:
-            pools = self.memory.page_pools
-            wanted = {p: n + (kept if p in pools else 0) for p, n in wanted.items()}
-        return self.memory.has_room(match, wanted)
 
     def _must_wait(self, wanted: Mapping[PoolId, int]) -> bool:
         """Whether a sequence leaves memory to cached content that is worth more."""

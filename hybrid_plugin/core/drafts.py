@@ -59,8 +59,9 @@ class Drafts:
         self._next: dict[str, int] = {}
         """Tokens that sequences need pages for in the step after the one planned now,
         if that verifies nothing."""
-        self._widest = 0
-        """Drafts that any sequence wanted in a step."""
+        self._ahead = 0
+        """Tokens behind its known ones that a sequence's next step may want pages for:
+        its drafts, or the engine's look-ahead."""
         self._passes = 0
         self._scratch_pass = 0
         """The last forward pass that wrote the scratch."""
@@ -72,10 +73,12 @@ class Drafts:
         """Whether each draft needs a slot for the state behind it."""
         return self._slots.needed and not self.recorded
 
-    def lend(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
+    def lend(
+        self, wanted: Mapping[str, int], growth: Mapping[str, int], lookahead: int = 0
+    ) -> int:
         """Lend slots for a step; see `HybridCache.lend_drafts`."""
         most = max(wanted.values(), default=0)
-        self._widest = max(self._widest, most)
+        self._ahead = max(self._ahead, most, lookahead)
         width = self._lend(wanted, growth, most)
         if (width < most or self.wait) and self._take_back(wanted, width):
             width = self._lend(wanted, growth, most)
@@ -253,9 +256,9 @@ class Drafts:
         """
         if not self._slots.drafts or not self._memory.broker.moves_memory:
             return 0
-        kept = self._further(prompt_length + 1 + self._widest, pages)
+        kept = self._further(prompt_length + 1 + self._ahead, pages)
         for name, sequence in self._sequences.items():
-            first = sequence.prompt_length + 1 + self._widest
+            first = sequence.prompt_length + 1 + self._ahead
             held = max(len(sequence.pages), sequence.reserved)
             kept += self._further(self._next.get(name, first), held)
         return kept

@@ -299,7 +299,7 @@ class FakeEngine:
                 wanted[request.seq_id] = drafts
         growth = {one.seq_id: self._covered(one) for one in self.running}
         waits = cache.drafts._refused_now or cache.drafts._refused_before
-        width = cache.lend_drafts(wanted, growth)
+        width = cache.lend_drafts(wanted, growth, self.setup.lookahead)
         assert not (width and waits), "slots are lent that others wait for"
         for request in self.running:
             before = request.columns

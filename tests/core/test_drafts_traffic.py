@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from tests.core.device import ContentError
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
 from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
-from tests.core.requests import Output, Request
+from tests.core.requests import Access, Output, Request
 from tests.core.test_invariants import EngineMachine
 from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
 
@@ -81,6 +82,25 @@ class ElasticDraftMachine(EngineMachine):
         self.engine = ElasticEngine(
             random_elastic_setup(rng, self.page_size, drafts=True)
         )
+
+
+def test_an_admission_leaves_pages_whatever_slot_it_takes() -> None:
+    """It counts on its snapshot's own slot, so it must not take one in a new granule.
+
+    Nor does it forget the engine's look-ahead.
+    """
+    state = ElasticDraftMachine()
+    state.start(seed=500)
+    submit = partial(state.submit, namespace=None, access=Access.NORMAL, limit=None)
+    state.submit_and_serve(which=0, kept=0, extra=[], ttl=None)
+    submit(which=0, kept=2, extra=[0] * 13, answer=1)
+    state.submit_and_serve(which=0, kept=0, extra=[], ttl=None)
+    state.flush()
+    submit(which=1, kept=15, extra=[], answer=3)
+    state.submit_and_serve(which=1, kept=11, extra=[0] * 16, ttl=None)
+    state.steps(steps=2)
+    state.everything_adds_up()
+    assert not state.engine.running
 
 
 TestDrafts = DraftMachine.TestCase

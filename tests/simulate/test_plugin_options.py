@@ -45,7 +45,11 @@ def model(folder: Path) -> tuple[str, ...]:
 def test_each_changes_the_outcome_or_is_refused(name: str, tmp_path: Path) -> None:
     flags = model(tmp_path)
     if name not in HONOURED:
-        value = {"eviction_policy": "lru", "prefill_graphs": True}.get(name, 300)
+        value = {
+            "eviction_policy": "lru",
+            "prefill_graphs": True,
+            "draft_states": "replay",
+        }.get(name, 300)
         found = ["simulate", *flags, *hybrid_config(**{name: value}), *SMALL]
         fails_with_one_sentence(found, f"Leave the option {name} out: ")
         return

@@ -114,6 +114,11 @@ class CacheMemory:
             wanted[Pool.SCRATCH] = self.scratch.missing(sequences)
         return wanted
 
+    def with_pages(self, wanted: Mapping[PoolId, int], more: int) -> dict[PoolId, int]:
+        """A request for so many more pages of each kind."""
+        pages = self.page_pools
+        return {pool: n + more * (pool in pages) for pool, n in wanted.items()}
+
     # ------------------------------------------------------------------ sharing
 
     def share(self, match: Match) -> None:
@@ -178,6 +183,7 @@ class CacheMemory:
         match: Match,
         now: Mapping[PoolId, int],
         ahead: Mapping[PoolId, int] | None = None,
+        left: int = 0,
     ) -> Allocation:
         """A slot and pages, at the price of cached ones; there must be room.
 
@@ -188,13 +194,15 @@ class CacheMemory:
             match: the sequence's hit, shared and locked.
             now: ids by pool that the sequence gets.
             ahead: more, to be found in the same call where memory moves, if possible.
+            left: pages of each kind that must be left, found in the same call.
         """
         count = now[Pool.KV]
+        least = self.with_pages(now, left)
         if (
             ahead is not None
             and self.broker.moves_memory
-            and self._provide(match, ahead)
-        ) or self._provide(match, now):
+            and self._provide(match, self.with_pages(ahead, left))
+        ) or self._provide(match, least):
             fresh = self.pages.allocate(count)
             self._hold_scratch(now)
             return Allocation(
@@ -205,7 +213,7 @@ class CacheMemory:
             )
         snapshot = _snapshot_of(match)
         assert snapshot is not None, "there is room without a hit, or none at all"
-        provided = self._provide(match, self._without_own(match, now))
+        provided = self._provide(match, self._without_own(match, least))
         assert provided, "there is room at the price of the matched snapshot"
         self._hold_scratch(now)
         self.slots.take_over(snapshot.slot)

@@ -51,7 +51,7 @@ class DraftSteps:
             request.request_id: _tokens(request, lookahead) for request in running
         }
         held = {name: list(self._drafts(name)) for name in wanted}
-        width = self._cache.lend_drafts(wanted, growth)
+        width = self._cache.lend_drafts(wanted, growth, lookahead)
         # Slots may have been taken back and others lent: as many, or fewer.
         self._changed |= {
             name
