@@ -69,7 +69,8 @@ class HybridCache:
         policy: where snapshots are taken.
         windows: groups of attention layers that look back only so far.
         eviction: what cached content is worth; by default its recency.
-        events: where to note which pages come and go; by default nowhere.
+        events: where to note which pages can be resumed at, or behind; by default
+            nowhere.
         broker: finds free ids in all pools; by default every pool keeps its memory.
         scratch: rows in which the engine verifies drafts, where they share the pools'
             memory.
