@@ -240,6 +240,16 @@ class TestEvents:
         assert isinstance(window, PagesStored)
         assert window.keys == keys(span(0, 20))[4:]
 
+    def test_a_hit_can_be_reported_once_more(self) -> None:
+        cache, log = make(window=6)
+        serve(cache, "a", span(0, 10), (10,))
+        stored = log.take()
+        node = cache.look_up(span(0, 30)).match.node
+        assert node is not None
+        log.repeat(node, None)
+        assert log.take() == stored
+        assert log.announced_pages == 2
+
     def test_flush(self) -> None:
         cache, log = make()
         serve(cache, "a", span(0, 16), (16,))

@@ -150,6 +150,19 @@ class EventLog:
             self._remove(Pool.STATE, self._keys[end][-1:])
         self._retract(end)
 
+    def repeat(self, node: Node, namespace: Hashable) -> None:
+        """Record once more what a request needs that resumes at the snapshot of `node`.
+
+        Not where a page on the path has no name.
+        """
+        end = _last_segment(node)
+        if end.parent is None or not self._is_named(end):
+            return
+        self._store(Pool.KV, namespace, end, end.end // self.page_size)
+        self._store(Pool.STATE, namespace, end, 1)
+        for pool, count in self._reach(end):
+            self._store(pool, namespace, end, count)
+
     def stored(self, leaf: Node, namespace: Hashable) -> None:
         """Record a new leaf of a tree that can be resumed at any page."""
         self._announce(leaf, namespace)
@@ -158,7 +171,9 @@ class EventLog:
         """Record that a leaf, still in the tree, loses all but `kept` pages."""
         if leaf in self._announced:
             if kept:
-                self._remove(Pool.KV, self._keys[leaf][kept:])
+                lost = self._keys[leaf][kept:]
+                self.announced_pages -= len(lost)
+                self._remove(Pool.KV, lost)
             else:
                 self._announced[leaf].ends = 0
                 self._retract(leaf)
@@ -199,6 +214,7 @@ class EventLog:
         # What is behind a page without a name has none either.
         named = sum(len(self._keys[node]) for node in fresh)
         behind = sum(len(node.pages) for node in fresh) - named
+        self.announced_pages += named
         if named:
             self._store(Pool.KV, namespace, end, named, behind)
 
@@ -214,6 +230,7 @@ class EventLog:
             node = node.parent
             if node.parent is not None:
                 self._announced[node].children -= 1
+        self.announced_pages -= len(lost)
         self._remove(Pool.KV, lost[::-1])
 
     def _reach(self, end: Node) -> Iterator[tuple[PoolId, int]]:
@@ -253,21 +270,19 @@ class EventLog:
         count: int,
         behind: int = 0,
     ) -> None:
-        """Record `count` pages; `behind` more are between them and the end of `end`."""
+        """Record `count` pages; `behind` more are between them and the end of `end`.
+
+        All of them have names.
+        """
         parent, keys, tokens = self._last_pages(end, count, behind)
-        if pool == Pool.KV:
-            self.announced_pages += count
         self._pending.append(
             PagesStored(pool, namespace, parent, keys, tokens, self.page_size)
         )
 
     def _remove(self, pool: PoolId, keys: Sequence[Key]) -> None:
         """Record the end of pages, in the order of their path."""
-        if not keys:
-            return
-        if pool == Pool.KV:
-            self.announced_pages -= len(keys)
-        self._pending.append(PagesRemoved(pool, tuple(reversed(keys))))
+        if keys:
+            self._pending.append(PagesRemoved(pool, tuple(reversed(keys))))
 
     # ------------------------------------------------------- internal: naming
 
