@@ -16,7 +16,6 @@ from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.engine.sizing import CachePlan
 
 
@@ -28,7 +27,6 @@ def build_cache(
     *,
     keeps_states_inside: bool = False,
     records_drafts: bool = False,
-    events: EventLog | None = None,
 ) -> HybridCache:
     """The cache of one engine, empty.
 
@@ -40,7 +38,6 @@ def build_cache(
         keeps_states_inside: whether the kernels of all state layers write states at
             chunk boundaries inside a forward pass.
         records_drafts: as in `HybridCache`.
-        events: as in `HybridCache`.
 
     Raises:
         ConfigError: for options that this model or these kernels cannot serve.
@@ -65,7 +62,6 @@ def build_cache(
         policy=policy,
         eviction=eviction_for(layout, device_type),
         records_drafts=records_drafts,
-        events=events,
     )
 
 

@@ -102,9 +102,10 @@ class HybridKVCacheManager:
             device,
             keeps_states_inside=kv_cache_config.interior,
             records_drafts=records_drafts,
-            events=None if kv_events is None else kv_events.log,
         )
         self._kv_events = kv_events
+        if kv_events is not None:
+            self.cache.report_to(kv_events.log)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()

@@ -49,10 +49,10 @@ def make(
         SlotPool(slots) if states else NoSlots(),
         PAGE,
         SnapshotPolicy(PAGE, NO_SNAPSHOTS),
-        events=log,
         eviction=ByMinimum(branch=NO_SNAPSHOTS),
         windows=tuple(WindowGroup(one, PagePool(pages)) for one in windows),
     )
+    cache.report_to(log)
     return cache, log
 
 
@@ -250,6 +250,12 @@ class TestEvents:
         assert log.take() == stored
         assert log.announced_pages == 2
 
+    def test_events_begin_with_an_empty_cache(self) -> None:
+        cache, _ = make()
+        serve(cache, "a", span(0, 8), (8,))
+        with pytest.raises(ValueError, match="cached before"):
+            cache.report_to(EventLog(PAGE))
+
     def test_flush(self) -> None:
         cache, log = make()
         serve(cache, "a", span(0, 16), (16,))
@@ -300,9 +306,9 @@ class Reporting(HybridCache):
     log_type = EventLog
 
     def __post_init__(self) -> None:
-        windows = tuple(group.window for group in self.windows)
-        self.events = self.log_type(self.page_size, windows)
         HybridCache.__post_init__(self)
+        windows = tuple(group.window for group in self.windows)
+        self.report_to(self.log_type(self.page_size, windows))
 
 
 def run(
@@ -310,21 +316,22 @@ def run(
     *,
     windows: bool = False,
     drafts: bool = False,
-    log: type[EventLog] = EventLog,
+    log_type: type[EventLog] = EventLog,
 ) -> Traffic:
     """Random traffic; a router must know all that can be resumed, after every step."""
-    cls = type("Watched", (Reporting,), {"log_type": log})
+    cls = type("Watched", (Reporting,), {"log_type": log_type})
     traffic = Traffic.seeded(seed, PAGE, cls, windows=windows, drafts=drafts)
     cache, router = traffic.engine.cache, Router()
-    assert cache.events is not None
+    log = cache.tree.events
+    assert log is not None
     for _ in range(150):
         traffic.operate()
-        router.hear(cache.events.take())
+        router.hear(log.take())
         expected = _expected(cache)
         assert {pool: known for pool, known in router.known.items() if known} == {
             pool: known for pool, known in expected.items() if known
         }
-        assert cache.events.announced_pages == len(expected.get(Pool.KV, ()))
+        assert log.announced_pages == len(expected.get(Pool.KV, ()))
         _check_predictions(cache, router, traffic)
     return traffic
 
@@ -426,7 +433,7 @@ class NamesPagesByTheirTokens(EventLog):
 def test_a_broken_log_is_caught(broken: type[EventLog]) -> None:
     with pytest.raises((AssertionError, KeyError, AttributeError)):
         for seed in range(12):
-            run(seed, log=broken)
+            run(seed, log_type=broken)
 
 
 def test_windows_that_are_counted_wrong_are_caught() -> None:
@@ -436,7 +443,7 @@ def test_windows_that_are_counted_wrong_are_caught() -> None:
 
     with pytest.raises(AssertionError):
         for seed in range(12):
-            run(seed, windows=True, log=KeepsWindows)
+            run(seed, windows=True, log_type=KeepsWindows)
 
 
 @pytest.mark.parametrize(

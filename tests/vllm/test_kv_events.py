@@ -156,4 +156,4 @@ def test_a_request_may_have_its_hit_reported() -> None:
 def test_nothing_is_collected_unless_asked_for() -> None:
     of = manager()
     assert serve(of, request("one", 2 * PAGE)) == []
-    assert of.cache.events is None
+    assert of.cache.tree.events is None

@@ -73,7 +73,6 @@ class MambaRadixCache:
         *,
         needs_snapshots: bool = True,
         eviction: LeastRecentlyUsed | None = None,
-        events: EventLog | None = None,
     ) -> None:
         """Create an empty tree.
 
@@ -82,15 +81,14 @@ class MambaRadixCache:
             needs_snapshots: whether a prefix can be resumed only at a snapshot.  With
                 full attention alone it can be resumed at any page end.
             eviction: the eviction policy; by default recency.
-            events: log of pages that can be resumed at, or behind, and of others that
-                cannot any more.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.needs_snapshots = needs_snapshots
         self.eviction = eviction if eviction is not None else LeastRecentlyUsed()
-        self.events = events
+        self.events: EventLog | None = None
+        """Where to note what can be resumed; nowhere by default."""
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
         self._leaves: AgedOrder[Node] = AgedOrder(self.eviction.rates)
