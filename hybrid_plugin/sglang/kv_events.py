@@ -9,7 +9,7 @@ at or behind.  Its scheduler takes them and gives them to the publisher of
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
@@ -60,7 +60,7 @@ class KvEvents:
             params: of SGLang: the format, and the names of adapters.
         """
         windows = tuple(group.window for group in cache.windows)
-        self._log = EventLog(cache.page_size, windows, _block)
+        self._log = EventLog(cache.page_size, windows, _blocks)
         cache.report_to(self._log)
         self._recorder = KVCacheEventRecorder(
             enabled=True,
@@ -84,13 +84,18 @@ class KvEvents:
         return self._recorder.take()
 
 
-def _block(parent: Key | None, tokens: Tokens, namespace: Hashable) -> Block:
-    """The page behind `parent` in a namespace, as `requests.namespace` says it."""
+def _blocks(
+    parent: Key | None, pages: Iterator[Tokens], namespace: Hashable
+) -> Iterator[Block]:
+    """The pages behind `parent` in a namespace, as `requests.namespace` says it."""
     assert parent is None or isinstance(parent, Block), "all of them are made here"
     assert isinstance(namespace, tuple), "as requests name it"
     extra_key, salt = map(_text, namespace)
-    key = RadixKey(tokens, extra_key=extra_key, cache_salt=salt)
-    return Block(key, _ROOT if parent is None else parent)
+    block = _ROOT if parent is None else parent
+    for tokens in pages:
+        key = RadixKey(tokens, extra_key=extra_key, cache_salt=salt)
+        block = Block(key, block)
+        yield block
 
 
 def _text(value: Hashable) -> str | None:

@@ -8,10 +8,9 @@ them to the publisher of `--kv-events-config`, one for each data-parallel rank.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import (
     MEDIUM_GPU,
@@ -41,11 +40,20 @@ from hybrid_plugin.core.tree.events import (
     PagesRemoved,
     PagesStored,
 )
+from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
+
+
+class _Name(NamedTuple):
+    """Of a block."""
+
+    digest: Any
+    published: Any
+    """The same as `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` wants it in events."""
 
 
 class KvEvents:
@@ -110,14 +118,13 @@ class KvEvents:
     def _stored(self, event: PagesStored, group: int) -> BlockStored:
         adapter, _ = self._origin(event.namespace)
         kind, window = self._kinds[group]
-        extra = [
-            self._extra_keys(event.namespace, first=not index and event.parent is None)
-            for index in range(len(event.keys))
-        ]
+        extra = [self._extra_keys(event.namespace, first=False)] * len(event.keys)
+        if event.parent is None:
+            extra[0] = self._extra_keys(event.namespace, first=True)
         return BlockStored(
-            block_hashes=_external(event.keys),
+            block_hashes=_published(event.keys),
             parent_block_hash=(
-                None if event.parent is None else _external([event.parent])[0]
+                None if event.parent is None else _published([event.parent])[0]
             ),
             token_ids=event.tokens.tolist(),
             block_size=event.page_size,
@@ -131,20 +138,27 @@ class KvEvents:
         )
 
     def _removed(self, event: PagesRemoved, group: int) -> BlockRemoved:
-        hashes = _external(event.keys)
+        hashes = _published(event.keys)
         return BlockRemoved(block_hashes=hashes, medium=MEDIUM_GPU, group_idx=group)
 
     def _name(
-        self, parent: Key | None, tokens: array[int], namespace: Hashable
-    ) -> Key | None:
-        """vLLM's hash of a block; None for one with a part of an image.
+        self, parent: Key | None, pages: Iterator[Tokens], namespace: Hashable
+    ) -> Iterator[_Name]:
+        """vLLM's hashes of blocks, up to the first one with a part of an image.
 
         The numbers that stand for its content in the cache are not vLLM's.
         """
-        if min(tokens) < 0:
-            return None
-        extra = self._extra_keys(namespace, first=parent is None)
-        return hash_block_tokens(self._hash, parent, tokens, extra)
+        assert parent is None or isinstance(parent, _Name), "all of them are made here"
+        digest = None if parent is None else parent.digest
+        first, others = [
+            self._extra_keys(namespace, first=one) for one in (True, False)
+        ]
+        for tokens in pages:
+            if min(tokens) < 0:
+                return
+            extra = first if digest is None else others
+            digest = hash_block_tokens(self._hash, digest, tokens, extra)
+            yield _Name(digest, maybe_convert_block_hash(digest))
 
     def _extra_keys(
         self, namespace: Hashable, *, first: bool
@@ -168,5 +182,5 @@ class KvEvents:
         return None if name is None else self._adapters[name], salt
 
 
-def _external(keys: Any) -> list[Any]:
-    return [maybe_convert_block_hash(key) for key in keys]
+def _published(keys: Iterable[Key]) -> list[Any]:
+    return [key.published for key in keys if isinstance(key, _Name)]

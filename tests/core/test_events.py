@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 from array import array
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -58,12 +59,15 @@ def make(
 
 def keys(tokens: tuple[int, ...], namespace: Hashable = None) -> tuple[Key, ...]:
     """Of all whole pages of a sequence."""
-    found, key = [], None
-    for first in range(0, len(tokens) - PAGE + 1, PAGE):
-        page = array("q", tokens[first : first + PAGE])
-        key = sha256_chain(key, page, namespace)
-        found.append(key)
-    return tuple(found)
+    starts = range(0, len(tokens) - PAGE + 1, PAGE)
+    pages = [array("q", tokens[first : first + PAGE]) for first in starts]
+    return tuple(sha256_chain(None, pages, namespace))
+
+
+def chained(parent: Key | None, tokens: Tokens, namespace: Hashable = None) -> Key:
+    """Of one page."""
+    (key,) = sha256_chain(parent, [tokens], namespace)
+    return key
 
 
 class Router:
@@ -99,7 +103,7 @@ class Router:
         size = event.page_size
         for index, key in enumerate(event.keys):
             tokens = event.tokens[index * size : (index + 1) * size]
-            assert sha256_chain(self.parents[key], tokens, event.namespace) == key
+            assert chained(self.parents[key], tokens, event.namespace) == key
         known |= set(event.keys)
 
     def _remove(self, event: PagesRemoved) -> None:
@@ -266,14 +270,17 @@ class TestEvents:
 
     def test_keys_tell_namespaces_and_positions_apart(self) -> None:
         same = array("q", [1, 2, 3, 4])
-        first = sha256_chain(None, same, None)
-        assert first != sha256_chain(None, same, "adapter")
-        assert first != sha256_chain(first, same, None)
-        assert first == sha256_chain(None, array("q", [1, 2, 3, 4]), None)
+        first = chained(None, same)
+        assert first != chained(None, same, "adapter")
+        assert first != chained(first, same)
+        assert first == chained(None, array("q", [1, 2, 3, 4]))
 
     def test_pages_without_a_name_end_what_is_announced(self) -> None:
-        def name(parent: Key | None, tokens: Tokens, namespace: Hashable) -> Key | None:
-            return None if min(tokens) < 0 else sha256_chain(parent, tokens, namespace)
+        def name(
+            parent: Key | None, pages: Iterator[Tokens], namespace: Hashable
+        ) -> Iterator[Key]:
+            text = itertools.takewhile(lambda tokens: min(tokens) >= 0, pages)
+            return sha256_chain(parent, text, namespace)
 
         cache, log = make(window=6, log=EventLog(PAGE, (SlidingWindow(6),), name))
         image = (*span(0, 8), -5, -6, *span(8, 20))
@@ -414,8 +421,7 @@ class ForgetsFlushes(EventLog):
 class NamesPagesByTheirTokens(EventLog):
     def _names(self, node: Node, namespace: Hashable) -> Iterator[Key]:
         for first in range(0, len(node.tokens), PAGE):
-            page = node.tokens[first : first + PAGE]
-            yield sha256_chain(None, page, namespace)
+            yield chained(None, node.tokens[first : first + PAGE])
 
 
 @pytest.mark.parametrize(

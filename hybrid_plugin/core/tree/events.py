@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import groupby
@@ -34,11 +34,12 @@ from hybrid_plugin.core.tree.tokens import Tokens
 Key: TypeAlias = Hashable
 """Name of a page: says the namespace and all tokens up to its end."""
 
-Hasher: TypeAlias = "Callable[[Key | None, Tokens, Hashable], Key | None]"
-"""Computes the key of a page from the previous key, its tokens and the namespace.
+Hasher: TypeAlias = "Callable[[Key | None, Iterator[Tokens], Hashable], Iterable[Key]]"
+"""Computes the keys of consecutive pages from the key before the first, the tokens of
+each page and the namespace.
 
-None for a page that the engine's events have no name for: it is not announced, nor is
-what lies behind it.
+It may end at a page that the engine's events have no name for: that is not announced,
+nor is what lies behind it.
 """
 
 
@@ -73,17 +74,23 @@ class Cleared:
 Event = PagesStored | PagesRemoved | Cleared
 
 
-def sha256_chain(parent: Key | None, tokens: Tokens, namespace: Hashable) -> Key:
-    """A 64-bit key that is equal in every process.
+def sha256_chain(
+    parent: Key | None, pages: Iterable[Tokens], namespace: Hashable
+) -> Iterator[Key]:
+    """Keys of 64 bits that are equal in every process.
 
     Args:
-        parent: a key made by this function; None for the first page.
-        tokens: of the page, as 64-bit integers of the machine's byte order.
+        parent: a key made by this function; None before the first page.
+        pages: tokens of each, as 64-bit integers of the machine's byte order.
         namespace: enters by its `repr`, for the first page only.
     """
-    digest = sha256(repr(namespace if parent is None else parent).encode())
-    digest.update(tokens.tobytes())
-    return int.from_bytes(digest.digest()[:8], "big")
+    before = repr(namespace if parent is None else parent)
+    for tokens in pages:
+        digest = sha256(before.encode())
+        digest.update(tokens.tobytes())
+        key = int.from_bytes(digest.digest()[:8], "big")
+        yield key
+        before = repr(key)
 
 
 @dataclass(slots=True)
@@ -295,19 +302,17 @@ class EventLog:
         for node in reversed(unnamed):
             self._keys[node] = tuple(self._names(node, namespace))
 
-    def _names(self, node: Node, namespace: Hashable) -> Iterator[Key]:
+    def _names(self, node: Node, namespace: Hashable) -> Iterable[Key]:
         parent, key = node.parent, None
         assert parent is not None, "the root has no pages"
         if parent.parent is not None:
             if not self._is_named(parent):
-                return
+                return ()
             key = self._keys[parent][-1]
-        for start in range(0, len(node.tokens), self.page_size):
-            page = node.tokens[start : start + self.page_size]
-            key = self.hasher(key, page, namespace)
-            if key is None:
-                return
-            yield key
+        size = self.page_size
+        starts = range(0, len(node.tokens), size)
+        pages = (node.tokens[start : start + size] for start in starts)
+        return self.hasher(key, pages, namespace)
 
     def _is_named(self, node: Node) -> bool:
         """Whether all pages up to the end of an announced segment have names."""
