@@ -76,6 +76,11 @@ class Router:
         return found
 
     @property
+    def knows_states(self) -> bool:
+        """Whether the engine tells states from KV."""
+        return "mamba" in self.kinds.values()
+
+    @property
     def announced_pages(self) -> int:
         """Pages of full attention that are known."""
         return len(self._held.get(self._group("full_attention"), ()))

@@ -66,9 +66,10 @@ def test_events_say_what_can_be_restored(
         server.reset_prefix_cache()
         server.ask(encode("something else, and longer than a page is here"), 4)
         router.listen()
-    # A prompt may part from a chat within the page in which that has its state.
-    assert exact > 2 * over
     assert exact > REQUESTS // 8
+    if router.knows_states:
+        # A prompt may still part from a chat within the page of that one's state.
+        assert exact > 2 * over
     assert metrics["snapshots_evicted"] > 0
     assert 0 < announced == metrics["announced_pages"] < POOLS[0]
     assert router.cleared == 1
