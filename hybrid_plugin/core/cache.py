@@ -69,7 +69,6 @@ class HybridCache:
         policy: where snapshots are taken.
         windows: groups of attention layers that look back only so far.
         eviction: what cached content is worth; by default its recency.
-        events: where to note which pages come and go; by default nowhere.
         broker: finds free ids in all pools; by default every pool keeps its memory.
         scratch: rows in which the engine verifies drafts, where they share the pools'
             memory.
@@ -82,7 +81,6 @@ class HybridCache:
     stats: CacheStats = field(default_factory=CacheStats)
     windows: tuple[WindowGroup, ...] = ()
     eviction: LeastRecentlyUsed | None = None
-    events: EventLog | None = None
     broker: MemoryBroker = field(default_factory=FixedBroker)
     records_drafts: bool = False
     """Whether steps that verify record what their tokens do to a state, and what was
@@ -108,7 +106,6 @@ class HybridCache:
             self.page_size,
             needs_snapshots=self.slots.needed or bool(self.windows),
             eviction=self.eviction,
-            events=self.events,
         )
         self.promises = Promises(self.tree, self.stats)
         self.memory = CacheMemory(
@@ -131,6 +128,16 @@ class HybridCache:
             self.stats,
             recorded=self.records_drafts,
         )
+
+    def report_to(self, events: EventLog) -> None:
+        """Have what can be resumed, and what cannot any more, noted in `events`.
+
+        Raises:
+            ValueError: if something is cached already.
+        """
+        if next(self.tree.nodes(), None) is not None:
+            raise ValueError("events do not tell what was cached before")
+        self.tree.events = events
 
     # ----------------------------------------------------------------- look up
 

@@ -59,6 +59,8 @@ _AVERAGES = {
 }
 _COUNTS = {
     "draft_slots": "State slots that are lent for drafts; they count as used ones too.",
+    "announced_pages": "KV pages in events: a request can resume at their end or "
+    "behind.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
 _FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
@@ -95,6 +97,8 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     }
     sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
+    if cache.tree.events is not None:
+        sent[f"{_COUNT}/announced_pages"] = cache.tree.events.announced_pages
     return levels | cache.stats.as_dict() | moved | sizes | sent
 
 

@@ -199,7 +199,5 @@ def _conflicts(view: Any) -> Iterator[str]:
         )
     if view.strip_thinking_cache:
         yield "a state cannot be stripped of its end; drop --strip-thinking-cache."
-    if view.kv_events_config is not None:
-        yield "KV cache events are not supported yet; drop --kv-events-config."
     if view.chunked_prefill_size is not None and view.chunked_prefill_size <= 0:
         yield "it needs chunked prefill; give --chunked-prefill-size a positive size."

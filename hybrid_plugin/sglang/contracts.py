@@ -11,6 +11,8 @@ _REGISTRY = f"{_SRT}.plugins.hook_registry:HookRegistry"
 _OVERRIDES = f"{_SRT}.arg_groups.overrides"
 _CONFIGURATOR = f"{_SRT}.mem_cache.kv_cache_configurator:KVCacheConfigurator"
 _BASE = f"{_SRT}.mem_cache.base_prefix_cache:BasePrefixCache"
+_PARAMS = f"{_SRT}.mem_cache.cache_init_params:CacheInitParams"
+_EVENTS = f"{_SRT}.mem_cache.events:KVCacheEventRecorder"
 _MATCH = f"{_SRT}.mem_cache.base_prefix_cache:MatchResult"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
 _SLOTS = f"{_SRT}.mem_cache.allocator.mamba:MambaSlotAllocator"
@@ -296,7 +298,37 @@ CACHE_HOOKS = (
     HookPoint(f"{_BASE}.dfs_weight_order", ("node_handles",)),
     HookPoint(f"{_MATCH}.device_prefix_len"),
     HookPoint(f"{_MATCH}.cache_protected_len"),
-    HookPoint(f"{_SRT}.mem_cache.cache_init_params:CacheInitParams.enable_metrics"),
+    HookPoint(f"{_BASE}.take_events"),
+    HookPoint(
+        f"{_COMPONENTS}.kv_events_publisher:SchedulerKvEventsPublisher"
+        ".publish_kv_events",
+        mentions=("tree_cache", "take_events"),
+    ),
+    HookPoint(
+        f"{_EVENTS}.__init__",
+        ("enabled", "page_size", "dynamo_format", "lora_names"),
+    ),
+    HookPoint(
+        f"{_EVENTS}.record_store",
+        ("node",),
+        mentions=("_node_event_hash_values", "_parent_block_hash", "key"),
+    ),
+    HookPoint(f"{_EVENTS}.record_remove", ("node",)),
+    HookPoint(
+        f"{_EVENTS}._parent_block_hash",
+        ("node",),
+        mentions=("parent", "hash_value", "event_hash_value"),
+    ),
+    HookPoint(f"{_EVENTS}.record_all_cleared"),
+    HookPoint(f"{_EVENTS}.take"),
+    HookPoint(
+        f"{_SRT}.mem_cache.radix_cache:RadixKey.__init__",
+        ("token_ids", "extra_key", "cache_salt"),
+    ),
+    HookPoint(f"{_PARAMS}.enable_metrics"),
+    HookPoint(f"{_PARAMS}.enable_kv_cache_events"),
+    HookPoint(f"{_PARAMS}.dynamo_kv_event_format"),
+    HookPoint(f"{_PARAMS}.kv_event_lora_names"),
     HookPoint(
         f"{_SRT}.mem_cache.common:release_kv_cache",
         ("req", "tree_cache", "checkpoint"),

@@ -31,6 +31,7 @@ from hybrid_plugin.core.memory.window_tables import WindowDemand
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.sglang.kv_events import KvEvents
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
@@ -75,6 +76,9 @@ class HybridPrefixCache(BasePrefixCache):
         self.resumes_parked = False
         """Whether the batch that is launched next goes on with a parked request."""
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
+        self._kv_events: KvEvents | None = None
+        if params.enable_kv_cache_events:
+            self._kv_events = KvEvents(self.cache, params)
         self.has_slots = self.cache.slots.needed
         self.window_map = self.token_to_kv_pool_allocator.window_map
         self.drafts = DraftSteps(self.cache, self._executor)
@@ -261,6 +265,10 @@ class HybridPrefixCache(BasePrefixCache):
                 self.front_door.advance(_id(req), req.extend_end)
         if self._metrics is not None:
             self._metrics.publish_now_and_then()
+
+    def take_events(self) -> list[Any]:
+        """What can be resumed since the last call, and what cannot any more."""
+        return [] if self._kv_events is None else self._kv_events.take()
 
     def idle(self) -> None:
         """Give back what no step needs, and publish the last counts before a pause."""

@@ -226,10 +226,6 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"it does not support the platform {current_platform.device_type!r} yet."
     if vllm_config.kv_transfer_config is not None:
         yield "KV connectors are not supported yet; drop --kv-transfer-config."
-    if vllm_config.kv_events_config is not None and (
-        vllm_config.kv_events_config.enable_kv_cache_events
-    ):
-        yield "KV cache events are not supported yet; drop --kv-events-config."
     if model.enable_sleep_mode:
         yield "sleep mode is not supported yet; drop --enable-sleep-mode."
     if parallel.pipeline_parallel_size > 1:

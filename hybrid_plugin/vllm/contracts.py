@@ -105,6 +105,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     *_fields(_PARALLEL, "worker_cls", "pipeline_parallel_size"),
     *_fields(_PARALLEL, "decode_context_parallel_size"),
     HookPoint("vllm.config.kv_events:KVEventsConfig.enable_kv_cache_events"),
+    HookPoint(f"{_CACHE}.prefix_caching_hash_algo"),
     HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
     HookPoint(f"{_PLATFORM}.is_cuda", ("self",)),
     HookPoint(f"{_PLATFORM}.device_type"),
@@ -221,7 +222,55 @@ SESSION_HOOKS: tuple[Contract, ...] = (
 )
 """Where streaming-input sessions come in."""
 
+_EVENTS = "vllm.distributed.kv_events"
+_NAMES = "vllm.v1.core.kv_cache_utils"
+
+KV_EVENT_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.update_from_output",
+        mentions=("take_events", "kv_event_publisher"),
+        own=True,
+    ),
+    *_fields(
+        f"{_EVENTS}:BlockStored",
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+    ),
+    *_fields(f"{_EVENTS}:BlockRemoved", "block_hashes", "medium", "group_idx"),
+    HookPoint(f"{_EVENTS}:AllBlocksCleared"),
+    HookPoint("vllm.utils.hashing:get_hash_fn_by_name", ("hash_fn_name",)),
+    HookPoint(f"{_NAMES}:init_none_hash", ("hash_fn",)),
+    HookPoint(
+        f"{_NAMES}:hash_block_tokens",
+        (
+            "hash_function",
+            "parent_block_hash",
+            "curr_block_token_ids",
+            "extra_keys",
+        ),
+    ),
+    HookPoint(
+        f"{_NAMES}:generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+    ),
+    HookPoint(f"{_NAMES}:to_event_extra_keys", ("extra_keys",)),
+    HookPoint(f"{_NAMES}:maybe_convert_block_hash", ("hash_bytes",)),
+    HookPoint(f"{_SPECS}:get_kv_cache_spec_kind", ("kv_cache_spec",)),
+    HookPoint(f"{_SPECS}:get_kv_cache_spec_sliding_window", ("kv_cache_spec",)),
+)
+"""How pages are named in events, and who publishes them."""
+
 SCHEDULER_HOOKS: tuple[Contract, ...] = (
+    *KV_EVENT_HOOKS,
     *SESSION_HOOKS,
     HookPoint(f"{_SCHEDULER}:KVCacheManager"),
     HookPoint(
@@ -271,6 +320,7 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
             "cache_salt",
             "prompt_embeds",
             "sampling_params",
+            "kv_cache_report_mode",
         ),
     ),
     HookPoint("vllm.sampling_params:SamplingParams.extra_args"),

@@ -23,6 +23,7 @@ from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.vllm.activation import logger
+from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.requests import VllmRequest
 from hybrid_plugin.vllm.speculation.steps import DraftSteps
@@ -77,6 +78,7 @@ class HybridKVCacheManager:
         log_stats: bool,
         clock: Callable[[], float] | None = time.monotonic,
         records_drafts: bool = False,
+        kv_events: KvEvents | None = None,
     ) -> None:
         """Create the cache.
 
@@ -90,6 +92,7 @@ class HybridKVCacheManager:
             clock: returns the time in seconds; None where schedulers on several ranks
                 must do the same and have none in common.
             records_drafts: as in `HybridCache`.
+            kv_events: publishes what the cache can resume; None publishes nothing.
         """
         device = current_platform.device_type
         self.cache = build_cache(
@@ -100,6 +103,9 @@ class HybridKVCacheManager:
             keeps_states_inside=kv_cache_config.interior,
             records_drafts=records_drafts,
         )
+        self._kv_events = kv_events
+        if kv_events is not None:
+            self.cache.report_to(kv_events.log)
         specs = [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()
@@ -125,6 +131,8 @@ class HybridKVCacheManager:
         The pages are those of full attention: nobody reads the others here.
         """
         found = self.front_door.look_up(VllmRequest(request), max_cache_hit_length)
+        if self._kv_events is not None:
+            self._kv_events.note(request, found)
         return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
 
     def allocate_slots(
@@ -196,6 +204,10 @@ class HybridKVCacheManager:
     def drain_commands(self) -> list[Command]:
         """Take the device work that must run before the next forward pass."""
         return self.cache.drain_commands()
+
+    def take_events(self) -> list[Any]:
+        """What can be resumed since the last call, and what cannot any more."""
+        return [] if self._kv_events is None else self._kv_events.take()
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests hold pages."""
@@ -271,10 +283,6 @@ class HybridKVCacheManager:
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Pages leave their windows when a step is scheduled: `step_scheduled`."""
-
-    def take_events(self) -> list[Any]:
-        """KV cache events are refused at start-up."""
-        return []
 
     def take_new_block_ids(self) -> list[int]:
         """Nothing is zeroed by vLLM's own means."""

@@ -18,6 +18,7 @@ from hybrid_plugin.vllm.activation import (
     logger,
     read_options,
 )
+from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
@@ -55,6 +56,7 @@ class _OnTwoPools(Scheduler):
 
         options = read_options(vllm_config)
         template = _delimiters(vllm_config, options)
+        events = _kv_events(vllm_config, kv_cache_config)
 
         def create_manager(**arguments: Any) -> HybridKVCacheManager:
             return HybridKVCacheManager(
@@ -65,6 +67,7 @@ class _OnTwoPools(Scheduler):
                 log_stats=bool(arguments.get("log_stats")),
                 clock=_clock(vllm_config),
                 records_drafts=serving.replays(vllm_config, options),
+                kv_events=events,
             )
 
         with patches.manager_factory(create_manager):
@@ -199,6 +202,16 @@ def _delimiters(vllm_config: VllmConfig, options: HybridConfig) -> Delimiters | 
         logger=logger,
         server_template_text=carried_chat_template(vllm_config),
     )
+
+
+def _kv_events(
+    vllm_config: VllmConfig, kv_cache_config: HybridKVCacheConfig
+) -> KvEvents | None:
+    """What the publisher of `--kv-events-config` publishes, if it is switched on."""
+    config = vllm_config.kv_events_config
+    if config is None or not config.enable_kv_cache_events:
+        return None
+    return KvEvents(kv_cache_config, vllm_config.cache_config.prefix_caching_hash_algo)
 
 
 def _clock(vllm_config: VllmConfig) -> Callable[[], float] | None:

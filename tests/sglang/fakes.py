@@ -164,6 +164,10 @@ class Bench:
 
     chunk = 1024
     """Tokens of a prefill pass."""
+    events = False
+    """Whether it publishes events."""
+    dynamo = False
+    """Whether in the format of Dynamo."""
 
     def __init__(self, pages: int = 64, slots: int = 9, rows: int = 9) -> None:
         self.core = self.make_core(pages, slots)
@@ -175,6 +179,9 @@ class Bench:
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE,
             enable_metrics=False,
+            enable_kv_cache_events=self.events,
+            dynamo_kv_event_format=self.dynamo,
+            kv_event_lora_names=None,
             chunked_prefill_size=self.chunk,
         )
         self.now = 0.0

@@ -73,7 +73,6 @@ class MambaRadixCache:
         *,
         needs_snapshots: bool = True,
         eviction: LeastRecentlyUsed | None = None,
-        events: EventLog | None = None,
     ) -> None:
         """Create an empty tree.
 
@@ -82,14 +81,14 @@ class MambaRadixCache:
             needs_snapshots: whether a prefix can be resumed only at a snapshot.  With
                 full attention alone it can be resumed at any page end.
             eviction: the eviction policy; by default recency.
-            events: log of pages that are stored and removed.
         """
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.needs_snapshots = needs_snapshots
         self.eviction = eviction if eviction is not None else LeastRecentlyUsed()
-        self.events = events
+        self.events: EventLog | None = None
+        """Where to note what can be resumed; nowhere by default."""
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
         self._leaves: AgedOrder[Node] = AgedOrder(self.eviction.rates)
@@ -257,6 +256,8 @@ class MambaRadixCache:
         self.rank(node)
         self._rank_below(node)
         self.version += 1
+        if self.events is not None:
+            self.events.attached(node, self._namespace_of(node))
 
     def detach_snapshot(self, node: Node) -> Evicted:
         """Remove the snapshot of `node`; a tail is removed as well."""
@@ -473,8 +474,8 @@ class MambaRadixCache:
     def _grow(self, node: Node, key: bytes, tokens: Tokens, pages: Pages) -> Node:
         leaf = Node(node, tokens, pages, node.end + len(tokens))
         self._link(node, key, leaf)
-        if self.events is not None:
-            self.events.stored(leaf, self._namespace_of(leaf), self.page_size)
+        if self.events is not None and not self.needs_snapshots:
+            self.events.stored(leaf, self._namespace_of(leaf))
         return leaf
 
     def _link(self, node: Node, key: bytes, leaf: Node) -> None:
@@ -565,6 +566,8 @@ class MambaRadixCache:
         snapshot = node.snapshot
         if snapshot is not None and not snapshot.is_superseded:
             self._supersede(node.resumed_before(), False)
+        if snapshot is not None and self.events is not None:
+            self.events.detached(node)
         self._unrank_snapshot(node)
         node.snapshot = None
 
@@ -578,12 +581,12 @@ class MambaRadixCache:
     def _trim(self, leaf: Node, count: int) -> Pages:
         """Remove the last `count` pages of a leaf with more pages."""
         kept = len(leaf.pages) - count
+        if self.events is not None:
+            self.events.removed(leaf, kept)
         trimmed = leaf.pages[kept:]
         leaf.pages = leaf.pages[:kept]
         leaf.tokens = leaf.tokens[: kept * self.page_size]
         leaf.end -= count * self.page_size
-        if self.events is not None:
-            self.events.removed(leaf, kept)
         return trimmed
 
     def _remove(self, node: Node) -> Pages:
@@ -591,11 +594,11 @@ class MambaRadixCache:
         assert node.is_leaf, "KV is evicted from the leaves towards the root"
         parent = node.parent
         assert parent is not None, "the root is never removed"
+        if self.events is not None and not node.is_tail:
+            self.events.removed(node, 0)
         span = node.tokens if node.is_tail else node.tokens[: self.page_size]
         parent.unlink(span.tobytes(), node)
         self._unrank_leaf(node)
-        if self.events is not None and not node.is_tail:
-            self.events.removed(node, 0)
         if parent.parent is None:
             self._drop_empty_root(parent)
         elif parent.is_leaf:

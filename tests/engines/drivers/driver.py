@@ -156,3 +156,9 @@ class Driver(Protocol):
 
     def metrics(self, url: str) -> str:
         """The text of /metrics, no older than the last answer."""
+
+    def kv_events(self, endpoint: str) -> tuple[str, ...]:
+        """Flags that have a server publish KV cache events at a ZMQ endpoint."""
+
+    def kv_event_batch(self) -> type[Any]:
+        """The engine's type of what a message of its publisher encodes."""

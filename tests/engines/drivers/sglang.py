@@ -312,6 +312,17 @@ class SglangDriver:
         time.sleep(PUBLISH_S)
         return httpx.get(f"{url}/metrics", timeout=10, follow_redirects=True).text
 
+    def kv_events(self, endpoint: str) -> tuple[str, ...]:
+        """By SGLang's own publisher."""
+        config = {"publisher": "zmq", "endpoint": endpoint}
+        return ("--kv-events-config", json.dumps(config))
+
+    def kv_event_batch(self) -> type[Any]:
+        """Of SGLang."""
+        from sglang.srt.disaggregation.kv_events import KVEventBatch
+
+        return KVEventBatch
+
 
 def _sizes(setup: Setup) -> tuple[str, ...]:
     """Of the pools; SGLang leaves the reserved page and slot out."""

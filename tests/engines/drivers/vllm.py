@@ -265,6 +265,17 @@ class VllmDriver:
         """Current with every step."""
         return httpx.get(f"{url}/metrics", timeout=10).text
 
+    def kv_events(self, endpoint: str) -> tuple[str, ...]:
+        """By vLLM's own publisher."""
+        config = {"enable_kv_cache_events": True, "endpoint": endpoint}
+        return ("--kv-events-config", json.dumps(config))
+
+    def kv_event_batch(self) -> type[Any]:
+        """Of vLLM."""
+        from vllm.distributed.kv_events import KVEventBatch
+
+        return KVEventBatch
+
 
 def _body(ask: Ask) -> dict[str, Any]:
     body: dict[str, Any] = {
