@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of bundles: a size that it never exceeds, and a memory that outlives us."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybrid_plugin.core.tree.tokens import Tokens
+from hybrid_plugin.errors import ConfigError
+from hybrid_plugin.sizes import gib
+from hybrid_plugin.tiers import bundle_file, header
+from hybrid_plugin.tiers.bundle import Bundle, Destination, Layouts, needed
+from hybrid_plugin.tiers.bundle_file import BundleReader, Rows
+from hybrid_plugin.tiers.describe import describe, tensors_of, with_checksums
+from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.files import Files
+from hybrid_plugin.tiers.folder_lock import check_private, hold
+from hybrid_plugin.tiers.identity import Identity
+from hybrid_plugin.tiers.index import BundleIndex, Entry
+from hybrid_plugin.tiers.loading import check_tokens, conversions, fill
+from hybrid_plugin.tiers.manifest import Manifest
+
+SUFFIX, UNFINISHED = ".bundle", ".unfinished"
+
+_DAMAGED = (Reason.TORN, Reason.MALFORMED, Reason.CORRUPT)
+"""A file of which this is found is removed: nothing can make it whole."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FolderStats:
+    """What happened since the folder was opened."""
+
+    stored: int = 0
+    stored_bytes: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    evicted: int = 0
+    evicted_bytes: int = 0
+    failures: Counter[Reason] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a sequence can resume."""
+
+    path: tuple[Manifest, ...]
+    """The bundles to load, in the order of the sequence."""
+
+    @property
+    def end(self) -> int:
+        """Tokens whose KV they hold, with the state behind the last of them."""
+        return self.path[-1].end
+
+
+class BundleFolder:
+    """The bundles of one rank.
+
+    One process at a time has it open.  Its methods may be called by several threads;
+    `find` does no I/O, `store` and `load` take as long as the disk does.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        budget: int,
+        identity: Identity,
+        layouts: Layouts,
+        *,
+        files: Files | None = None,
+        narrow: bool = False,
+    ) -> None:
+        """Open a folder, or make one, and see what it holds.
+
+        Unfinished and damaged files are removed.  Files of other models and layouts
+        count for the size, and are evicted like any others.
+
+        Args:
+            path: of the tier; each rank has a folder of its own in it.
+            budget: bytes that the files of this rank may have.
+            identity: whose bundles are found and stored.
+            layouts: of this process's rows.
+            files: the system.
+            narrow: whether states and KV may be rounded to a smaller element type.
+
+        Raises:
+            ConfigError: if the folder cannot be used, or is used by another process.
+        """
+        self.path = path / identity.rank_name
+        self.stats = FolderStats()
+        self._budget = budget
+        self._fingerprint = identity.fingerprint()
+        self._layouts = layouts
+        self._files = files or Files()
+        self._narrow = narrow
+        self._index = BundleIndex()
+        self._guard = threading.Lock()
+        self._writing = threading.Lock()
+        self._is_full = False
+        try:
+            self._files.make_folder(self.path)
+            check_private(self.path)
+            self._lock = hold(self.path)
+            self._scan()
+        except OSError as error:
+            raise ConfigError(
+                f"The folder {self.path} cannot hold bundles: {error.strerror}."
+            ) from error
+
+    def __len__(self) -> int:
+        """Bundles, those that cannot be read here included."""
+        with self._guard:
+            return len(self._index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all bundles."""
+        with self._guard:
+            return self._index.used_bytes
+
+    def close(self) -> None:
+        """Let another process open the folder."""
+        os.close(self._lock)
+
+    def find(
+        self, namespace: Hashable, tokens: Tokens, limit: int | None = None
+    ) -> Found | None:
+        """The longest stored prefix of a sequence; its bundles count as used.
+
+        Args:
+            namespace: of the sequence.
+            tokens: of the sequence.
+            limit: the last position that is of use; by default the last but one, so
+                that a token is left to compute.
+        """
+        limit = len(tokens) - 1 if limit is None else limit
+        with self._guard:
+            path = self._index.longest(self._fingerprint, namespace, tokens, limit)
+            if path is None:
+                return None
+            self._index.use(path)
+        return Found(tuple(entry.manifest for entry in path))
+
+    def store(self, bundle: Bundle) -> Manifest | Failure:
+        """Write a bundle, and evict others for it; a stored one is not written again.
+
+        Raises:
+            ValueError: if its rows have not the sizes of this process's layouts.
+        """
+        with self._writing:
+            result = self._store(bundle)
+        if isinstance(result, Failure):
+            self._failed(result)
+        return result
+
+    def load(
+        self, manifest: Manifest, tokens: Tokens, destination: Destination
+    ) -> Failure | None:
+        """Read a bundle.  After a failure the destination holds anything.
+
+        Args:
+            manifest: of a path that was found.
+            tokens: of the sequence, up to the bundle's end at least.
+            destination: where to.
+
+        Raises:
+            ValueError: if the destination has other sizes.
+        """
+        path = self._path(manifest.key)
+        try:
+            with bundle_file.reading(self._files, path) as reader:
+                if isinstance(reader, Failure):
+                    result: Failure | None = reader
+                else:
+                    result = self._fill(reader, manifest, tokens, destination)
+        except FileNotFoundError:
+            result = Failure(Reason.MISSING, path.name)
+        except OSError as error:
+            result = Failure(Reason.IO, f"{path.name}: {error.strerror}")
+        if result is None:
+            self._used(manifest)
+            self.stats.loaded += 1
+            self.stats.loaded_bytes += manifest.data_bytes
+            return None
+        self._drop(manifest.key, result)
+        return result
+
+    def clear(self) -> None:
+        """Remove all bundles of this identity, as a flush asks for."""
+        with self._writing:
+            with self._guard:
+                entries = list(self._index.oldest())
+            for entry in entries:
+                if entry.manifest.fingerprint == self._fingerprint:
+                    self._remove(entry)
+
+    # ------------------------------------------------------------------ writing
+
+    def _store(self, bundle: Bundle) -> Manifest | Failure:
+        manifest = describe(bundle, self._fingerprint, self._layouts)
+        with self._guard:
+            path = self._index.path_to(manifest.key)
+            before = self._index.path_to(manifest.parent) if manifest.parent else ()
+            self._index.use(path or before or ())
+        if path is not None:
+            return path[-1].manifest
+        if before is None:
+            return Failure(Reason.NO_PARENT, f"at token {manifest.start}")
+        tensors = tensors_of(bundle)
+        manifest = with_checksums(manifest, tensors)
+        size = len(header.encode(manifest)) + manifest.data_bytes
+        failure = self._make_room(size, before)
+        return failure or self._write(manifest, tensors, size)
+
+    def _make_room(self, size: int, kept: tuple[Entry, ...]) -> Failure | None:
+        """Evict what was not used for the longest time, but not what comes before."""
+        spared = {entry.manifest.key for entry in kept}
+        if size > self._budget - sum(entry.file_bytes for entry in kept):
+            return Failure(Reason.NO_ROOM, f"{gib(size)} of {gib(self._budget)}")
+        with self._guard:
+            excess = self._index.used_bytes + size - self._budget
+            victims = []
+            for entry in self._index.oldest():
+                if excess <= 0:
+                    break
+                if entry.manifest.key not in spared:
+                    victims.append(entry)
+                    excess -= entry.file_bytes
+        for entry in victims:
+            self.stats.evicted += 1
+            self.stats.evicted_bytes += entry.file_bytes
+            if not self._remove(entry):
+                return Failure(Reason.IO, "a bundle cannot be removed")
+        return None
+
+    def _write(
+        self, manifest: Manifest, tensors: dict[str, Rows], size: int
+    ) -> Manifest | Failure:
+        unfinished = self.path / (manifest.key + UNFINISHED)
+        try:
+            if self._files.free_bytes(self.path) < size:
+                return Failure(Reason.DISK_FULL, str(self.path))
+            bundle_file.write(self._files, unfinished, manifest, tensors)
+            self._files.rename(unfinished, self._path(manifest.key))
+            self._files.sync_folder(self.path)
+        except OSError as error:
+            self._discard(unfinished)
+            if error.errno in _FULL:
+                return Failure(Reason.DISK_FULL, str(self.path))
+            return Failure(Reason.IO, f"{error.strerror}")
+        self._is_full = False
+        self.stats.stored += 1
+        self.stats.stored_bytes += size
+        with self._guard:
+            self._index.add(Entry(manifest, size, is_usable=True))
+            self._index.use(self._index.path_to(manifest.key) or ())
+        return manifest
+
+    # ------------------------------------------------------------------ reading
+
+    def _fill(
+        self,
+        reader: BundleReader,
+        manifest: Manifest,
+        tokens: Tokens,
+        destination: Destination,
+    ) -> Failure | None:
+        failure = check_tokens(reader, manifest, tokens)
+        if failure is not None:
+            return failure
+        moves = conversions(reader.manifest, self._layouts, self._narrow)
+        if isinstance(moves, Failure):
+            return moves
+        pages = needed(reader.manifest, self._layouts)
+        counts = {pool: pages.count for pool, pages in pages.items()}
+        return fill(reader, moves, counts, destination)
+
+    # ------------------------------------------------------------------ keeping
+
+    def _scan(self) -> None:
+        """Read what is in the folder, the least recently used first."""
+        found: list[tuple[int, int, Entry]] = []
+        for name in self._files.names(self.path):
+            path = self.path / name
+            if name.endswith(UNFINISHED):
+                self._discard(path)
+            if not name.endswith(SUFFIX):
+                continue
+            read = self._examine(path)
+            if isinstance(read, Failure):
+                logger.warning("hybrid-plugin: removed %s: %s", path, read)
+                self.stats.failures[read.reason] += 1
+                self._discard(path)
+            else:
+                changed_at, entry = read
+                found.append((changed_at, -entry.manifest.end, entry))
+        entries = [entry for *_, entry in sorted(found, key=lambda each: each[:2])]
+        for entry in entries:
+            self._index.add(entry)
+        for entry in entries:  # what comes before counts as used later
+            self._index.use(self._index.path_to(entry.manifest.key) or ())
+        self._make_room(0, ())
+
+    def _examine(self, path: Path) -> tuple[int, Entry] | Failure:
+        with bundle_file.reading(self._files, path) as reader:
+            if isinstance(reader, Failure):
+                return reader
+            manifest = reader.manifest
+            if path.name != manifest.key + SUFFIX:
+                return Failure(Reason.MALFORMED, "it has another one's name")
+            moves = conversions(manifest, self._layouts, self._narrow)
+            usable = not isinstance(moves, Failure)
+            return reader.changed_at, Entry(manifest, reader.file_bytes, usable)
+
+    def _used(self, manifest: Manifest) -> None:
+        """Note a use, in the file's time too, where it outlives this process."""
+        with self._guard:
+            self._index.use(self._index.path_to(manifest.key) or ())
+        # The time is of use for the next start's order only.
+        with contextlib.suppress(OSError):
+            self._files.touch(self._path(manifest.key), time.time_ns())
+
+    def _drop(self, key: str, failure: Failure) -> None:
+        """Forget a bundle that could not be loaded."""
+        self._failed(failure)
+        with self._guard:
+            entry = self._index.get(key)
+        if entry is None:
+            return
+        if failure.reason in _DAMAGED:
+            self._remove(entry)
+        elif failure.reason is Reason.MISSING:
+            with self._guard:
+                self._index.remove(key)
+
+    def _remove(self, entry: Entry) -> bool:
+        """Remove a file; False if that cannot be done."""
+        try:
+            self._files.remove(self._path(entry.manifest.key))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("hybrid-plugin: a bundle cannot be removed: %s", error)
+            return False
+        with self._guard:
+            self._index.remove(entry.manifest.key)
+        return True
+
+    def _discard(self, path: Path) -> None:
+        try:
+            self._files.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("hybrid-plugin: %s cannot be removed: %s", path, error)
+
+    def _failed(self, failure: Failure) -> None:
+        """Count a failure, and log it; a full disk only once until it has room."""
+        self.stats.failures[failure.reason] += 1
+        if failure.reason is Reason.DISK_FULL:
+            if not self._is_full:
+                logger.warning("hybrid-plugin: nothing is stored: %s", failure)
+            self._is_full = True
+        elif failure.reason not in (Reason.NO_PARENT, Reason.NO_ROOM):
+            logger.warning("hybrid-plugin: a bundle is lost: %s", failure)
+
+    def _path(self, key: str) -> Path:
+        return self.path / (key + SUFFIX)
