@@ -20,7 +20,8 @@ Bytes = npt.NDArray[np.uint8]
 class Conversion:
     """Moves rows of one layout into rows of another.
 
-    Nothing is moved that the target does not name: padding stays as it is.
+    Nothing is moved that the target does not name: padding stays as it is.  Opaque rows
+    move as they are.
     """
 
     source: RowLayout
@@ -46,6 +47,9 @@ class Conversion:
         Raises:
             ValueError: if there are too few rows, or they have another size.
         """
+        if self.source.opaque:
+            target[:] = source
+            return
         positions = np.arange(start, end)
         read = _places(positions, self.source, source)
         write = _places(positions, self.target, target)
@@ -63,6 +67,9 @@ class Conversion:
         Raises:
             ValueError: if they have another size.
         """
+        if self.source.opaque:
+            target[:] = source
+            return
         rows, written = source[None], target[None]
         only = np.zeros(1, dtype=np.int64)
         _check(self.source, rows)
@@ -82,7 +89,7 @@ def conversion(
         target: of the rows that are wanted.
         narrow: whether elements may be rounded to a smaller type.
     """
-    if source == target:
+    if source.opaque and source == target:
         return Conversion(source, target, ())
     if source.opaque or target.opaque:
         return _refused(f"opaque rows {source.opaque!r} and {target.opaque!r}")
