@@ -16,7 +16,7 @@ class Reason(StrEnum):
     MALFORMED = "the header is not one of this format"
     VERSION = "the format has another version"
     CORRUPT = "a checksum does not match"
-    OTHER_MODEL = "it belongs to another model, rank or setting"
+    REPLACED = "another bundle is in its place"
     OTHER_TOKENS = "it holds other tokens"
     LAYOUT = "its layout cannot be converted"
     NO_PARENT = "the bundle before it is not stored"

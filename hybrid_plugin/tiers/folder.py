@@ -31,8 +31,9 @@ from hybrid_plugin.tiers.manifest import Manifest
 
 SUFFIX, UNFINISHED = ".bundle", ".unfinished"
 
-_DAMAGED = (Reason.TORN, Reason.MALFORMED, Reason.CORRUPT)
-"""A file of which this is found is removed: nothing can make it whole."""
+_SOUND = (Reason.OTHER_TOKENS, Reason.LAYOUT)
+"""A file that failed for these is in order; any other is removed, so that nobody waits
+for it again."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
@@ -112,11 +113,13 @@ class BundleFolder:
             self._files.make_folder(self.path)
             check_private(self.path)
             self._lock = hold(self.path)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
             self._scan()
         except OSError as error:
-            raise ConfigError(
-                f"The folder {self.path} cannot hold bundles: {error.strerror}."
-            ) from error
+            self.close()
+            raise self._unusable(error) from error
 
     def __len__(self) -> int:
         """Bundles, those that cannot be read here included."""
@@ -193,7 +196,7 @@ class BundleFolder:
             self.stats.loaded += 1
             self.stats.loaded_bytes += manifest.data_bytes
             return None
-        self._drop(manifest.key, result)
+        self._drop(manifest, result)
         return result
 
     def clear(self) -> None:
@@ -312,16 +315,24 @@ class BundleFolder:
             self._index.use(self._index.path_to(entry.manifest.key) or ())
         self._make_room(0, ())
 
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"The folder {self.path} cannot hold bundles: {error.strerror}."
+        )
+
     def _examine(self, path: Path) -> tuple[int, Entry] | Failure:
-        with bundle_file.reading(self._files, path) as reader:
-            if isinstance(reader, Failure):
-                return reader
-            manifest = reader.manifest
-            if path.name != manifest.key + SUFFIX:
-                return Failure(Reason.MALFORMED, "it has another one's name")
-            moves = conversions(manifest, self._layouts, self._narrow)
-            usable = not isinstance(moves, Failure)
-            return reader.changed_at, Entry(manifest, reader.file_bytes, usable)
+        try:
+            with bundle_file.reading(self._files, path) as reader:
+                if isinstance(reader, Failure):
+                    return reader
+                if path.name != reader.manifest.key + SUFFIX:
+                    return Failure(Reason.MALFORMED, "it has another one's name")
+                moves = conversions(reader.manifest, self._layouts, self._narrow)
+                usable = not isinstance(moves, Failure)
+                entry = Entry(reader.manifest, reader.file_bytes, usable)
+                return reader.changed_at, entry
+        except OSError as error:
+            return Failure(Reason.IO, f"{error.strerror}")
 
     def _used(self, manifest: Manifest) -> None:
         """Note a use, in the file's time too, where it outlives this process."""
@@ -331,18 +342,15 @@ class BundleFolder:
         with contextlib.suppress(OSError):
             self._files.touch(self._path(manifest.key), time.time_ns())
 
-    def _drop(self, key: str, failure: Failure) -> None:
+    def _drop(self, manifest: Manifest, failure: Failure) -> None:
         """Forget a bundle that could not be loaded."""
         self._failed(failure)
         with self._guard:
-            entry = self._index.get(key)
-        if entry is None:
-            return
-        if failure.reason in _DAMAGED:
+            entry = self._index.get(manifest.key)
+        if entry is None or entry.manifest != manifest:
+            return  # evicted, or stored anew since it was found
+        if failure.reason not in _SOUND:
             self._remove(entry)
-        elif failure.reason is Reason.MISSING:
-            with self._guard:
-                self._index.remove(key)
 
     def _remove(self, entry: Entry) -> bool:
         """Remove a file; False if that cannot be done."""

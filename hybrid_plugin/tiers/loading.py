@@ -89,23 +89,15 @@ def check_tokens(
     Raises:
         OSError: if the file system fails.
     """
-    there = reader.manifest
-    detail = f"{there.start} to {there.end}"
-    if there.fingerprint != manifest.fingerprint:
-        return Failure(Reason.OTHER_MODEL, there.fingerprint[:16])
-    if (there.key, there.start, there.end) != (
-        manifest.key,
-        manifest.start,
-        manifest.end,
-    ):
-        return Failure(Reason.OTHER_TOKENS, detail)
+    if reader.manifest != manifest:
+        return Failure(Reason.REPLACED, f"it ends at {reader.manifest.end}")
     wanted = np.array(tokens[manifest.start : manifest.end], dtype="<i8")
     stored = np.zeros(manifest.end - manifest.start, dtype="<i8")
     failure = reader.read(TOKENS, [stored.view(np.uint8)])
     if failure is not None:
         return failure
     if not np.array_equal(stored, wanted):
-        return Failure(Reason.OTHER_TOKENS, detail)
+        return Failure(Reason.OTHER_TOKENS, f"{manifest.start} to {manifest.end}")
     return None
 
 

@@ -324,7 +324,8 @@ def test_a_file_of_another_model_in_our_place_is_a_miss(tmp_path: Path) -> None:
     found = folder.find(None, TOKENS)
     assert found is not None
     lost = load_path(folder, own, TOKENS, found)
-    assert isinstance(lost, Failure) and lost.reason is Reason.OTHER_MODEL
+    assert isinstance(lost, Failure) and lost.reason is Reason.REPLACED
+    assert ends(folder) is None and not list(folder.path.glob("*" + SUFFIX))
 
 
 def test_tokens_count_not_their_hash(tmp_path: Path) -> None:
