@@ -49,6 +49,11 @@ class _Load:
     parts: tuple[Part, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    pass
+
+
 class BackgroundFolder:
     """Runs jobs on a folder, one at a time.
 
@@ -71,6 +76,7 @@ class BackgroundFolder:
         self._done: deque[Done] = deque()
         self._tickets = 0
         self._closing = False
+        self._is_clearing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
             target=self._run, name="hybrid-plugin-bundles", daemon=True
@@ -116,17 +122,31 @@ class BackgroundFolder:
             self._done.clear()
         return done
 
+    def clear(self) -> None:
+        """Find nothing of this identity from now on, and fail the jobs that wait.
+
+        Files are removed as soon as the job at hand is over.
+        """
+        self.folder.forget()
+        with self._changed:
+            self._fail_waiting(Reason.CLEARED)
+            self._is_clearing = True
+            self._changed.notify()
+
     def close(self) -> None:
         """Finish the job at hand, fail those that wait, and close the folder."""
         with self._changed:
             self._closing = True
-            waiting: list[_Load | _Store] = [*self._loads, *self._stores]
-            self._done += [Done(w.ticket, Failure(Reason.CLOSED)) for w in waiting]
-            self._loads.clear()
-            self._stores.clear()
+            self._fail_waiting(Reason.CLOSED)
             self._changed.notify()
         self._thread.join()
         self.folder.close()
+
+    def _fail_waiting(self, reason: Reason) -> None:
+        waiting: list[_Load | _Store] = [*self._loads, *self._stores]
+        self._done += [Done(job.ticket, Failure(reason)) for job in waiting]
+        self._loads.clear()
+        self._stores.clear()
 
     def _refusal(self) -> Failure | None:
         if self._closing:
@@ -139,19 +159,27 @@ class BackgroundFolder:
         return self._tickets
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._loads or self._stores or self._closing):
-                    self._changed.wait()
-                if self._closing:
-                    return
-                job = self._next()
+        while (job := self._next()) is not None:
+            if isinstance(job, _Clear):
+                self.folder.clear()
+                continue
             done = Done(job.ticket, self._result(job))
             with self._changed:
                 self._done.append(done)
 
-    def _next(self) -> _Store | _Load:
-        return self._loads.popleft() if self._loads else self._stores.popleft()
+    def _next(self) -> _Store | _Load | _Clear | None:
+        """Wait for a job; None for the end."""
+        with self._changed:
+            while not (
+                self._loads or self._stores or self._is_clearing or self._closing
+            ):
+                self._changed.wait()
+            if self._is_clearing:
+                self._is_clearing = False
+                return _Clear()
+            if self._closing:
+                return None
+            return self._loads.popleft() if self._loads else self._stores.popleft()
 
     def _result(self, job: _Store | _Load) -> Failure | None:
         try:

@@ -22,6 +22,7 @@ class Reason(StrEnum):
     NO_PARENT = "the bundle before it is not stored"
     NO_ROOM = "it is larger than what the folder may hold"
     DISK_FULL = "the disk is full"
+    CLEARED = "the tier was flushed meanwhile"
     BUSY = "the queue is full"
     CLOSED = "the tier is closed"
     INTERNAL = "the tier has a fault"

@@ -34,6 +34,8 @@ SUFFIX, UNFINISHED = ".bundle", ".unfinished"
 _SOUND = (Reason.OTHER_TOKENS, Reason.LAYOUT)
 """A file that failed for these is in order; any other is removed, so that nobody waits
 for it again."""
+_EXPECTED = (Reason.NO_PARENT, Reason.NO_ROOM, Reason.CLEARED)
+"""No fault of the disk, and not worth a line in the log."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,8 @@ class BundleFolder:
         self._index = BundleIndex()
         self._guard = threading.Lock()
         self._writing = threading.Lock()
-        self._is_full = False
+        self._told: set[Reason] = set()
+        self._generation = 0
         try:
             self._files.make_folder(self.path)
             check_private(self.path)
@@ -121,7 +124,8 @@ class BundleFolder:
             self.close()
             raise self._unusable(error) from error
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         """Bundles, those that cannot be read here included."""
         with self._guard:
             return len(self._index)
@@ -192,6 +196,7 @@ class BundleFolder:
         except OSError as error:
             result = Failure(Reason.IO, f"{path.name}: {error.strerror}")
         if result is None:
+            self._told.clear()
             self._used(manifest)
             self.stats.loaded += 1
             self.stats.loaded_bytes += manifest.data_bytes
@@ -199,8 +204,20 @@ class BundleFolder:
         self._drop(manifest, result)
         return result
 
+    def forget(self) -> None:
+        """Find no bundle of this identity any more, nor one that is being stored.
+
+        Does no I/O: the files count for the size until `clear` or eviction.
+        """
+        with self._guard:
+            self._generation += 1
+            for entry in list(self._index.oldest()):
+                if entry.manifest.fingerprint == self._fingerprint:
+                    self._index.hide(entry.manifest.key)
+
     def clear(self) -> None:
         """Remove all bundles of this identity, as a flush asks for."""
+        self.forget()
         with self._writing:
             with self._guard:
                 entries = list(self._index.oldest())
@@ -213,6 +230,8 @@ class BundleFolder:
     def _store(self, bundle: Bundle) -> Manifest | Failure:
         manifest = describe(bundle, self._fingerprint, self._layouts)
         with self._guard:
+            generation = self._generation
+            old = self._index.get(manifest.key)
             path = self._index.path_to(manifest.key)
             before = self._index.path_to(manifest.parent) if manifest.parent else ()
             self._index.use(path or before or ())
@@ -223,14 +242,41 @@ class BundleFolder:
         tensors = tensors_of(bundle)
         manifest = with_checksums(manifest, tensors)
         size = len(header.encode(manifest)) + manifest.data_bytes
-        failure = self._make_room(size, before)
-        return failure or self._write(manifest, tensors, size)
+        failure = self._make_room(size, before, old) or self._write(manifest, tensors)
+        if failure is not None:
+            return failure
+        return self._enter(Entry(manifest, size, is_usable=True), generation)
 
-    def _make_room(self, size: int, kept: tuple[Entry, ...]) -> Failure | None:
-        """Evict what was not used for the longest time, but not what comes before."""
+    def _enter(self, entry: Entry, generation: int) -> Manifest | Failure:
+        """Find a bundle that was written from now on, unless there was a flush."""
+        with self._guard:
+            self._index.add(entry)
+            if generation != self._generation:
+                self._index.hide(entry.manifest.key)
+            self._index.use(self._index.path_to(entry.manifest.key) or ())
+        if generation != self._generation:
+            self._remove(entry)
+            return Failure(Reason.CLEARED)
+        self._told.clear()
+        self.stats.stored += 1
+        self.stats.stored_bytes += entry.file_bytes
+        return entry.manifest
+
+    def _make_room(
+        self, size: int, kept: tuple[Entry, ...], old: Entry | None = None
+    ) -> Failure | None:
+        """Evict what was not used for the longest time.
+
+        Args:
+            size: bytes that are to be had.
+            kept: what stays: the bundles before the new one.
+            old: goes in any case: it has the key of the new one, and is of no use.
+        """
         spared = {entry.manifest.key for entry in kept}
         if size > self._budget - sum(entry.file_bytes for entry in kept):
             return Failure(Reason.NO_ROOM, f"{gib(size)} of {gib(self._budget)}")
+        if old is not None and not self._remove(old):
+            return Failure(Reason.IO, "a bundle cannot be removed")
         with self._guard:
             excess = self._index.used_bytes + size - self._budget
             victims = []
@@ -241,34 +287,29 @@ class BundleFolder:
                     victims.append(entry)
                     excess -= entry.file_bytes
         for entry in victims:
-            self.stats.evicted += 1
-            self.stats.evicted_bytes += entry.file_bytes
             if not self._remove(entry):
                 return Failure(Reason.IO, "a bundle cannot be removed")
+            self.stats.evicted += 1
+            self.stats.evicted_bytes += entry.file_bytes
         return None
 
-    def _write(
-        self, manifest: Manifest, tensors: dict[str, Rows], size: int
-    ) -> Manifest | Failure:
+    def _write(self, manifest: Manifest, tensors: dict[str, Rows]) -> Failure | None:
+        finished = self._path(manifest.key)
         unfinished = self.path / (manifest.key + UNFINISHED)
+        size = len(header.encode(manifest)) + manifest.data_bytes
         try:
             if self._files.free_bytes(self.path) < size:
                 return Failure(Reason.DISK_FULL, str(self.path))
             bundle_file.write(self._files, unfinished, manifest, tensors)
-            self._files.rename(unfinished, self._path(manifest.key))
+            self._files.rename(unfinished, finished)
             self._files.sync_folder(self.path)
         except OSError as error:
             self._discard(unfinished)
+            self._discard(finished)
             if error.errno in _FULL:
                 return Failure(Reason.DISK_FULL, str(self.path))
             return Failure(Reason.IO, f"{error.strerror}")
-        self._is_full = False
-        self.stats.stored += 1
-        self.stats.stored_bytes += size
-        with self._guard:
-            self._index.add(Entry(manifest, size, is_usable=True))
-            self._index.use(self._index.path_to(manifest.key) or ())
-        return manifest
+        return None
 
     # ------------------------------------------------------------------ reading
 
@@ -374,14 +415,12 @@ class BundleFolder:
             logger.warning("hybrid-plugin: %s cannot be removed: %s", path, error)
 
     def _failed(self, failure: Failure) -> None:
-        """Count a failure, and log it; a full disk only once until it has room."""
+        """Count a failure; the first of its kind since something succeeded is logged."""
         self.stats.failures[failure.reason] += 1
-        if failure.reason is Reason.DISK_FULL:
-            if not self._is_full:
-                logger.warning("hybrid-plugin: nothing is stored: %s", failure)
-            self._is_full = True
-        elif failure.reason not in (Reason.NO_PARENT, Reason.NO_ROOM):
-            logger.warning("hybrid-plugin: a bundle is lost: %s", failure)
+        if failure.reason in _EXPECTED or failure.reason in self._told:
+            return
+        self._told.add(failure.reason)
+        logger.warning("hybrid-plugin: a bundle is lost: %s", failure)
 
     def _path(self, key: str) -> Path:
         return self.path / (key + SUFFIX)

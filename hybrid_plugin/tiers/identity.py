@@ -38,8 +38,9 @@ class Identity:
     tensor_ranks: int = 1
     pipeline_rank: int = 0
     pipeline_ranks: int = 1
-    epoch: int = 0
-    """Counts the updates of weights while the engine runs."""
+    update: str = ""
+    """Empty for the weights as they were loaded.  After an update of weights in memory
+    a random value, equal on all ranks: such weights cannot be had again by a restart."""
 
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal digits."""

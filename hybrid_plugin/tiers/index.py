@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.tiers.keys import CHUNK, KeyChain
@@ -66,6 +66,10 @@ class BundleIndex:
         if not ends:
             del self._ends[anchor]
         return entry
+
+    def hide(self, key: str) -> None:
+        """Find a file no more, and leave it where it is otherwise."""
+        self._entries[key] = replace(self._entries[key], is_usable=False)
 
     def path_to(self, key: str) -> tuple[Entry, ...] | None:
         """The bundles from the start of the sequence to a key, all there and usable."""

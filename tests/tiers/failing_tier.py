@@ -156,7 +156,7 @@ class FailingTier:
         bundles = [path for path in self.files.paths() if path.suffix == SUFFIX]
         assert sum(len(self.files.content(path)) for path in bundles) <= BUDGET
         if not self.harmed:
-            assert len(bundles) == len(self.folder)
+            assert len(bundles) == self.folder.count
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -196,3 +196,28 @@ def test_look_ups_do_not_wait_for_the_disk(
     assert all(done.failure is None for done in collected(tier, 25))
     found = tier.folder.find(None, TOKENS)
     assert found is not None and found.end == 29
+
+
+def test_a_flush_fails_what_waits_and_what_is_under_way(
+    tier: BackgroundFolder, gated: Gated
+) -> None:
+    gated.gate.set()
+    tier.store(bundle(OWN, None, TOKENS[:9]))
+    collected(tier, 1)
+    gated.gate.clear()
+    gated.begun.clear()
+    tier.store(bundle(OWN, None, TOKENS[:20], 9))
+    assert gated.begun.wait(PATIENCE)
+    waiting = tier.store(bundle(OWN, None, TOKENS[:30], 20))
+    tier.clear()
+    assert tier.folder.find(None, TOKENS) is None
+    assert tier.poll() == [Done(waiting, Failure(Reason.CLEARED))]  # type: ignore[arg-type]
+    gated.gate.set()
+    (done,) = collected(tier, 1)
+    assert done.failure is not None
+    assert done.failure.reason in (Reason.CLEARED, Reason.NO_PARENT)
+    after = tier.store(bundle(OWN, None, TOKENS[:12]))
+    assert collected(tier, 1) == [Done(after, None)]  # type: ignore[arg-type]
+    found = tier.folder.find(None, TOKENS)
+    assert found is not None and found.end == 12
+    assert tier.folder.count == 1

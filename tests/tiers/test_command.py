@@ -15,7 +15,7 @@ from tests.tiers.support import IDENTITY, as_tokens, layouts, store_path
 
 OWN = layouts()
 TOKENS = as_tokens(*range(40))
-OTHER = replace(IDENTITY, epoch=1)
+OTHER = replace(IDENTITY, update="1")
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def _no_namespace(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_budget(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(folder.BundleFolder, "_make_room", lambda self, size, kept: None)
+    patch.setattr(folder.BundleFolder, "_make_room", lambda self, *sizes: None)
 
 
 def _without_what_comes_before(patch: pytest.MonkeyPatch) -> None:

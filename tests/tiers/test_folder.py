@@ -16,6 +16,7 @@ from safetensors import safe_open
 from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.tiers.bundle import Destination, Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.files import Files
 from hybrid_plugin.tiers.folder import SUFFIX, BundleFolder
 from hybrid_plugin.tiers.manifest import Manifest
 from tests.tiers.support import (
@@ -287,7 +288,7 @@ def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
         {"config": "1" * 64},
         {"layers": ("0 full", "1 gdn")},
         {"kv_dtype": "fp8"},
-        {"epoch": 1},
+        {"update": "1"},
     ],
 )
 def test_other_models_find_nothing_and_share_the_room(
@@ -299,9 +300,9 @@ def test_other_models_find_nothing_and_share_the_room(
     folder.close()
     other = replace(IDENTITY, **changed)  # type: ignore[arg-type]
     folder = BundleFolder(tmp_path, 2 * FILE, other, own)
-    assert (ends(folder), len(folder)) == (None, 2)
+    assert (ends(folder), folder.count) == (None, 2)
     store_path(folder, own, None, TOKENS, 6)
-    assert (ends(folder), len(folder)) == ([6], 2)
+    assert (ends(folder), folder.count) == ([6], 2)
 
 
 def test_each_rank_has_a_folder(tmp_path: Path) -> None:
@@ -309,13 +310,13 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     store_path(opened(tmp_path, own), own, None, TOKENS, 6)
     for ranks in ({"tensor_ranks": 2}, {"tensor_ranks": 2, "tensor_rank": 1}):
         other = BundleFolder(tmp_path, BUDGET, replace(IDENTITY, **ranks), own)
-        assert len(other) == 0
+        assert other.count == 0
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_file_of_another_model_in_our_place_is_a_miss(tmp_path: Path) -> None:
     own = layouts()
-    other = BundleFolder(tmp_path / "o", BUDGET, replace(IDENTITY, epoch=1), own)
+    other = BundleFolder(tmp_path / "o", BUDGET, replace(IDENTITY, update="1"), own)
     folder = opened(tmp_path / "a", own)
     (theirs,) = store_path(other, own, None, TOKENS, 6)
     (ours,) = store_path(folder, own, None, TOKENS, 6)
@@ -345,9 +346,9 @@ def test_what_cannot_be_converted_is_not_found_and_replaced(tmp_path: Path) -> N
     folder.close()
     own = layouts(windows=True)
     folder = opened(tmp_path, own)
-    assert (ends(folder), len(folder)) == (None, 1)
+    assert (ends(folder), folder.count) == (None, 1)
     store_path(folder, own, None, TOKENS, 6)
-    assert (ends(folder), len(folder)) == ([6], 1)
+    assert (ends(folder), folder.count) == ([6], 1)
 
 
 def test_a_destination_of_another_size_is_an_error(tmp_path: Path) -> None:
@@ -371,13 +372,13 @@ def test_the_state_may_stay_in_the_file(tmp_path: Path) -> None:
 
 def test_a_flush_leaves_other_models_alone(tmp_path: Path) -> None:
     own = layouts()
-    other = BundleFolder(tmp_path, BUDGET, replace(IDENTITY, epoch=1), own)
+    other = BundleFolder(tmp_path, BUDGET, replace(IDENTITY, update="1"), own)
     store_path(other, own, None, TOKENS, 6)
     other.close()
     folder = opened(tmp_path, own)
     store_path(folder, own, None, TOKENS, 6, 9)
     folder.clear()
-    assert (ends(folder), len(folder)) == (None, 1)
+    assert (ends(folder), folder.count) == (None, 1)
 
 
 def test_unfinished_files_are_removed_at_the_start(
@@ -397,4 +398,58 @@ def test_unfinished_files_are_removed_at_the_start(
     assert sorted(file.name for file in folder.path.iterdir())[1:] == sorted(
         [*(f.name for f in folder.path.glob("*" + SUFFIX)), "notes.txt"]
     )
-    assert len(folder) == 1
+    assert folder.count == 1
+
+
+def test_a_flush_counts_for_what_is_being_stored(tmp_path: Path) -> None:
+    own = layouts()
+    folder = opened(tmp_path, own)
+    store_path(folder, own, None, TOKENS, 6)
+    folder.forget()
+    assert (ends(folder), folder.count) == (None, 1)
+
+    class Slow(Files):
+        def sync(self, file: int) -> None:
+            super().sync(file)
+            folder.forget()
+
+    folder._files = Slow()
+    result = folder.store(bundle(own, None, TOKENS[:9]))
+    assert result == Failure(Reason.CLEARED)
+    assert (ends(folder), folder.count) == (None, 1)
+    folder._files = Files()
+    assert isinstance(folder.store(bundle(own, None, TOKENS[:6])), Manifest)
+    assert (ends(folder), folder.count) == ([6], 1)  # in the place of the forgotten one
+    assert len(list(folder.path.glob("*" + SUFFIX))) == 1
+
+
+def test_what_failed_behind_the_rename_leaves_nothing(tmp_path: Path) -> None:
+    own = layouts()
+    folder = opened(tmp_path, own)
+
+    class Broken(Files):
+        def sync_folder(self, folder: Path) -> None:
+            raise OSError(5, "Input/output error")
+
+    folder._files = Broken()
+    result = folder.store(bundle(own, None, TOKENS[:9]))
+    assert isinstance(result, Failure) and result.reason is Reason.IO
+    assert [file.name for file in folder.path.iterdir()] == [".lock"]
+    assert (ends(folder), folder.used_bytes) == (None, 0)
+
+
+def test_a_full_disk_is_told_once_until_it_has_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = layouts()
+    folder = opened(tmp_path, own)
+
+    class Full(Files):
+        def free_bytes(self, folder: Path) -> int:
+            return 100
+
+    for files, lines in ((Full(), 1), (Full(), 1), (Files(), 1), (Full(), 2)):
+        folder._files = files
+        folder.store(bundle(own, str(len(caplog.records)), TOKENS[: 9 + lines]))
+        assert len(caplog.records) == lines
+    assert folder.stats.failures == {Reason.DISK_FULL: 3}
