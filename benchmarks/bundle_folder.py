@@ -31,11 +31,12 @@ import numpy as np
 from hybrid_plugin.tiers.bundle import Bundle, Destination, Layouts, PageRows
 from hybrid_plugin.tiers.failure import Failure
 from hybrid_plugin.tiers.fields import convolution, delta_state, selective_state
-from hybrid_plugin.tiers.folder import SUFFIX, BundleFolder
+from hybrid_plugin.tiers.folder import BundleFolder
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.row_layout import Field, RowLayout
 from hybrid_plugin.tiers.sglang_fields import tensor
+from hybrid_plugin.tiers.shelf import SUFFIX
 from hybrid_plugin.tiers.vllm_fields import PageOrder, attention
 
 PAGE = 16

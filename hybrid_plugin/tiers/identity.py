@@ -40,7 +40,7 @@ class Identity:
     pipeline_ranks: int = 1
     update: str = ""
     """Empty for the weights as they were loaded.  After an update of weights in memory
-    a random value, equal on all ranks: such weights cannot be had again by a restart."""
+    a random value, equal on all ranks: a restart has no such weights."""
 
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal digits."""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
-from hybrid_plugin.tiers.folder import SUFFIX, BundleFolder
+from hybrid_plugin.tiers.folder import BundleFolder
 from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.shelf import SUFFIX
 from tests.tiers.memory_files import MemoryFiles, PowerLossError
 from tests.tiers.support import (
     IDENTITY,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_plugin.cli import main
-from hybrid_plugin.tiers.folder import SUFFIX, BundleFolder
+from hybrid_plugin.tiers.folder import BundleFolder
+from hybrid_plugin.tiers.shelf import SUFFIX
 from tests.tiers.support import IDENTITY, as_tokens, layouts, store_path
 
 OWN = layouts()

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hybrid_plugin.tiers import bundle_file, folder, index, keys, loading
+from hybrid_plugin.tiers import bundle_file, folder, index, keys, loading, shelf
 from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.files import Files
 from tests.core.profiles import SOAK_FACTOR, machine_settings
@@ -182,7 +182,7 @@ def _no_namespace(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_budget(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(folder.BundleFolder, "_make_room", lambda self, *sizes: None)
+    patch.setattr(shelf.Shelf, "make_room", lambda self, *sizes: None)
 
 
 def _without_what_comes_before(patch: pytest.MonkeyPatch) -> None:
@@ -210,21 +210,21 @@ def _damaged_files_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unfinished_files_stay(patch: pytest.MonkeyPatch) -> None:
-    real = folder.BundleFolder._discard
+    real = shelf.Shelf._discard
 
     def discard(self: Any, path: Path) -> None:
-        if path.suffix != folder.UNFINISHED:
+        if path.suffix != shelf.UNFINISHED:
             real(self, path)
 
-    patch.setattr(folder.BundleFolder, "_discard", discard)
+    patch.setattr(shelf.Shelf, "_discard", discard)
 
 
 def _evicts_only_in_its_books(patch: pytest.MonkeyPatch) -> None:
     def remove(self: Any, entry: Any) -> bool:
-        self._index.remove(entry.manifest.key)
+        self.index.remove(entry.manifest.key)
         return True
 
-    patch.setattr(folder.BundleFolder, "_remove", remove)
+    patch.setattr(shelf.Shelf, "remove", remove)
 
 
 BREAKAGES = [

@@ -17,8 +17,9 @@ from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.tiers.bundle import Destination, Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.files import Files
-from hybrid_plugin.tiers.folder import SUFFIX, BundleFolder
+from hybrid_plugin.tiers.folder import BundleFolder
 from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.shelf import SUFFIX
 from tests.tiers.support import (
     IDENTITY,
     as_tokens,
@@ -198,7 +199,7 @@ def test_a_stored_bundle_is_not_written_again(tmp_path: Path) -> None:
     inode = file.stat().st_ino
     assert folder.store(bundle(own, None, TOKENS[:9])) is first
     assert file.stat().st_ino == inode
-    assert folder.stats.stored == 1
+    assert folder.outcomes.stored == 1
 
 
 def test_nothing_is_stored_behind_a_gap(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_the_least_recently_used_goes_first_and_leaves_before_parents(
     assert (ends(folder, a), ends(folder, b), ends(folder, c)) == ([8, 16], None, [8])
     store_path(folder, own, None, c, 8, 16)  # the end of a goes, not its beginning
     assert (ends(folder, a), ends(folder, c)) == ([8], [8, 16])
-    assert folder.stats.evicted == 2
+    assert folder.outcomes.evicted == 2
     assert folder.used_bytes <= 3 * FILE
 
 
@@ -413,11 +414,11 @@ def test_a_flush_counts_for_what_is_being_stored(tmp_path: Path) -> None:
             super().sync(file)
             folder.forget()
 
-    folder._files = Slow()
+    folder._shelf.files = Slow()
     result = folder.store(bundle(own, None, TOKENS[:9]))
     assert result == Failure(Reason.CLEARED)
     assert (ends(folder), folder.count) == (None, 1)
-    folder._files = Files()
+    folder._shelf.files = Files()
     assert isinstance(folder.store(bundle(own, None, TOKENS[:6])), Manifest)
     assert (ends(folder), folder.count) == ([6], 1)  # in the place of the forgotten one
     assert len(list(folder.path.glob("*" + SUFFIX))) == 1
@@ -431,7 +432,7 @@ def test_what_failed_behind_the_rename_leaves_nothing(tmp_path: Path) -> None:
         def sync_folder(self, folder: Path) -> None:
             raise OSError(5, "Input/output error")
 
-    folder._files = Broken()
+    folder._shelf.files = Broken()
     result = folder.store(bundle(own, None, TOKENS[:9]))
     assert isinstance(result, Failure) and result.reason is Reason.IO
     assert [file.name for file in folder.path.iterdir()] == [".lock"]
@@ -449,7 +450,7 @@ def test_a_full_disk_is_told_once_until_it_has_room(
             return 100
 
     for files, lines in ((Full(), 1), (Full(), 1), (Files(), 1), (Full(), 2)):
-        folder._files = files
+        folder._shelf.files = files
         folder.store(bundle(own, str(len(caplog.records)), TOKENS[: 9 + lines]))
         assert len(caplog.records) == lines
-    assert folder.stats.failures == {Reason.DISK_FULL: 3}
+    assert folder.outcomes.failures == {Reason.DISK_FULL: 3}

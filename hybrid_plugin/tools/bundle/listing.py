@@ -14,9 +14,9 @@ from hybrid_plugin.sizes import gib
 from hybrid_plugin.tiers.bundle_file import reading
 from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.files import Files
-from hybrid_plugin.tiers.folder import SUFFIX
 from hybrid_plugin.tiers.folder_lock import hold
 from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.shelf import SUFFIX
 
 _SHOWN = 12
 """Digits of a key that people see."""
