@@ -9,13 +9,14 @@ import numpy as np
 
 from hybrid_plugin.tiers.bundle import Bundle, Layouts
 from hybrid_plugin.tiers.bundle_file import Rows, checksum
+from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.keys import anchor_of, keys_at
 from hybrid_plugin.tiers.manifest import STATE, TOKENS, Manifest, Run
 
 _NO_CHECKSUM = "0" * 32
 
 
-def describe(bundle: Bundle, fingerprint: str, layouts: Layouts) -> Manifest:
+def describe(bundle: Bundle, identity: Identity, layouts: Layouts) -> Manifest:
     """The manifest of a bundle, without its checksums.
 
     Raises:
@@ -26,6 +27,7 @@ def describe(bundle: Bundle, fingerprint: str, layouts: Layouts) -> Manifest:
     ):
         raise ValueError(f"a bundle with pages of {sorted(bundle.pages)}")
     end = len(bundle.tokens)
+    fingerprint = identity.fingerprint()
     anchor = anchor_of(end)
     keys = keys_at(
         fingerprint, bundle.namespace, bundle.tokens, {bundle.start, anchor, end}
@@ -39,6 +41,7 @@ def describe(bundle: Bundle, fingerprint: str, layouts: Layouts) -> Manifest:
         parent=keys[bundle.start] if bundle.start else "",
         anchor=keys[anchor],
         fingerprint=fingerprint,
+        rank=identity.rank_name,
         start=bundle.start,
         end=end,
         runs=runs,

@@ -78,6 +78,7 @@ class BundleFolder:
         """
         self.path = path / identity.rank_name
         self.outcomes = Outcomes()
+        self._identity = identity
         self._fingerprint = identity.fingerprint()
         self._layouts = layouts
         self._narrow = narrow
@@ -200,7 +201,7 @@ class BundleFolder:
     # ------------------------------------------------------------------ writing
 
     def _store(self, bundle: Bundle) -> Manifest | Failure:
-        manifest = describe(bundle, self._fingerprint, self._layouts)
+        manifest = describe(bundle, self._identity, self._layouts)
         with self._guard:
             generation = self._generation
             old = self._index.get(manifest.key)

@@ -19,7 +19,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The meaning of one rank's KV and states.
+    """The meaning of KV and states.
 
     How their bytes lie is not part of it: layouts are converted.
     """
@@ -30,7 +30,7 @@ class Identity:
     """`config_digest` of the model's configuration as the engine uses it, with rope
     scaling and whatever was overridden."""
     layers: tuple[str, ...]
-    """Each layer of this rank that keeps something, with its kind and how far back it
+    """Each layer of the model that keeps something, with its kind and how far back it
     sees, such as `"3 full attention"`."""
     kv_dtype: str
     """Element type of KV, and where it is quantised, by what scales."""
@@ -43,13 +43,17 @@ class Identity:
     a random value, equal on all ranks: a restart has no such weights."""
 
     def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal digits."""
-        fields = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
-        return sha256(fields.encode()).hexdigest()
+        """SHA-256 in hexadecimal digits, equal on all ranks of a model replica.
+
+        So a bundle has one key, and each rank has its part of it.
+        """
+        fields = {"format": FORMAT, **asdict(self)}
+        del fields["tensor_rank"], fields["pipeline_rank"]
+        return sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def rank_name(self) -> str:
-        """Name of this rank, for its folder."""
+        """Name of this rank, in its folder and in its bundles."""
         rank = self.pipeline_rank * self.tensor_ranks + self.tensor_rank
         return f"rank-{rank}-of-{self.pipeline_ranks * self.tensor_ranks}"
 

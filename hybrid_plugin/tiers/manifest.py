@@ -64,6 +64,8 @@ class Manifest:
     anchor: str
     """Key of the whole chunks of tokens before `end`."""
     fingerprint: str
+    rank: str
+    """Whose part it is; `Identity.rank_name`."""
     start: int
     end: int
     runs: tuple[Run, ...]
@@ -81,6 +83,8 @@ class Manifest:
         for digest in (self.key, self.anchor, self.fingerprint, self.parent or _NONE):
             if not _DIGEST.fullmatch(digest):
                 raise ValueError(f"{digest!r:.80} is no SHA-256")
+        if not _RANK.fullmatch(self.rank):
+            raise ValueError(f"{self.rank!r:.80} is no rank")
         if any(not _CHECKSUM.fullmatch(checksum) for checksum in self.checksums):
             raise ValueError("a checksum is none")
         names = [run.pool for run in self.runs]
@@ -139,6 +143,7 @@ class Manifest:
                 parent=text(value["parent"]),
                 anchor=text(value["anchor"]),
                 fingerprint=text(value["fingerprint"]),
+                rank=text(value["rank"]),
                 start=integer(value["start"]),
                 end=integer(value["end"]),
                 runs=tuple(_run(pool, start, texts) for pool, start in value["runs"]),
@@ -155,7 +160,8 @@ def _run(pool: Any, start: Any, texts: Mapping[str, str]) -> Run:
 
 
 _LAYOUT = "layout."
-_PLAIN = ("key", "parent", "anchor", "fingerprint", "start", "end")
+_PLAIN = ("key", "parent", "anchor", "fingerprint", "rank", "start", "end")
 _DIGEST = re.compile("[0-9a-f]{64}")
+_RANK = re.compile("rank-[0-9]{1,9}-of-[0-9]{1,9}")
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 _NONE = "0" * 64

@@ -36,7 +36,7 @@ class Shelf:
         """Begin with an empty index; `scan` fills it.
 
         Args:
-            path: of the folder.
+            path: of the folder, whose name is the rank's.
             budget: bytes of all files together.
             files: the system.
             outcomes: where evictions and failures are counted.
@@ -158,10 +158,13 @@ class Shelf:
             with bundle_file.reading(self.files, path) as reader:
                 if isinstance(reader, Failure):
                     return reader
-                if path.name != reader.manifest.key + SUFFIX:
-                    return Failure(Reason.MALFORMED, "it has another one's name")
-                usable = is_usable(reader.manifest)
-                entry = Entry(reader.manifest, reader.file_bytes, usable)
+                manifest = reader.manifest
+                if (path.name, self.path.name) != (
+                    manifest.key + SUFFIX,
+                    manifest.rank,
+                ):
+                    return Failure(Reason.REPLACED, f"it is {manifest.rank}'s")
+                entry = Entry(manifest, reader.file_bytes, is_usable(manifest))
                 return reader.changed_at, entry
         except OSError as error:
             return Failure(Reason.IO, f"{error.strerror}")

@@ -315,6 +315,27 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_ranks_have_one_key_and_refuse_each_others_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = layouts()
+    ranks = [replace(IDENTITY, tensor_ranks=2, tensor_rank=rank) for rank in (0, 1)]
+    folders = [BundleFolder(tmp_path, BUDGET, rank, own) for rank in ranks]
+    parts = [store_path(folder, own, None, TOKENS, 6)[0] for folder in folders]
+    assert isinstance(parts[0], Manifest) and isinstance(parts[1], Manifest)
+    assert parts[0].key == parts[1].key
+    name = parts[0].key + SUFFIX
+    (folders[0].path / name).write_bytes((folders[1].path / name).read_bytes())
+    found = folders[0].find(None, TOKENS)
+    assert found is not None
+    lost = load_path(folders[0], own, TOKENS, found)
+    assert isinstance(lost, Failure) and lost.reason is Reason.REPLACED
+    (folders[0].path / name).write_bytes((folders[1].path / name).read_bytes())
+    folders[0].close()
+    assert BundleFolder(tmp_path, BUDGET, ranks[0], own).count == 0
+    assert "it is rank-1-of-2's" in caplog.text
+
+
 def test_a_file_of_another_model_in_our_place_is_a_miss(tmp_path: Path) -> None:
     own = layouts()
     other = BundleFolder(tmp_path / "o", BUDGET, replace(IDENTITY, update="1"), own)

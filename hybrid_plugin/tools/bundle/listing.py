@@ -129,8 +129,9 @@ def _listed(path: Path, whole: bool) -> Listed | None:
             else:
                 manifest = reader.manifest
                 failure = reader.verify() if whole else None
-                if failure is None and path.name != manifest.key + SUFFIX:
-                    failure = Failure(Reason.REPLACED, "by its name")
+                place = path.parent.name, path.name
+                if failure is None and place != (manifest.rank, manifest.key + SUFFIX):
+                    failure = Failure(Reason.REPLACED, f"it is {manifest.rank}'s")
     except FileNotFoundError:
         return None
     except OSError as error:
