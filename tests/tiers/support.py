@@ -11,12 +11,14 @@ from array import array
 from collections.abc import Hashable
 from hashlib import blake2b
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.tiers.bundle import Bundle, Destination, Layouts, PageRows, needed
+from hybrid_plugin.tiers.files import Files
 from hybrid_plugin.tiers.folder import BundleFolder, Found
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.row_layout import Axis, Field, RowLayout
@@ -25,6 +27,17 @@ Bytes = npt.NDArray[np.uint8]
 
 TOKEN_BYTES, STATE_BYTES, WINDOW = 8, 24, 10
 HEADS = 2
+
+
+class Unsynced(Files):
+    """Does not wait for the disk: no test here pulls the plug of a real one."""
+
+    def sync(self, file: int) -> None:
+        pass
+
+    def sync_folder(self, folder: Path) -> None:
+        pass
+
 
 IDENTITY = Identity(
     weights="tiny", config="0" * 64, layers=("0 full", "1 mamba"), kv_dtype="uint8"

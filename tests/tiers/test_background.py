@@ -20,6 +20,7 @@ from hybrid_plugin.tiers.manifest import Manifest
 from tests.tiers.support import (
     IDENTITY,
     STATE_BYTES,
+    Unsynced,
     as_tokens,
     bundle,
     content,
@@ -36,7 +37,7 @@ class Gated(BundleFolder):
     """A folder whose jobs wait until they may run."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, 1 << 20, IDENTITY, OWN)
+        super().__init__(path, 1 << 20, IDENTITY, OWN, files=Unsynced())
         self.gate = threading.Event()
         self.begun = threading.Event()
         self.order: list[str] = []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from hybrid_plugin.cli import main
 from hybrid_plugin.tiers.folder import BundleFolder
+from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.shelf import SUFFIX
-from tests.tiers.support import IDENTITY, as_tokens, layouts, store_path
+from tests.tiers.support import IDENTITY, Unsynced, as_tokens, layouts, store_path
 
 OWN = layouts()
 TOKENS = as_tokens(*range(40))
@@ -22,9 +24,13 @@ OTHER = replace(IDENTITY, update="1")
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Two bundles of one model and one of another."""
+    used_at = iter((1000, 2000, 3000))  # of a clock with steps of its own
     for identity, ends in ((IDENTITY, (6, 9)), (OTHER, (12,))):
-        folder = BundleFolder(tmp_path, 1 << 20, identity, OWN)
-        store_path(folder, OWN, None, TOKENS, *ends)
+        folder = BundleFolder(tmp_path, 1 << 20, identity, OWN, files=Unsynced())
+        for stored in store_path(folder, OWN, None, TOKENS, *ends):
+            assert isinstance(stored, Manifest)
+            at = next(used_at)
+            os.utime(folder.path / (stored.key + SUFFIX), (at, at))
         folder.close()
     return tmp_path
 

@@ -16,12 +16,12 @@ from safetensors import safe_open
 from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.tiers.bundle import Destination, Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
-from hybrid_plugin.tiers.files import Files
 from hybrid_plugin.tiers.folder import BundleFolder
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.shelf import SUFFIX
 from tests.tiers.support import (
     IDENTITY,
+    Unsynced,
     as_tokens,
     bundle,
     check_loaded,
@@ -39,7 +39,8 @@ TOKENS = as_tokens(*range(100, 140))
 def opened(
     path: Path, own: Layouts, budget: int = BUDGET, **more: object
 ) -> BundleFolder:
-    return BundleFolder(path, budget, IDENTITY, own, **more)  # type: ignore[arg-type]
+    files = Unsynced()
+    return BundleFolder(path, budget, IDENTITY, own, files=files, **more)  # type: ignore[arg-type]
 
 
 def ends(
@@ -167,7 +168,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
 
 def test_files_are_private_and_complete(tmp_path: Path) -> None:
     own = layouts()
-    folder = opened(tmp_path / "a" / "b", own)
+    folder = BundleFolder(tmp_path / "a" / "b", BUDGET, IDENTITY, own)  # and synced
     store_path(folder, own, None, TOKENS, 6, 9)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     for file in folder.path.iterdir():
@@ -300,7 +301,7 @@ def test_other_models_find_nothing_and_share_the_room(
     store_path(folder, own, None, TOKENS, 6, 9)
     folder.close()
     other = replace(IDENTITY, **changed)  # type: ignore[arg-type]
-    folder = BundleFolder(tmp_path, 2 * FILE, other, own)
+    folder = BundleFolder(tmp_path, 2 * FILE, other, own, files=Unsynced())
     assert (ends(folder), folder.count) == (None, 2)
     store_path(folder, own, None, TOKENS, 6)
     assert (ends(folder), folder.count) == ([6], 2)
@@ -310,7 +311,9 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     own = layouts()
     store_path(opened(tmp_path, own), own, None, TOKENS, 6)
     for ranks in ({"tensor_ranks": 2}, {"tensor_ranks": 2, "tensor_rank": 1}):
-        other = BundleFolder(tmp_path, BUDGET, replace(IDENTITY, **ranks), own)
+        other = BundleFolder(
+            tmp_path, BUDGET, replace(IDENTITY, **ranks), own, files=Unsynced()
+        )
         assert other.count == 0
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -320,7 +323,9 @@ def test_ranks_have_one_key_and_refuse_each_others_parts(
 ) -> None:
     own = layouts()
     ranks = [replace(IDENTITY, tensor_ranks=2, tensor_rank=rank) for rank in (0, 1)]
-    folders = [BundleFolder(tmp_path, BUDGET, rank, own) for rank in ranks]
+    folders = [
+        BundleFolder(tmp_path, BUDGET, rank, own, files=Unsynced()) for rank in ranks
+    ]
     parts = [store_path(folder, own, None, TOKENS, 6)[0] for folder in folders]
     assert isinstance(parts[0], Manifest) and isinstance(parts[1], Manifest)
     assert parts[0].key == parts[1].key
@@ -332,13 +337,15 @@ def test_ranks_have_one_key_and_refuse_each_others_parts(
     assert isinstance(lost, Failure) and lost.reason is Reason.REPLACED
     (folders[0].path / name).write_bytes((folders[1].path / name).read_bytes())
     folders[0].close()
-    assert BundleFolder(tmp_path, BUDGET, ranks[0], own).count == 0
+    assert BundleFolder(tmp_path, BUDGET, ranks[0], own, files=Unsynced()).count == 0
     assert "it is rank-1-of-2's" in caplog.text
 
 
 def test_a_file_of_another_model_in_our_place_is_a_miss(tmp_path: Path) -> None:
     own = layouts()
-    other = BundleFolder(tmp_path / "o", BUDGET, replace(IDENTITY, update="1"), own)
+    other = BundleFolder(
+        tmp_path / "o", BUDGET, replace(IDENTITY, update="1"), own, files=Unsynced()
+    )
     folder = opened(tmp_path / "a", own)
     (theirs,) = store_path(other, own, None, TOKENS, 6)
     (ours,) = store_path(folder, own, None, TOKENS, 6)
@@ -394,7 +401,9 @@ def test_the_state_may_stay_in_the_file(tmp_path: Path) -> None:
 
 def test_a_flush_leaves_other_models_alone(tmp_path: Path) -> None:
     own = layouts()
-    other = BundleFolder(tmp_path, BUDGET, replace(IDENTITY, update="1"), own)
+    other = BundleFolder(
+        tmp_path, BUDGET, replace(IDENTITY, update="1"), own, files=Unsynced()
+    )
     store_path(other, own, None, TOKENS, 6)
     other.close()
     folder = opened(tmp_path, own)
@@ -430,7 +439,7 @@ def test_a_flush_counts_for_what_is_being_stored(tmp_path: Path) -> None:
     folder.forget()
     assert (ends(folder), folder.count) == (None, 1)
 
-    class Slow(Files):
+    class Slow(Unsynced):
         def sync(self, file: int) -> None:
             super().sync(file)
             folder.forget()
@@ -439,7 +448,7 @@ def test_a_flush_counts_for_what_is_being_stored(tmp_path: Path) -> None:
     result = folder.store(bundle(own, None, TOKENS[:9]))
     assert result == Failure(Reason.CLEARED)
     assert (ends(folder), folder.count) == (None, 1)
-    folder._shelf.files = Files()
+    folder._shelf.files = Unsynced()
     assert isinstance(folder.store(bundle(own, None, TOKENS[:6])), Manifest)
     assert (ends(folder), folder.count) == ([6], 1)  # in the place of the forgotten one
     assert len(list(folder.path.glob("*" + SUFFIX))) == 1
@@ -449,7 +458,7 @@ def test_what_failed_behind_the_rename_leaves_nothing(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own)
 
-    class Broken(Files):
+    class Broken(Unsynced):
         def sync_folder(self, folder: Path) -> None:
             raise OSError(5, "Input/output error")
 
@@ -466,11 +475,11 @@ def test_a_full_disk_is_told_once_until_it_has_room(
     own = layouts()
     folder = opened(tmp_path, own)
 
-    class Full(Files):
+    class Full(Unsynced):
         def free_bytes(self, folder: Path) -> int:
             return 100
 
-    for files, lines in ((Full(), 1), (Full(), 1), (Files(), 1), (Full(), 2)):
+    for files, lines in ((Full(), 1), (Full(), 1), (Unsynced(), 1), (Full(), 2)):
         folder._shelf.files = files
         folder.store(bundle(own, str(len(caplog.records)), TOKENS[: 9 + lines]))
         assert len(caplog.records) == lines
