@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from hybrid_plugin.tools.bundle import command as bundle
     from hybrid_plugin.tools.doctor import command as doctor
     from hybrid_plugin.tools.plan import command as plan
     from hybrid_plugin.tools.simulate import command as simulate
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     simulate.add_parser(commands)
     plan.add_parser(commands)
+    bundle.add_parser(commands)
     return parser
 
 

@@ -27,6 +27,11 @@ RULES = (
         allowed=(f"{PROJECT}.mixers", f"{PROJECT}.core"),
         forbidden=ENGINES,
     ),
+    Rule(
+        f"{PROJECT}.tiers",
+        allowed=(f"{PROJECT}.core", f"{PROJECT}.errors", f"{PROJECT}.sizes"),
+        forbidden=(*ENGINES, "torch", "triton", "transformers", "hybrid_kernels"),
+    ),
     Rule(f"{PROJECT}.device", allowed=(f"{PROJECT}.core",), forbidden=ENGINES),
     Rule(
         f"{PROJECT}.engine",
@@ -52,7 +57,7 @@ CPU_FROM_SGLANG = {f"{PROJECT}.sglang.activation"}
 """What the CPU platform takes from SGLang's adapter: how it finds out which platform
 was chosen, which both must answer alike."""
 
-WITHOUT_ENGINE = ("core", "config", "upstream")
+WITHOUT_ENGINE = ("core", "config", "tiers", "upstream")
 """Parts that must be importable with neither an engine nor PyTorch installed."""
 
 
