@@ -12,6 +12,7 @@ from hybrid_plugin.core.memory.elastic import ElasticBroker
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
 from tests.core.elastic import ElasticSetup
 from tests.core.support import Economical, make_cache, serve, span, start
@@ -157,3 +158,17 @@ def test_numbers_of_drafts(labels: dict[str, str]) -> None:
     assert value("accepted_drafts", labels) == 2
     metrics.publish(found | {"count/draft_slots": 0})
     assert value("draft_slots", labels) == 0
+
+
+def test_announced_pages_are_counted_where_events_are_on(
+    labels: dict[str, str],
+) -> None:
+    cache = make_cache()
+    assert "count/announced_pages" not in snapshot_of(cache)
+    cache.report_to(EventLog(cache.page_size))
+    start(cache, "a", span(0, 10))
+    cache.advance("a", 10)
+    cache.drain_commands()
+    cache.finish("a", span(0, 10), 10)
+    CacheMetrics(labels).publish(snapshot_of(cache))
+    assert value("announced_pages", labels) == 2

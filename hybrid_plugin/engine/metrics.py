@@ -89,6 +89,8 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
         "move_seconds": _whole("move_seconds", stats.device_seconds),
     }
     sizes = {f"{_MAPPED}/{pool}": size for pool, size in mapped}
+    if cache.tree.events is not None:
+        sizes[f"{_COUNT}/announced_pages"] = cache.tree.events.announced_pages
     memory = cache.memory
     averages = {
         "evicted_worth": memory.lost_per_byte * _GIB,
@@ -97,8 +99,6 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     }
     sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
-    if cache.tree.events is not None:
-        sent[f"{_COUNT}/announced_pages"] = cache.tree.events.announced_pages
     return levels | cache.stats.as_dict() | moved | sizes | sent
 
 

@@ -28,8 +28,6 @@ class Router:
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._decoder = msgspec.msgpack.Decoder(batch)
         self._next = 0
-        self.ranks: set[int | None] = set()
-        """Data-parallel ranks that were heard of."""
         self.kinds: dict[int | None, str | None] = {}
         """Kind of each group of layers, where the engine tells."""
         self._held: dict[int | None, set[Any]] = {}
@@ -50,10 +48,6 @@ class Router:
             assert int.from_bytes(number, "big") == self._next, "a message is missing"
             self._next += 1
             batch = self._decoder.decode(payload)
-            self.ranks.add(
-                getattr(batch, "data_parallel_rank", None)
-                or getattr(batch, "attn_dp_rank", None)
-            )
             for event in batch.events:
                 heard += 1
                 getattr(self, f"_{type(event).__name__}")(event)

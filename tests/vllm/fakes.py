@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import LookUp
 from hybrid_plugin.core.memory.layout import PoolSizes
-from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
 from tests.core.support import ByMinimum
@@ -104,18 +103,16 @@ def manager(
     watermark: float = 0.0,
     clock: Callable[[], float] | None = lambda: 0.0,
     records_drafts: bool = False,
-    events: bool = False,
     **options: Any,
 ) -> HybridKVCacheManager:
     """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
     made = HybridKVCacheManager(
-        planned := pools(pages, slots),
+        pools(pages, slots),
         HybridConfig.from_mapping(options),
         watermark=watermark,
         log_stats=True,
         clock=clock,
         records_drafts=records_drafts,
-        kv_events=KvEvents(planned, "sha256") if events else None,
     )
     made.cache.tree.eviction = ByMinimum(prompt_end=32)
     return made

@@ -25,7 +25,10 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from tests.vllm.fakes import PAGE, admit, compute, image, manager, request
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.vllm.kv_events import KvEvents
+from hybrid_plugin.vllm.manager import HybridKVCacheManager
+from tests.vllm.fakes import PAGE, admit, compute, image, manager, pools, request
 
 
 def hashes(one: Any) -> list[Any]:
@@ -48,6 +51,18 @@ _READ = (
 )
 
 
+def publishing() -> HybridKVCacheManager:
+    """A manager that publishes events."""
+    planned = pools()
+    return HybridKVCacheManager(
+        planned,
+        HybridConfig(),
+        watermark=0.0,
+        log_stats=False,
+        kv_events=KvEvents(planned, "sha256"),
+    )
+
+
 def serve(of: Any, one: Any) -> list[Any]:
     """Run a whole request; returns what became known by it."""
     admit(of, one, one.num_tokens)
@@ -58,7 +73,7 @@ def serve(of: Any, one: Any) -> list[Any]:
 
 
 def test_a_turn_is_announced_by_vllms_hashes() -> None:
-    of = manager(events=True)
+    of = publishing()
     one = request("one", 2 * PAGE)
     names = hashes(one)
     assert serve(of, one) == [
@@ -91,7 +106,7 @@ def test_a_turn_is_announced_by_vllms_hashes() -> None:
 
 
 def test_the_engines_own_types_decode_them() -> None:
-    of = manager(events=True)
+    of = publishing()
     batch = KVEventBatch(ts=1.5, events=serve(of, request("one", 3 * PAGE)))
     encoded = msgspec.msgpack.encode(batch)
     assert msgspec.msgpack.Decoder(KVEventBatch).decode(encoded) == batch
@@ -100,7 +115,7 @@ def test_the_engines_own_types_decode_them() -> None:
 
 
 def test_adapter_and_salt_are_named_as_vllm_names_them() -> None:
-    of = manager(events=True)
+    of = publishing()
     adapter = LoRARequest("poems", 7, "/adapters/poems")
     one = request("one", 2 * PAGE, lora_request=adapter, cache_salt="tenant")
     names = hashes(one)
@@ -113,7 +128,7 @@ def test_adapter_and_salt_are_named_as_vllm_names_them() -> None:
 
 
 def test_evicted_states_take_their_pages_with_them() -> None:
-    of = manager(events=True)
+    of = publishing()
     one = request("one", 2 * PAGE)
     names = hashes(one)
     serve(of, one)
@@ -125,14 +140,14 @@ def test_evicted_states_take_their_pages_with_them() -> None:
 
 
 def test_a_flush_is_announced() -> None:
-    of = manager(events=True)
+    of = publishing()
     serve(of, request("one", 2 * PAGE))
     assert of.reset_prefix_cache()
     assert of.take_events() == [AllBlocksCleared()]
 
 
 def test_pages_up_to_an_image_are_announced() -> None:
-    of = manager(events=True)
+    of = publishing()
     picture = image("picture", offset=PAGE + 3, length=5)
     one = request("one", 3 * PAGE, mm_features=[picture])
     (kv,) = serve(of, one)
@@ -141,7 +156,7 @@ def test_pages_up_to_an_image_are_announced() -> None:
 
 
 def test_a_request_may_have_its_hit_reported() -> None:
-    of = manager(events=True)
+    of = publishing()
     stored = serve(of, request("one", 2 * PAGE))
     of.get_computed_blocks(request("two", 3 * PAGE))
     assert of.take_events() == []
