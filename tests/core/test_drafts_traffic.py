@@ -280,9 +280,11 @@ class NeverWantsDraftsBack(HybridCache):
 class LendsWhileOthersWait(HybridCache):
     """Gives drafts what an admission was refused."""
 
-    def lend_drafts(self, wanted: Mapping[str, int], growth: Mapping[str, int]) -> int:
+    def lend_drafts(
+        self, wanted: Mapping[str, int], growth: Mapping[str, int], lookahead: int = 0
+    ) -> int:
         self.drafts._refused_now = self.drafts._refused_before = False
-        return HybridCache.lend_drafts(self, wanted, growth)
+        return HybridCache.lend_drafts(self, wanted, growth, lookahead)
 
 
 class IgnoresPages(HybridCache):
