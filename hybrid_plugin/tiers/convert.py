@@ -54,8 +54,8 @@ class Conversion:
         read = _places(positions, self.source, source)
         write = _places(positions, self.target, target)
         for old, new, changed in self._fields:
-            values = changed(_gather(source, old, self.source, read))
-            _scatter(target, new, self.target, write, _reordered(values, old, new))
+            values = changed(_view(source, old)[_index(old, read)])
+            _view(target, new)[_index(new, write)] = _reordered(values, old, new)
 
     def state(self, source: Bytes, target: Bytes) -> None:
         """Move one state.
@@ -71,12 +71,12 @@ class Conversion:
             target[:] = source
             return
         rows, written = source[None], target[None]
-        only = np.zeros(1, dtype=np.int64)
         _check(self.source, rows)
         _check(self.target, written)
         for old, new, changed in self._fields:
-            values = changed(_gather(rows, old, self.source, (only,)))
-            _scatter(written, new, self.target, (only,), _reordered(values, old, new))
+            # Views, as far as types are equal: states are large, and copied once.
+            values = _reordered(_view(rows, old), old, new)
+            _view(written, new)[...] = changed(values)
 
 
 def conversion(
@@ -130,7 +130,7 @@ def _names(axes: Iterable[Axis]) -> list[str]:
 
 
 Places = tuple[npt.NDArray[np.int64], ...]
-"""Row, and index in it, of each token; the row alone for states."""
+"""Row, and index in it, of each token."""
 
 
 def _places(positions: npt.NDArray[np.int64], layout: RowLayout, rows: Bytes) -> Places:
@@ -161,24 +161,10 @@ def _view(rows: Bytes, field: Field) -> Words:
     return bytewise.view(kind)[..., 0]
 
 
-def _index(field: Field, layout: RowLayout, places: Places) -> Places:
+def _index(field: Field, places: Places) -> Places:
     """Where tokens are in a view: their index split up among the axis' pieces."""
-    if not layout.tokens:
-        return places
     pieces = [axis.size for axis in field.axes if axis.name == TOKEN]
     return (places[0], *np.unravel_index(places[1], pieces))
-
-
-def _gather(rows: Bytes, field: Field, layout: RowLayout, places: Places) -> Words:
-    """`[tokens, *pieces]`, a copy."""
-    found: Words = _view(rows, field)[_index(field, layout, places)]
-    return found
-
-
-def _scatter(
-    rows: Bytes, field: Field, layout: RowLayout, places: Places, values: Words
-) -> None:
-    _view(rows, field)[_index(field, layout, places)] = values
 
 
 def _reordered(values: Words, old: Field, new: Field) -> Words:
