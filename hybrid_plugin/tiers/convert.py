@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -50,12 +51,18 @@ class Conversion:
         if self.source.opaque:
             target[:] = source
             return
-        positions = np.arange(start, end)
-        read = _places(positions, self.source, source)
-        write = _places(positions, self.target, target)
-        for old, new, changed in self._fields:
-            values = changed(_gather(source, old, self.source, read))
-            _scatter(target, new, self.target, write, _reordered(values, old, new))
+        _check(self.source, source, start, end)
+        _check(self.target, target, start, end)
+        size = self.source.tokens
+        first, last = -(-start // size), end // size
+        if size != self.target.tokens or first >= last:
+            self._tokens(source, target, start, end)
+            return
+        # Pages that are alike and full move as they are, which is much faster.
+        before, behind = first - start // size, last - start // size
+        self._tokens(source, target, start, first * size)
+        self._rows(source[before:behind], target[before:behind])
+        self._tokens(source[behind:], target[behind:], last * size, end)
 
     def state(self, source: Bytes, target: Bytes) -> None:
         """Move one state.
@@ -70,13 +77,25 @@ class Conversion:
         if self.source.opaque:
             target[:] = source
             return
-        rows, written = source[None], target[None]
-        only = np.zeros(1, dtype=np.int64)
-        _check(self.source, rows)
-        _check(self.target, written)
+        _check(self.source, source[None])
+        _check(self.target, target[None])
+        self._rows(source[None], target[None])
+
+    def _rows(self, source: Bytes, target: Bytes) -> None:
+        """Move whole rows that are alike, with one copy where types are equal."""
         for old, new, changed in self._fields:
-            values = changed(_gather(rows, old, self.source, (only,)))
-            _scatter(written, new, self.target, (only,), _reordered(values, old, new))
+            values = _reordered(_view(source, old), _ordered(old), _ordered(new))
+            _view(target, new)[...] = changed(values)
+
+    def _tokens(self, source: Bytes, target: Bytes, start: int, end: int) -> None:
+        """Move one token after the other, from the pages of the first one on."""
+        positions = np.arange(start, end)
+        read = positions // self.source.tokens - start // self.source.tokens
+        write = positions // self.target.tokens - start // self.target.tokens
+        for old, new, changed in self._fields:
+            values = changed(_view(source, old)[read, *_index(old, positions)])
+            values = _reordered(values, _inner(old), _inner(new))
+            _view(target, new)[write, *_index(new, positions)] = values
 
 
 def conversion(
@@ -129,29 +148,25 @@ def _names(axes: Iterable[Axis]) -> list[str]:
     return list(dict.fromkeys(axis.name for axis in axes))
 
 
-Places = tuple[npt.NDArray[np.int64], ...]
-"""Row, and index in it, of each token; the row alone for states."""
-
-
-def _places(positions: npt.NDArray[np.int64], layout: RowLayout, rows: Bytes) -> Places:
-    _check(layout, rows)
-    if not len(positions):
-        return positions, positions
-    row = positions // layout.tokens - positions[0] // layout.tokens
-    if row[-1] >= len(rows):
-        raise ValueError(f"{len(rows)} rows do not hold {len(positions)} tokens")
-    return row, positions % layout.tokens
-
-
-def _check(layout: RowLayout, rows: Bytes) -> None:
+def _check(layout: RowLayout, rows: Bytes, start: int = 0, end: int = 0) -> None:
+    """Demand rows of this layout, enough for tokens `start` to `end`."""
     if rows.dtype != np.uint8 or rows.shape[1:] != (layout.row_bytes,):
         raise ValueError(f"rows of {layout.row_bytes} bytes, not {rows.shape}")
+    if layout.tokens:
+        needed = -(-end // layout.tokens) - start // layout.tokens
+        if len(rows) < needed:
+            raise ValueError(f"{len(rows)} rows do not hold tokens {start} to {end}")
+
+
+def _ordered(field: Field) -> list[Axis]:
+    """The axes in the order of a view: tokens first."""
+    return sorted(field.axes, key=lambda axis: axis.name != TOKEN)  # stable
 
 
 def _view(rows: Bytes, field: Field) -> Words:
     """`[rows, *pieces of the token axis, *other pieces]` of a field."""
     kind = word_type(field.dtype)
-    axes = sorted(field.axes, key=lambda axis: axis.name != TOKEN)  # stable
+    axes = _ordered(field)
     bounded = rows[:, field.offset : field.end]
     bytewise = np.lib.stride_tricks.as_strided(
         bounded,
@@ -161,34 +176,19 @@ def _view(rows: Bytes, field: Field) -> Words:
     return bytewise.view(kind)[..., 0]
 
 
-def _index(field: Field, layout: RowLayout, places: Places) -> Places:
-    """Where tokens are in a view: their index split up among the axis' pieces."""
-    if not layout.tokens:
-        return places
+def _index(
+    field: Field, positions: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """Where tokens are in their pages: split up among the pieces of their axis."""
     pieces = [axis.size for axis in field.axes if axis.name == TOKEN]
-    return (places[0], *np.unravel_index(places[1], pieces))
+    return np.unravel_index(positions % math.prod(pieces), pieces)
 
 
-def _gather(rows: Bytes, field: Field, layout: RowLayout, places: Places) -> Words:
-    """`[tokens, *pieces]`, a copy."""
-    found: Words = _view(rows, field)[_index(field, layout, places)]
-    return found
-
-
-def _scatter(
-    rows: Bytes, field: Field, layout: RowLayout, places: Places, values: Words
-) -> None:
-    _view(rows, field)[_index(field, layout, places)] = values
-
-
-def _reordered(values: Words, old: Field, new: Field) -> Words:
-    """`[tokens, *pieces of old]` as `[tokens, *pieces of new]`."""
-    names = _names(_inner(new))
-    by_name = sorted(
-        range(len(_inner(old))), key=lambda i: names.index(_inner(old)[i].name)
-    )
+def _reordered(values: Words, old: list[Axis], new: list[Axis]) -> Words:
+    """`[rows, *axes of old]` as `[rows, *axes of new]`."""
+    names = _names(new)
+    by_name = sorted(range(len(old)), key=lambda i: names.index(old[i].name))
     values = values.transpose(0, *(1 + i for i in by_name))
-    target = _inner(new)
-    grouped = sorted(range(len(target)), key=lambda i: names.index(target[i].name))
-    values = values.reshape(len(values), *(target[i].size for i in grouped))
+    grouped = sorted(range(len(new)), key=lambda i: names.index(new[i].name))
+    values = values.reshape(len(values), *(new[i].size for i in grouped))
     return values.transpose(0, *(1 + int(i) for i in np.argsort(grouped)))

@@ -276,7 +276,9 @@ class BundleFolder:
         self.outcomes.failed(failure)
         with self._guard:
             entry = self._index.get(manifest.key)
-        if entry is None or entry.manifest != manifest:
-            return  # evicted, or stored anew since it was found
-        if failure.reason not in _SOUND:
-            self._shelf.remove(entry)
+            if entry is None or entry.manifest != manifest:
+                return  # evicted, or stored anew since it was found
+            if failure.reason in _SOUND:
+                return
+            self._index.hide(manifest.key)  # should it not let itself be removed
+        self._shelf.remove(entry)

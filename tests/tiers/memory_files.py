@@ -73,7 +73,7 @@ class MemoryFiles(Files):
         self._open.clear()
         self.die_at = None
         names = {}
-        for path in {*self._names, *self._durable_names}:
+        for path in sorted({*self._names, *self._durable_names}):
             now, before = self._names.get(path), self._durable_names.get(path)
             kept = self._random.choice([now, before])
             if kept is not None:

@@ -484,3 +484,25 @@ def test_a_full_disk_is_told_once_until_it_has_room(
         folder.store(bundle(own, str(len(caplog.records)), TOKENS[: 9 + lines]))
         assert len(caplog.records) == lines
     assert folder.outcomes.failures == {Reason.DISK_FULL: 3}
+
+
+def test_what_can_be_neither_read_nor_removed_is_not_found_again(
+    tmp_path: Path,
+) -> None:
+    own = layouts()
+    folder = opened(tmp_path, own)
+    store_path(folder, own, None, TOKENS, 6, 9)
+
+    class Stuck(Unsynced):
+        def open(self, path: Path) -> int:
+            raise PermissionError(13, "Permission denied")
+
+        def remove(self, path: Path) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    found = folder.find(None, TOKENS)
+    assert found is not None
+    folder._shelf.files = Stuck()
+    lost = load_path(folder, own, TOKENS, found)
+    assert isinstance(lost, Failure) and lost.reason is Reason.IO
+    assert (ends(folder), folder.count) == (None, 2)  # it still counts for the size
