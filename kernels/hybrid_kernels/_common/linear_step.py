@@ -21,6 +21,11 @@ from hybrid_kernels._common.tables import Drafts, two_strides
 # memory; measured fastest from batch 1 to 512 on an H200.
 _BLOCK_V = 4
 _WARPS = 1
+SEPARATE_PRODUCTS = {"enable_fp_fusion": False}
+"""Launch option of every kernel whose states must have the bits of a decode step's.
+
+Else the compiler joins a product and a sum to one instruction, which rounds once,
+wherever that suits the code around them: not the same in every kernel."""
 
 
 @triton.jit
@@ -428,4 +433,5 @@ def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         HAS_RECORD=drafts.record is not None,
         USE_QK_L2NORM=operands.use_qk_l2norm,
         num_warps=_WARPS,
+        **SEPARATE_PRODUCTS,
     )

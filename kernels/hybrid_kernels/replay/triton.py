@@ -13,7 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from hybrid_kernels._common.linear_step import ancestor, depth_of, grow, shrink
+from hybrid_kernels._common.linear_step import (
+    SEPARATE_PRODUCTS,
+    ancestor,
+    depth_of,
+    grow,
+    shrink,
+)
 from hybrid_kernels._common.tables import two_strides
 
 if TYPE_CHECKING:
@@ -436,4 +442,5 @@ def commit(
         HAS_PARENTS=parents is not None,
         ALIGNED=blocks.aligned,
         num_warps=_WARPS,
+        **SEPARATE_PRODUCTS,
     )
