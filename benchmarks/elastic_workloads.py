@@ -7,7 +7,14 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
-from benchmarks.prefix_workloads import Ask, Reply, Workload, at_most, text
+from benchmarks.prefix_workloads import (
+    WARM_UP,
+    Ask,
+    Reply,
+    Workload,
+    at_most,
+    text,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def phases(scale: Scale) -> dict[str, Workload]:
 
 async def warm_up(ask: Ask, scale: Scale) -> None:
     """Compile what the first request of a kind compiles: each phase, but shorter."""
-    rng = random.Random(-1)
+    rng = random.Random(WARM_UP)
     length = scale.system_tokens + scale.chat_tokens
     for count in (1, 8, scale.clients):
         prompts = [text(rng, length) for _ in range(count)]

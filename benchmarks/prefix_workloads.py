@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+WARM_UP = "warm up"
+"""Seed of what no round sends: of a whole number, `random` takes the absolute value."""
 VOCABULARY = 32768
 
 
@@ -173,7 +175,7 @@ WORKLOADS: dict[str, Workload] = {
 
 async def warm_up(ask: Ask) -> None:
     """Compile what the first request of a kind compiles."""
-    rng = random.Random(-1)
+    rng = random.Random(WARM_UP)
     for length in (8, 100, 1000, 5000):
         await asyncio.gather(*(ask(text(rng, length), 8) for _ in range(8)))
     prompt = text(rng, 3000)

@@ -21,7 +21,7 @@ from benchmarks.passes import log
 from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Pass, busy_seconds
 from benchmarks.prefix_sides import say
-from benchmarks.prefix_workloads import Ask, Reply, Workload, run_once
+from benchmarks.prefix_workloads import WARM_UP, Ask, Reply, Workload, run_once
 
 START_LIMIT_S = 300
 """An engine that takes longer hangs: its process ends, and the others go on."""
@@ -126,7 +126,7 @@ async def answer_until_closed(
     ask = spelled_with(vocabulary, whole_or_nothing(counters.ask))
     warming = Limit(WORKLOAD_LIMIT_S)
     for workload in workloads(scale.shorter()).values():
-        await workload(ask, random.Random(-1))
+        await workload(ask, random.Random(WARM_UP))
     warming.lift()
     say(running.facts)
     sent = workloads(scale)

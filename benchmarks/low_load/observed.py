@@ -20,7 +20,7 @@ from benchmarks.passes import log
 from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Pass, busy_seconds
 from benchmarks.prefix_sides import say
-from benchmarks.prefix_workloads import Ask, Reply, Workload, run_once
+from benchmarks.prefix_workloads import WARM_UP, Ask, Reply, Workload, run_once
 
 LAST_RESULTS_S = 0.05
 """Passes that were launched ahead of the last answer have ended by then."""
@@ -119,4 +119,4 @@ async def _passes(path: Path, observed: Observed) -> dict[str, Any]:
 async def warm_up(ask: Ask, scale: float) -> None:
     """Compile what the first request of a kind compiles: each cell, but shorter."""
     for cell in cells(tuple(PLANS), (1, 4, 8), (CLOSED,)):
-        await cell.workload(8, scale, 0.0)(ask, random.Random(-1))
+        await cell.workload(8, scale, 0.0)(ask, random.Random(WARM_UP))
