@@ -43,6 +43,11 @@ from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.promises import PROMISED_KINDS, Promises
 from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.stats import CacheStats, PoolLevel
+from hybrid_plugin.core.tiers.fetches import Fetching
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.outer import Awaited, OuterTiers
+from hybrid_plugin.core.tiers.outer_tier import OuterTier
+from hybrid_plugin.core.tiers.restores import Restore, Restores, TransferRates
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
@@ -72,6 +77,11 @@ class HybridCache:
         broker: finds free ids in all pools; by default every pool keeps its memory.
         scratch: rows in which the engine verifies drafts, where they share the pools'
             memory.
+        host: rows of host memory behind the device's; none by default.
+        rates: how fast they are loaded, and how fast prompts are computed; for a host
+            tier.
+        tiers: what is behind the host, such as a disk, in the order in which they are
+            asked; they need a host tier.
     """
 
     pages: PagePool
@@ -86,10 +96,19 @@ class HybridCache:
     """Whether steps that verify record what their tokens do to a state, and what was
     accepted is folded into the slot before the next step's commands."""
     scratch: ScratchRows | None = None
+    host: HostTier | None = None
+    rates: TransferRates | None = None
+    tiers: tuple[OuterTier, ...] = ()
     tree: MambaRadixCache = field(init=False)
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
     drafts: Drafts = field(init=False)
+    _restores: Restores | None = field(init=False, default=None)
+    _outer: OuterTiers | None = field(init=False, default=None)
+    _unstored: list[tuple[Node, Snapshot]] = field(init=False, default_factory=list)
+    """Snapshots that the host is to keep once the planned pass has run."""
+    _crosses: bool = field(init=False, default=False)
+    """Whether the planned pass writes what the tree has already."""
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
     _concurrency: ConcurrencyTradeoff = field(
         init=False, default_factory=ConcurrencyTradeoff
@@ -128,6 +147,31 @@ class HybridCache:
             self.stats,
             recorded=self.records_drafts,
         )
+        if self.host is not None:
+            if self.rates is None or not self.tree.needs_snapshots:
+                raise ValueError(
+                    "a host tier needs measured rates, and a model with state layers "
+                    "or attention windows"
+                )
+            self.host.send_to(self.enqueue)
+            self._restores = Restores(self.memory, self.host, self.rates)
+        if self.tiers:
+            self.use_tiers(self.tiers)
+
+    def use_tiers(self, tiers: Sequence[OuterTier]) -> None:
+        """Have outer tiers behind the host, where they can be built only now.
+
+        Args:
+            tiers: in the order in which they are asked.
+
+        Raises:
+            ValueError: without a host tier, if there are some already, or for tiers
+                that cannot go together.
+        """
+        if self.host is None or self.rates is None or self._outer is not None:
+            raise ValueError("outer tiers need a host tier, and come once")
+        self.tiers = tuple(tiers)
+        self._outer = OuterTiers(self.host, self.tiers, self.rates)
 
     def report_to(self, events: EventLog) -> None:
         """Have what can be resumed, and what cannot any more, noted in `events`.
@@ -167,6 +211,8 @@ class HybridCache:
         if limit is not None:
             most = min(limit, most)
         match = self.tree.match(namespace, ids, limit=most)
+        if not self._sequences and self._is_too_scattered(match, length):
+            match = NO_MATCH
         if not self.tree.needs_snapshots:
             return LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
         repays = self.tree.eviction.repays_pass
@@ -181,7 +227,7 @@ class HybridCache:
         step = self.policy.step
         named = tuple([position // step * step for position in snapshot_at])
         return LookUp(
-            length, namespace, match, planned, self.tree.version, ids, ttl, named
+            length, namespace, match, planned, self.tree.version, ids, ttl, named, most
         )
 
     def bypass(
@@ -255,6 +301,124 @@ class HybridCache:
             if sequence.cacheable and sequence.in_tree < sequence.prompt_length
         ]
 
+    # ---------------------------------------------------------------- host tier
+
+    def restore(self, found: LookUp, after: Awaited | None = None) -> Awaited | None:
+        """Begin to restore what other tiers have of a waiting sequence beyond its hit.
+
+        Call it for a sequence that could be admitted now.  Where it returns something
+        that is not over, the sequence waits, and is looked up again when it is: the
+        time must pass (`pass_time`), outcomes must be reported (`outer_done`), or
+        everything else must end.  If the sequence is counted in its `waiters`, ask by
+        `is_restored`.  Sequences that wait for the same prefix get the same.  What is
+        on the host is restored to the device; what is behind it is fetched to the host
+        first.  Either begins only if it is over before the tokens are computed, and
+        takes no memory of the device that the admission would not take.
+
+        Args:
+            found: its look-up, not older than the step.
+            after: what the sequence waited for last, if anything.  Is what a restore
+                brought gone already, the sequence waits no more; nothing is fetched
+                twice in a row.
+
+        Returns:
+            What to wait for; one that is over asks for another look-up at once.  None
+            if the sequence should be admitted as it is.
+        """
+        if self._restores is None or not found.limit:
+            return None
+        if isinstance(after, Restore) and found.match.length < after.length:
+            return None
+        now = self.promises.pace.now
+        if self._outer is not None and not isinstance(after, Fetching):
+            fetch = self._outer.fetch(found, now, self._restores.queued(now))
+            if fetch is not None:
+                return fetch
+        restore = self._restores.begin(found, now, self._with_promised)
+        if restore is not None and not self._sequences:
+            self.end_restores()
+        return restore
+
+    def is_restored(self, awaited: Awaited) -> bool:
+        """Whether a sequence that waited for something need not wait for it any more.
+
+        Ends a restore if it should be over, so call it when the sequence could be
+        admitted.  Nobody waits for a fetch any more that has taken as long as
+        computing would, though it is not over.
+        """
+        now = self.promises.pace.now
+        if awaited.is_over or self._restores is None:
+            return True
+        if isinstance(awaited, Fetching):
+            return now >= awaited.awaited_until
+        if awaited.due > now:
+            return False
+        self._restores.end(awaited)
+        return True
+
+    def outer_done(
+        self,
+        ticket: int,
+        ok: bool,
+        *,
+        reason: str = "unknown",
+        bundle: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Take the report on a `Write` or `Fetch`, on which all ranks agree.
+
+        Where each rank has a cache, all of them must hear the same reports, in the same
+        order, between the same steps.
+
+        Args:
+            ticket: of the command.
+            ok: whether every rank has done it.
+            reason: in few words, where one has not; failures are counted by it.
+            bundle: index of the bundle of a fetch that could not be read, if known.
+            seconds: what it took the slowest rank, if measured.
+
+        Raises:
+            ValueError: for a ticket that is not out.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        now = self.promises.pace.now
+        self._outer.done(ticket, ok, now, reason=reason, bundle=bundle, seconds=seconds)
+
+    @property
+    def fetching(self) -> int:
+        """Fetches that are out: sequences wait, though nothing may run."""
+        return 0 if self._outer is None else self._outer.fetching
+
+    @property
+    def writing(self) -> int:
+        """Writes that are out, or begin with the next commands if the host keeps them.
+
+        Nobody waits for them; but they go on only while steps are made.
+        """
+        outer = self._outer
+        return 0 if outer is None else outer.writing + outer.to_write
+
+    def end_restores(self) -> bool:
+        """Have the model's stream wait for all loads: what they bring is ordinary.
+
+        The cache does it by itself in time.  An engine whose cache knows no time calls
+        it where all ranks do; False if there was nothing to wait for.
+        """
+        return self._restores is not None and self._restores.end_all()
+
+    def restoring(self, pool: PoolId) -> int:
+        """Ids of a pool that restores alone have in use: they make way for others."""
+        if self._restores is None or not self._restores.running:
+            return 0
+        return len(self._restores.held().get(pool, ()))
+
+    @property
+    def restores_due(self) -> float | None:
+        """When the next restore should be over, on the cache's clock; None for none."""
+        running = self._restores.running if self._restores is not None else []
+        return running[0].due if running else None
+
     # --------------------------------------------------------------- admission
 
     def admit(
@@ -310,8 +474,8 @@ class HybridCache:
             sequences=self.live + 1,
         )
         kept = self.drafts.kept_pages(found.length, most)
-        enough = self.memory.has_room(match, self.memory.with_pages(wanted, kept))
-        if not enough or self._must_wait(wanted):
+        waits = self._must_wait(wanted)
+        if waits or not self._has_room(match, self.memory.with_pages(wanted, kept)):
             self.drafts.refused(match, wanted, waits=True)
             self.memory.unshare(match)
             self.stats.refusals += 1
@@ -320,6 +484,7 @@ class HybridCache:
         self.promises.pace.admitted()
         self._learn_divergence(found)
         held, origin = self._hold(match), found.origin
+        restored, brought = self._take_restored(match)
         room = self.memory.obtain(
             match,
             now=self.memory.wanted(
@@ -338,6 +503,7 @@ class HybridCache:
         self._restore(match, room)
         tables = self._window_tables(match, room)
         self.stats.record_hit(found.length, match.length, resumed=resumed)
+        self._note_host_use(found, restored, brought, resumed=resumed)
         pages = match.pages + room.fresh
         self._sequences[seq_id] = LiveSequence(
             namespace=found.namespace,
@@ -373,7 +539,9 @@ class HybridCache:
         if count <= 0:  # most steps of a decode end inside a page
             return array("i")
         wanted = dict.fromkeys(self.memory.page_pools, count)
-        if not self.broker.provide(wanted):
+        while not (provided := self.broker.provide(wanted)) and self._end_last():
+            pass
+        if not provided:
             self.drafts.refused(NO_MATCH, wanted, waits=False)
             self.stats.refusals += 1
             return None
@@ -584,6 +752,8 @@ class HybridCache:
             now: seconds, of a clock that starts anywhere and is equal on all ranks.
         """
         self.promises.pass_time(now)
+        if self._restores is not None:
+            self._restores.end_due(self.promises.pace.now)
 
     def finish(
         self,
@@ -634,6 +804,8 @@ class HybridCache:
             self.slots.free_running(sequence.slot)
         if sequence.locked is not None:
             self.tree.unlock(sequence.locked)
+        if not self._sequences:  # nothing runs that the wait would hold up
+            self.end_restores()
 
     def flush(self) -> bool:
         """Forget everything cached.
@@ -643,9 +815,15 @@ class HybridCache:
         """
         if self._sequences:
             return False
+        self.end_restores()
+        self._unstored.clear()
         self.promises.clear()
         for evicted in self.tree.clear():
             self.memory.take_back(evicted)
+        if self._outer is not None:
+            self._outer.flush()
+        if self.host is not None:
+            self.host.clear()
         return True
 
     def enqueue(self, command: Command) -> None:
@@ -654,6 +832,8 @@ class HybridCache:
 
     def drain_commands(self) -> list[Command]:
         """Take the commands to run before the next forward pass."""
+        if self._outer is not None:
+            self._outer.write()
         commands, self._commands = self._commands, []
         # Only now: until here a snapshot might have been moved, or evicted for another.
         commands += [
@@ -663,6 +843,11 @@ class HybridCache:
         ]
         self._interior = []
         self.drafts.step_planned()
+        self._crosses = False
+        unstored, self._unstored = self._unstored, []
+        for node, snapshot in unstored:
+            if node.snapshot is snapshot:
+                self._store(node)
         return commands
 
     # ------------------------------------------------------------- inspection
@@ -693,7 +878,7 @@ class HybridCache:
         if pool == Pool.KV:
             return sum([sequence.promised for sequence in self._sequences.values()])
         index = list(self.memory.page_pools).index(pool) - 1
-        return max(self._reserved_pages(index) - self.windows[index].pages.in_use, 0)
+        return max(self._reserved_pages(index) - self._window_pages_held(index), 0)
 
     def levels(self) -> dict[PoolId, PoolLevel]:
         """How full each pool is."""
@@ -707,6 +892,8 @@ class HybridCache:
         if self.scratch is not None:
             rows = self.scratch.ids
             found[Pool.SCRATCH] = PoolLevel(rows.live, rows.cached, rows.free)
+        if self.host is not None:
+            found |= self.host.levels()
         return found
 
     # ---------------------------------------------------- internal: admission
@@ -728,8 +915,14 @@ class HybridCache:
             reserved = self._reserved_pages(index)
             if demand is not None:
                 reserved += demand.pages(group.window, self.page_size, prefilling=True)
-            wants.append(max(count, reserved - group.pages.in_use))
+            wants.append(max(count, reserved - self._window_pages_held(index)))
         return wants
+
+    def _window_pages_held(self, index: int) -> int:
+        """Pages of a window group that live sequences hold."""
+        restores = self._restores
+        loading = 0 if restores is None else restores.window_pages(index)
+        return self.windows[index].pages.in_use - loading
 
     def _reserved_pages(self, index: int) -> int:
         """Pages of a window group that live sequences reserved, held or not."""
@@ -748,6 +941,98 @@ class HybridCache:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def _is_too_scattered(self, match: Match, length: int) -> bool:
+        """Whether a hit must be left, for a sequence that finds no room with it alone.
+
+        Where memory moves, the pages of a hit keep theirs by the granule, and windows
+        may then find none, though there is enough.
+
+        Args:
+            match: the hit.
+            length: tokens of the sequence.
+        """
+        if not self.windows or not match.length or not self.broker.moves_memory:
+            return False
+        count = self._pages_for(length + 1) - len(match.pages)
+        wanted = self.memory.wanted(count, [count] * len(self.windows), 1, 1)
+        self.memory.share(match)
+        fits = self.memory.has_room(match, wanted)
+        self.memory.unshare(match)
+        return not fits
+
+    def _has_room(self, match: Match, wanted: Mapping[PoolId, int]) -> bool:
+        """Whether an admission gets what it wants, if restores make way for it.
+
+        Those that began last do, which sequences behind it wait for, and none does if
+        that would not be enough.
+        """
+        if self.memory.has_room(match, wanted):
+            return True
+        restores = self._restores
+        if restores is None or not restores.running:
+            return False
+        if not self.memory.has_room(match, wanted, returned=restores.held()):
+            return False
+        while self._end_last():
+            if self.memory.has_room(match, wanted):
+                return True
+        return False
+
+    def _end_last(self) -> bool:
+        """Have the restore that began last end now; False if there is none."""
+        restores = self._restores
+        if restores is None or not restores.running:
+            return False
+        restores.end(restores.running[-1])
+        return True
+
+    def _with_promised(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, int] | None:
+        """What must be free for a restore; None if an admission must not have it."""
+        left = self.memory.with_pages(
+            wanted, self.drafts.kept_pages(0, self.pages.capacity)
+        )
+        for pool in self.memory.page_pools:
+            left[pool] += self.promised_pages(pool)
+        if not self.broker.fits(left) or self._must_wait(left):
+            return None
+        return left
+
+    def _take_restored(self, match: Match) -> tuple[int, tuple[str, int]]:
+        """Tokens of a hit that other tiers brought for this sequence.
+
+        Returns:
+            All of them, and the name of the outer tier with its part of them.
+        """
+        snapshot = match.node.snapshot if match.node is not None else None
+        if snapshot is None:
+            return 0, ("", 0)
+        restored, snapshot.restored = snapshot.restored, 0
+        fetched, snapshot.fetched = snapshot.fetched, 0
+        return restored, (snapshot.source, fetched)
+
+    def _note_host_use(
+        self,
+        found: LookUp,
+        restored: int,
+        brought: tuple[str, int],
+        *,
+        resumed: bool,
+    ) -> None:
+        """Tell the tiers of an admission."""
+        if self.host is None:
+            return
+        hit = found.match.length
+        self.host.used(found.namespace, found.tokens, hit)
+        if resumed:
+            return
+        source, fetched = brought
+        missed = found.length - hit + restored
+        self.host.stats.queried_tokens += missed
+        self.host.stats.hit_tokens += restored - fetched
+        for tier in self.tiers:
+            tier.stats.queried_tokens += missed - restored + fetched
+            tier.stats.hit_tokens += fetched * (tier.name == source)
 
     def _must_wait(self, wanted: Mapping[PoolId, int]) -> bool:
         """Whether a sequence leaves memory to cached content that is worth more."""
@@ -883,6 +1168,8 @@ class HybridCache:
         node = self._new_snapshot(sequence, length)
         if node is not None and self.slots.needed:
             self._commands.append(Copy(Pool.STATE, sequence.slot, _snapshot(node).slot))
+        if node is not None:
+            self._store(node)
 
     def _take_inside(self, sequence: LiveSequence, position: int) -> None:
         """Have the next pass write a state into the tree, if a slot can be had for it.
@@ -891,9 +1178,13 @@ class HybridCache:
             sequence: that the pass takes on.
             position: a multiple of the policy's grid, inside what the pass computes.
         """
+        self._crosses = True
         node = self._new_snapshot(sequence, position)
         sequence.last_snapshot = position
-        if node is None or not self.slots.needed:
+        if node is None:
+            return
+        self._store(node)
+        if not self.slots.needed:
             return
         grid = self.policy.grid
         boundary = position // grid - sequence.computed // grid - 1
@@ -911,6 +1202,7 @@ class HybridCache:
         node = self._insert_pages(sequence, sequence.prompt, length)
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
+            self._store(node)
             return None
         kind = sequence.planned.get(length, SnapshotKind.CHUNK_END)
         planned = Snapshot(0, kind=kind, origin=sequence.origin)
@@ -932,18 +1224,12 @@ class HybridCache:
 
         They are those that `sequence` holds, where the path's KV pages are its own.
         """
-        windows = []
-        for index, (group, table) in enumerate(
-            zip(self.windows, sequence.windows, strict=True)
-        ):
+        held = []
+        for group, table in zip(self.windows, sequence.windows, strict=True):
             live = self.memory.live(group, node.end)
-            held = table.pages[live.start : live.stop]
-            path = node.last_pages(len(live))
-            if path != sequence.pages[live.start : live.stop]:
-                held = self.memory.pairs[index].settle(path, held)
-            windows.append(held)
-            group.pages.adopt(held)
-        snapshot = Snapshot(slot, tuple(windows), kind, sequence.origin)
+            held.append(table.pages[live.start : live.stop])
+        windows = self.memory.settle_windows(node, sequence.pages, held)
+        snapshot = Snapshot(slot, windows, kind, sequence.origin)
         self.tree.attach_snapshot(node, snapshot)
         if sequence.promise is not None and kind in PROMISED_KINDS:
             self.promises.give(sequence.promise, node)
@@ -1001,10 +1287,25 @@ class HybridCache:
                 self.pages.adopt((page,))
         if node.snapshot is not None:
             self.tree.touch_snapshot(node)
+            self._store(node)
             return node, None
         slot = self.drafts.keep(sequence, ending)
         self._attach(node, sequence, slot, SnapshotKind.TURN_END)
+        self._store(node)
         return node, slot
+
+    def _store(self, node: Node) -> None:
+        """Have the host keep what can be resumed at a node, if it does not already.
+
+        While a pass is planned that writes KV or states of the tree, it waits for it.
+        """
+        if self.host is None:
+            return
+        if self._crosses:
+            self._unstored.append((node, _snapshot(node)))
+            return
+        namespace, tokens, pages = self.tree.path_of(node)
+        self.host.store(namespace, tokens, pages, _snapshot(node))
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
         """Whether a sequence without states can be resumed at `length`.

@@ -8,8 +8,11 @@ all that earlier forwards wrote and no later forward overtakes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
+
+from hybrid_plugin.core.tree.tokens import Tokens
 
 PoolId: TypeAlias = str
 """Names a pool, in commands, sizes, plans and metrics alike."""
@@ -31,8 +34,20 @@ class Pool:
         return f"window{index}"
 
     @staticmethod
+    def host(pool: PoolId) -> PoolId:
+        """Rows of host memory for the pages or slots of a pool."""
+        return f"host.{pool}"
+
+    @staticmethod
+    def is_host(pool: PoolId) -> bool:
+        """Whether the ids of a pool are rows of host memory."""
+        return pool.startswith("host.")
+
+    @staticmethod
     def noun(pool: PoolId) -> str:
         """What the ids of a pool are, in the plural."""
+        if Pool.is_host(pool):
+            return "rows"
         return {Pool.STATE: "slots", Pool.SCRATCH: "rows"}.get(pool, "pages")
 
 
@@ -46,7 +61,11 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy one whole page or slot over another."""
+    """Copy one whole page or slot over another, or one host row over another.
+
+    Host rows are copied behind all stores so far, and before those and the loads that
+    follow.
+    """
 
     pool: PoolId
     source: int
@@ -55,7 +74,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """Put memory, all zeros, behind granules of a pool that have none."""
+    """Put memory, all zeros, behind granules of a pool that have none.
+
+    A granule of a host pool gets a block of the tier's memory, with any content.
+    Granule 0 of every pool has its memory from the start.
+    """
 
     pool: PoolId
     granules: tuple[int, ...]
@@ -147,4 +170,165 @@ class Fold:
     """Of the last pass, from its known token on; at least 1."""
 
 
-Command = Zero | Copy | Map | Unmap | SaveInPass | MoveWindow | Take | Fold
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Copy pages or slots of a device pool to rows of the host pool of the same name.
+
+    What is copied is what the model's stream holds at this point: commands and passes
+    behind it may rewrite the sources at once.  Rows may be stored again while an older
+    store to them has not run: the last one counts.
+    """
+
+    pool: PoolId
+    """The device pool; the rows are those of `Pool.host(pool)`."""
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    """As many as sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Begin to copy host rows to pages or slots of the device pool of the same name.
+
+    It reads what the stores before it wrote, and what it writes runs behind all that
+    the model's stream did before it.  The stream does not wait for it: until `Await`,
+    nothing touches the destinations, and nothing rewrites or moves the sources.
+    """
+
+    pool: PoolId
+    """The device pool; the rows are those of `Pool.host(pool)`."""
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    """As many as sources."""
+    ticket: int
+    """Loads, of several pools too, that are awaited together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Have the model's stream wait for the loads of a ticket.
+
+    Each ticket is awaited once.
+    """
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageRows:
+    """Host rows of one pool of pages that belong to a bundle."""
+
+    start: int
+    """The first token that counts: the bundle's first one, or that of the page in which
+    a window begins.  What is fetched must be there from this token on."""
+    rows: tuple[int, ...]
+    """One for each page from that of `start` to that of the bundle's last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleRows:
+    """A bundle, which is KV of tokens `start` to the end and the state there, on rows.
+
+    The same on every rank; each has its own part of the content in its own rows.
+    """
+
+    key: str
+    """Names the bundle; only the outer tier knows how it is made."""
+    namespace: Hashable
+    """What the whole sequence has in common with others."""
+    tokens: Tokens
+    """From the start of the sequence to the end of the bundle; never empty."""
+    start: int
+    """Where the bundle before it on the path ends; 0 if there is none."""
+    pages: Mapping[PoolId, PageRows]
+    """By device pool, rows of `Pool.host(pool)`.  A pool that is not named is not
+    wanted: where several bundles are fetched, windows are those of the last one."""
+    state: int | None
+    """Row of `Pool.host(Pool.STATE)`; None for a model without states, or if the state
+    is not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Begin to write a bundle from host rows to where the outer tier keeps bundles.
+
+    What is written is what the stores and copies before it leave in the rows: whoever
+    writes waits for these, the model's stream waits for nothing.  Until the outcome was
+    reported, nothing rewrites or moves the rows.
+    """
+
+    ticket: int
+    """Its outcome is reported under this number, which no other command has."""
+    rows: BundleRows
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to fill host rows with bundles of an outer tier: with all, or it failed.
+
+    Whoever fills them waits for the stores, loads and copies before it, which may have
+    to do with the rows' content of before; the model's stream waits for nothing.  Until
+    the outcome was reported, nothing reads, rewrites or moves the rows.
+    """
+
+    ticket: int
+    """Its outcome is reported under this number, which no other command has."""
+    source: str
+    """Name of the outer tier."""
+    rows: tuple[BundleRows, ...]
+    """In the order of the sequence.  Where one ends inside a page, the next one begins
+    in the same row, and leaves or writes again what is before its start."""
+
+    def __reduce__(self) -> tuple[Callable[..., Fetch], tuple[object, ...]]:
+        """Pickle tokens once: those of each bundle begin those of the last one."""
+        last = self.rows[-1]
+        parts = []
+        for one in self.rows:
+            end = len(one.tokens)
+            if (one.namespace, one.tokens) != (last.namespace, last.tokens[:end]):
+                raise ValueError("the bundles of a fetch are of one sequence")
+            parts.append((one.key, end, one.start, one.pages, one.state))
+        whole = last.namespace, last.tokens, tuple(parts)
+        return _fetch, (self.ticket, self.source, *whole)
+
+
+def _fetch(
+    ticket: int,
+    source: str,
+    namespace: Hashable,
+    tokens: Tokens,
+    parts: tuple[tuple[str, int, int, Mapping[PoolId, PageRows], int | None], ...],
+) -> Fetch:
+    rows = tuple(
+        BundleRows(key, namespace, tokens[:end], start, pages, state)
+        for key, end, start, pages, state in parts
+    )
+    return Fetch(ticket, source, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Remove what was written under these keys, if it is there.
+
+    It comes behind the writes and fetches before it.  No outcome is reported.
+    """
+
+    keys: tuple[str, ...]
+
+
+Command = (
+    Zero
+    | Copy
+    | Map
+    | Unmap
+    | SaveInPass
+    | MoveWindow
+    | Take
+    | Fold
+    | Store
+    | Load
+    | Await
+    | Write
+    | Fetch
+    | Discard
+)

@@ -282,7 +282,7 @@ class Drafts:
         drafts = self._slots.draft_ids()
         # With one slot less: the next one that is free must be for it, not for drafts.
         others = {**wanted, Pool.STATE: 0}
-        if not self._memory.has_room(match, others, returned=drafts):
+        if not self._memory.has_room(match, others, returned={Pool.STATE: drafts}):
             return
         others[Pool.STATE] -= len(drafts)
         lost = self._memory.price(others)

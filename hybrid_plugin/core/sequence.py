@@ -34,6 +34,8 @@ class LookUp:
     nobody will."""
     named: tuple[int, ...] = ()
     """Positions at which the application asked for a snapshot, at page ends."""
+    limit: int = 0
+    """Tokens that may be restored, at most; 0 where nothing may."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -57,6 +58,67 @@ class CacheStats:
     def as_dict(self) -> dict[str, int]:
         """Every total by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(slots=True)
+class HostStats:
+    """Totals of a host tier since start-up."""
+
+    queried_tokens: int = 0
+    """Tokens of admitted prompts, first admissions only, that the device did not have
+    when they came."""
+    hit_tokens: int = 0
+    """Of those, tokens that were restored from the host, and not brought there by
+    another tier.  They count as hits of the cache too."""
+    stores: int = 0
+    """Bundles of KV and a state that were copied to the host."""
+    stored_bytes: int = 0
+    stores_refused: int = 0
+    """Bundles for which there was no room that was worth less."""
+    loads: int = 0
+    """Prefixes that were copied back."""
+    loaded_bytes: int = 0
+    loads_refused: int = 0
+    """Look-ups whose prefix the host had, but for which the device had no room."""
+
+    def as_dict(self) -> dict[str, int]:
+        """Every total by name, as `host_NAME`."""
+        return {f"host_{f.name}": getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(slots=True)
+class OuterStats:
+    """Totals of a tier behind the host since start-up; bytes are those of one rank."""
+
+    queried_tokens: int = 0
+    """Tokens of admitted prompts, first admissions only, that neither the device nor
+    the host had when they came."""
+    hit_tokens: int = 0
+    """Of those, tokens that this tier brought.  They count as hits of the cache too."""
+    stores: int = 0
+    """Bundles of KV and a state that were written."""
+    stored_bytes: int = 0
+    stores_refused: int = 0
+    """Bundles that the tier did not take."""
+    loads: int = 0
+    """Prefixes that were brought to the host."""
+    loaded_bytes: int = 0
+    loads_refused: int = 0
+    """Look-ups whose prefix the tier had, but for which the host had no room that was
+    worth less."""
+    store_failures: Counter[str] = field(default_factory=Counter)
+    """Bundles that could not be written, by reason."""
+    load_failures: Counter[str] = field(default_factory=Counter)
+    """Prefixes that could not be brought, by reason."""
+
+    def as_dict(self, tier: str) -> dict[str, int]:
+        """Every total by name, as `TIER_NAME`; failures for all reasons together."""
+        found = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            total = value.total() if isinstance(value, Counter) else value
+            found[f"{tier}_{one.name}"] = total
+        return found
 
 
 @dataclass(frozen=True, slots=True)

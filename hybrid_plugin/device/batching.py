@@ -7,21 +7,30 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hybrid_plugin.core.commands import (
+    Await,
     Command,
     Copy,
+    Discard,
+    Fetch,
+    Load,
     Map,
     MoveWindow,
     SaveInPass,
+    Store,
     Take,
     Unmap,
+    Write,
     Zero,
 )
+
+_Alone = Await | Write | Fetch | Discard
+"""Of no pool, or of several."""
 
 
 def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
     """Split into runs of one kind and pool that do not touch each other's rows.
 
-    What moves memory stands alone.
+    What moves memory, and what copies many rows to the host or back, stands alone.
 
     Raises:
         TypeError: for something that is no command.
@@ -33,9 +42,11 @@ def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
         source, target = _rows(command)
         apart = (
             batch
+            and not isinstance(command, _Alone)
+            and not isinstance(batch[0], _Alone)
             and type(batch[0]) is type(command)
             and batch[0].pool == command.pool
-            and not isinstance(command, Map | Unmap)
+            and not isinstance(command, Map | Unmap | Store | Load)
             and not target & (read | written)
             and not source & written
         )
@@ -60,6 +71,8 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
             return set(), {destination}
         case SaveInPass(_, slot, _, destination):
             return {slot}, {destination}
-        case Map() | Unmap():
+        case Map() | Unmap() | Store() | Load():
+            return set(), set()
+        case Await() | Write() | Fetch() | Discard():
             return set(), set()
     raise TypeError(f"{command!r} is not a command")

@@ -6,28 +6,44 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hybrid_plugin.core.commands import (
+    Await,
     Command,
     Copy,
+    Discard,
+    Fetch,
     Fold,
+    Load,
     Map,
     MoveWindow,
+    Pool,
     PoolId,
     SaveInPass,
+    Store,
     Take,
     Unmap,
+    Write,
     Zero,
 )
+from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.batching import batches
 from hybrid_plugin.device.draft_records import DraftRecords
+from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.verified import RollingWindows, VerificationScratch
 from hybrid_plugin.device.virtual_arena import Refusal
+
+
+class Transfers(Protocol):
+    """Writes host rows to files, and fills them from files or peers."""
+
+    def run(self, command: Write | Fetch | Discard) -> None:
+        """Begin what a command asks for, and wait for nothing."""
 
 
 @dataclass(slots=True)
@@ -65,7 +81,16 @@ class Executor:
         """Where `Take` takes from; set it where verifications write a scratch."""
         self.records: DraftRecords | None = None
         """Where `Fold` folds from; set it where verifications record what they do."""
+        self.host: HostCopies | None = None
+        """Rows of host memory, where `attach_host` gave some."""
+        self.transfers: Transfers | None = None
+        """Runs what is written from host rows and fetched into them; set it where the
+        host memory has something behind it."""
         self.moves = MappingStats()
+
+    def parts(self) -> dict[PoolId, tuple[torch.Tensor, ...]]:
+        """`[ids, bytes]` int8 parts of each pool, in the order of a host row."""
+        return {pool: arena.parts for pool, arena in self._arenas.items()}
 
     def join(self, pool: PoolId, parts: Sequence[torch.Tensor]) -> None:
         """Have the rows of a pool of fixed size include more parts.
@@ -77,7 +102,25 @@ class Executor:
         arena = self._arenas[pool]
         if isinstance(arena, ElasticArena):
             raise TypeError(f"the memory of pool {pool!r} moves")
+        if self.host is not None:
+            raise TypeError(f"pool {pool!r} has host rows already, without these parts")
         self._arenas[pool] = Arena([*arena.parts, *parts])
+
+    def attach_host(self, plan: HostPlan) -> HostCopies:
+        """Have rows of host memory beside the pools, which are all there by now.
+
+        Args:
+            plan: of the rows.
+
+        Returns:
+            What copies to them, to measure and to close.
+
+        Raises:
+            ValueError: if the plan does not fit the pools.
+            MemoryError: if there is no such memory, or it cannot be locked.
+        """
+        self.host = HostCopies(self.parts(), plan)
+        return self.host
 
     def run(self, commands: Iterable[Command]) -> None:
         """Issue the commands; returns before a GPU has executed them.
@@ -96,6 +139,12 @@ class Executor:
             first = batch[0]
             if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
+                continue
+            if isinstance(first, Write | Fetch | Discard):
+                self._beyond_host(batch)
+                continue
+            if isinstance(first, Store | Load | Await) or Pool.is_host(first.pool):
+                self._on_host(batch)
                 continue
             arena = self._arenas[first.pool]
             match first:
@@ -120,6 +169,20 @@ class Executor:
         elif folds:
             raise TypeError("verifications record nothing here")
         return [command for command in commands if not isinstance(command, Fold)]
+
+    def _on_host(self, batch: list[Any]) -> None:
+        """Run commands about rows of host memory."""
+        if self.host is None:
+            raise TypeError("this rank has no host memory")
+        for command in batch:
+            self.host.run(command)
+
+    def _beyond_host(self, batch: list[Any]) -> None:
+        """Run commands about what is behind the host memory."""
+        if self.transfers is None:
+            raise TypeError("nothing is behind this rank's host memory")
+        for command in batch:
+            self.transfers.run(command)
 
     def _keep(self, batch: list[Any]) -> None:
         """Run commands about what forward passes keep, or have kept."""

@@ -14,6 +14,10 @@ from hybrid_plugin.core.memory.pools import PagePool
 from hybrid_plugin.core.policy.aged_order import Rank
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.reuse_classes import KV_ALONE, class_of
+from hybrid_plugin.core.tiers.fetches import Fetching
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.restores import Restore
+from hybrid_plugin.core.tiers.writes import Writing
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache
@@ -25,6 +29,7 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
     totals = cache.stats.as_dict()
     del totals["refusals"], totals["drafts_refused"]
     return {
+        "host": None if cache.host is None else host_state(cache, cache.host),
         "pages": [_pool_state(pool) for pool in _page_pools(cache)],
         "mapped slots": cache.slots.ids.mapped_granules(),
         "free slots": cache.slots.free_ids(),
@@ -57,6 +62,23 @@ def full_state(cache: HybridCache) -> dict[str, Any]:
         "commands": list(cache._commands),
         "totals": totals,
     }
+
+
+def host_state(cache: HybridCache, host: HostTier) -> dict[str, Any]:
+    """What is on the host, and on its way from there."""
+    return {
+        "pages": [_pool_state(pool) for pool in host.memory.page_pools.values()],
+        "slots": (host.memory.slots.free_ids(), sorted(host.memory.slots._running)),
+        "nodes": {id(node): _node_state(node) for node in host.tree.nodes()},
+        "restores": [(one.ticket, one.is_over) for one in restores_of(cache)],
+        "fetches": [one.ticket for one in fetches_of(cache)],
+        "writes": [one.key for one in writes_of(cache)],
+    }
+
+
+def restores_of(cache: HybridCache) -> list[Restore]:
+    """Restores whose loads are not awaited yet."""
+    return [] if cache._restores is None else list(cache._restores.running)
 
 
 def state_but_ranks(cache: HybridCache) -> dict[str, Any]:
@@ -110,6 +132,60 @@ def audit(cache: HybridCache) -> None:
     audit_orders(cache.tree)
     audit_promises(cache)
     audit_structure(cache.tree)
+    if cache.host is not None:
+        audit_host(cache, cache.host)
+
+
+def fetches_of(cache: HybridCache) -> list[Fetching]:
+    """Fetches whose outcome was not reported."""
+    return [] if cache._outer is None else list(cache._outer._fetches.running.values())
+
+
+def writes_of(cache: HybridCache) -> list[Writing]:
+    """Writes whose outcome was not reported."""
+    outer = cache._outer
+    if outer is None or outer._writes is None:
+        return []
+    return list(outer._writes.running.values())
+
+
+def audit_host(cache: HybridCache, host: HostTier) -> None:
+    """The host's tree is one as the device's; what is loaded from it is in use."""
+    memory, tree = host.memory, host.tree
+    audit_orders(tree)
+    audit_structure(tree)
+    fetches, writes = fetches_of(cache), writes_of(cache)
+    sources = [one.source for one in restores_of(cache)]
+    sources += [one.source for one in writes if not one.is_flushed]
+    locks: Counter[Node] = Counter(source.node for source in sources)
+    bases = Counter(one.base for one in fetches if one.base is not None)
+    for node in tree.nodes():
+        assert node.state_lock == locks.pop(node, 0), node
+        assert node.kv_lock == node.state_lock + bases.pop(node, 0), node
+    assert not bases, "what a fetch continues left the host"
+    assert not locks, "a prefix left the host while it is loaded or written"
+    flushed = [one.source for one in writes if one.is_flushed]
+    owners = [*sources, *flushed, *(one.rows for one in fetches)]
+    in_use = Counter(page for owner in owners for page in owner.pages)
+    in_tree = Counter(page for node in tree.nodes() for page in node.pages)
+    assert max(in_tree.values(), default=1) == 1, "a row is in two nodes"
+    audit_pool(memory.pages, in_use, in_tree)
+    snapshots = [node.snapshot for node in tree.nodes() if node.snapshot is not None]
+    for index, group in enumerate(memory.windows):
+        in_use = Counter(row for owner in owners for row in owner.windows[index])
+        in_tree = Counter(row for one in snapshots for row in one.windows[index])
+        audit_pool(group.pages, in_use, in_tree)
+    if memory.slots.needed:
+        slots = [snapshot.slot for snapshot in snapshots]
+        slots += [one.slot for one in flushed] + [one.rows.slot for one in fetches]
+        assert sorted([*memory.slots._running, *memory.slots._snapshots]) == sorted(
+            slots
+        )
+        assert memory.slots._running == {owner.slot for owner in owners}
+        everything = sorted([*slots, *memory.slots.free_ids()])
+        assert everything == sorted(ids_with_memory(memory.slots.ids))
+    blocks = sum(host._broker.mapped_bytes().values()) // host.plan.block_bytes
+    assert 0 < blocks <= host.plan.blocks, "more is used than there is"
 
 
 def audit_pages(cache: HybridCache) -> None:
@@ -119,6 +195,9 @@ def audit_pages(cache: HybridCache) -> None:
     for sequence in cache._sequences.values():
         assert len(set(sequence.pages)) == len(sequence.pages)
         in_sequences.update(sequence.pages)
+    for restore in restores_of(cache):
+        assert len(set(restore.pages)) == len(restore.pages)
+        in_sequences.update(restore.pages)
     for page, count in in_tree.items():
         assert count <= 1, f"page {page} is in two nodes"
     for page, count in in_sequences.items():
@@ -144,6 +223,10 @@ def audit_windows(cache: HybridCache) -> None:
             assert not any(table.pages[: table.first]), "a page outlived its window"
             assert len(set(table.held())) == len(table.held())
             in_sequences.update(table.held())
+        for restore in restores_of(cache):
+            live = live_pages(group.window, restore.length, cache.page_size)
+            assert len(restore.windows[index]) == len(live)
+            in_sequences.update(restore.windows[index])
         audit_pool(group.pages, in_sequences, in_tree)
 
 
@@ -197,6 +280,7 @@ def audit_slots(cache: HybridCache) -> None:
     """Every slot is in one place."""
     pool = cache.slots
     running = [sequence.slot for sequence in cache._sequences.values()]
+    running += [restore.slot for restore in restores_of(cache)]
     snapshots = [n.snapshot.slot for n in cache.tree.nodes() if n.snapshot is not None]
     if not pool.needed:
         assert set(running) | set(snapshots) <= {0}
@@ -222,6 +306,11 @@ def audit_locks(cache: HybridCache) -> None:
     for sequence in cache._sequences.values():
         pages = [page for node in _path_to(sequence.locked) for page in node.pages]
         assert list(sequence.pages[: len(pages)]) == pages
+    for restore in restores_of(cache):
+        pages = [page for node in _path_to(restore.base) for page in node.pages]
+        assert list(restore.pages[: len(pages)]) == pages
+        if restore.base is not None:
+            expected[restore.base] += 1
     for node in cache.tree.nodes():
         assert node.kv_lock == expected.pop(node, 0), node
         assert 0 == node.state_lock <= node.kv_lock, node

@@ -10,20 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import (
+    Await,
+    BundleRows,
     Command,
     Copy,
+    Discard,
+    Fetch,
     Fold,
+    Load,
+    Map,
     MoveWindow,
     Pool,
+    PoolId,
     SaveInPass,
+    Store,
     Take,
+    Unmap,
+    Write,
     Zero,
 )
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
+from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.core.tree.node import Node, Snapshot
+from hybrid_plugin.core.tree.radix import MambaRadixCache
 
 GARBAGE = -1
 ZEROED = 0
@@ -50,16 +63,200 @@ class ContentError(AssertionError):
     """The memory does not hold what a forward pass was promised."""
 
 
+HOLE, LOADING = object(), object()
+"""What is there in place of content without memory, and of what a load writes."""
+
+
+class Memory(list[Any]):
+    """Pages or slots; holes, and those that are being loaded, cannot be touched."""
+
+    def __getitem__(self, index: Any) -> Any:
+        content = super().__getitem__(index)
+        if content is HOLE:
+            raise ContentError(f"id {index} was touched, but has no memory")
+        if content is LOADING:
+            raise ContentError(f"id {index} was touched while it is being loaded")
+        return content
+
+    def __setitem__(self, index: Any, content: Any) -> None:
+        self[index]
+        super().__setitem__(index, content)
+
+    def turn(self, index: int, content: Any) -> None:
+        """Open an id to use, or close it."""
+        super().__setitem__(index, content)
+
+    def is_loading(self, index: int) -> bool:
+        return super().__getitem__(index) is LOADING
+
+    def copy(self) -> Memory:
+        """The same, with cells of its own."""
+        return Memory([list(c) if isinstance(c, list) else c for c in self])
+
+
+class HostMemory:
+    """Rows of host memory; those without a block cannot be touched.
+
+    While a row is being loaded, or written to an outer tier, its content may be read at
+    any moment, so nothing may change it.  While it is fetched, nobody may touch it.
+    """
+
+    def __init__(self, plan: HostPlan) -> None:
+        self.plan = plan
+        self.rows: dict[tuple[PoolId, int], Any] = {}
+        """What was stored; by device pool."""
+        self.mapped: dict[PoolId, set[int]] = {pool: {0} for pool in plan.row_bytes}
+        self.loads: dict[int, list[tuple[PoolId, int, int]]] = {}
+        """By ticket, what is being loaded: pool, row, and where to."""
+        self.tickets: set[int] = set()
+        self.queue: list[Write | Fetch | Discard] = []
+        """What the ranks have yet to do for outer tiers."""
+        self.out: dict[int, Write | Fetch] = {}
+        """By ticket, what was ordered and not reported."""
+
+    def clone(self) -> HostMemory:
+        """A copy to try commands on."""
+        twin = HostMemory(self.plan)
+        twin.rows = dict(self.rows)
+        twin.mapped = {pool: set(granules) for pool, granules in self.mapped.items()}
+        twin.loads = {ticket: list(loads) for ticket, loads in self.loads.items()}
+        twin.tickets = set(self.tickets)
+        twin.queue, twin.out = list(self.queue), dict(self.out)
+        return twin
+
+    def order(self, command: Write | Fetch | Discard) -> None:
+        """Take what is to be done for an outer tier."""
+        self.queue.append(command)
+        if isinstance(command, Discard):
+            return
+        if command.ticket in self.out:
+            raise ContentError(f"ticket {command.ticket} is out already")
+        for pool, row in rows_of(command):
+            if isinstance(command, Write):
+                self.read(pool, row)
+                continue
+            if (pool, row) in self._read_by_others() or (pool, row) in self._fetched():
+                raise ContentError(f"row {row} of {pool} is in use, but to be fetched")
+            self._require_there(pool, row)
+            self.rows.pop((pool, row), None)
+        self.out[command.ticket] = command
+
+    def run(self, command: Copy | Map | Unmap) -> None:
+        """Move rows or blocks."""
+        pool = command.pool.removeprefix(Pool.host(""))
+        match command:
+            case Copy(_, source, destination):
+                self.write(pool, destination, self.read(pool, source))
+                return
+            case Map(_, granules):
+                assert not self.mapped[pool] & set(granules), command
+                self.mapped[pool] |= set(granules)
+                for granule in granules:
+                    self._forget(pool, granule)
+            case Unmap(_, granules):
+                assert self.mapped[pool] >= set(granules), command
+                assert 0 not in granules, command
+                for granule in granules:
+                    self._forget(pool, granule)
+                self.mapped[pool] -= set(granules)
+        blocks = sum(len(granules) for granules in self.mapped.values())
+        if blocks > self.plan.blocks:
+            raise ContentError(f"{blocks} blocks are in use after {command}")
+
+    def write(self, pool: PoolId, row: int, content: Any) -> None:
+        """Change a row that nobody loads."""
+        self._require_there(pool, row)
+        if (pool, row) in self._loading():
+            raise ContentError(f"row {row} of {pool} changes while it is being loaded")
+        if (pool, row) in self._read_by_others() or (pool, row) in self._fetched():
+            raise ContentError(f"row {row} of {pool} changes while a ticket is out")
+        self.rows[pool, row] = content
+
+    def begin(self, ticket: int, pool: PoolId, row: int, destination: int) -> None:
+        """Begin to load a row."""
+        self.read(pool, row)
+        self.loads.setdefault(ticket, []).append((pool, row, destination))
+
+    def end(self, ticket: int) -> list[tuple[PoolId, int, Any]]:
+        """What the loads of a ticket brought: pool, id and content."""
+        if ticket in self.tickets or ticket not in self.loads:
+            raise ContentError(f"ticket {ticket} is awaited twice, or without a load")
+        self.tickets.add(ticket)
+        return [
+            (pool, destination, self.read(pool, row))
+            for pool, row, destination in self.loads.pop(ticket)
+        ]
+
+    def all_rows(self, pool: PoolId, unknown: Any) -> Memory:
+        """Every row, as the memory of a device pool."""
+        per = self.plan.rows_per_block(pool)
+        return Memory(
+            [
+                self.rows.get((pool, row), unknown)
+                if row // per in self.mapped[pool]
+                else HOLE
+                for row in range(self.plan.rows(pool))
+            ]
+        )
+
+    def read(self, pool: PoolId, row: int) -> Any:
+        """The content of a row that was stored, and that nobody fetches."""
+        self._require_there(pool, row)
+        if (pool, row) in self._fetched():
+            raise ContentError(f"row {row} of {pool} is read while it is fetched")
+        if (pool, row) not in self.rows:
+            raise ContentError(f"row {row} of {pool} was never stored")
+        content = self.rows[pool, row]
+        return list(content) if isinstance(content, list) else content
+
+    def _loading(self) -> set[tuple[PoolId, int]]:
+        return {(pool, row) for each in self.loads.values() for pool, row, _ in each}
+
+    def _read_by_others(self) -> set[tuple[PoolId, int]]:
+        writes = [one for one in self.out.values() if isinstance(one, Write)]
+        return self._loading().union(*map(rows_of, writes))
+
+    def _fetched(self) -> set[tuple[PoolId, int]]:
+        fetches = [one for one in self.out.values() if isinstance(one, Fetch)]
+        return set().union(*map(rows_of, fetches))
+
+    def _require_there(self, pool: PoolId, row: int) -> None:
+        if row // self.plan.rows_per_block(pool) not in self.mapped[pool]:
+            raise ContentError(f"row {row} of {pool} was touched, but has no block")
+
+    def _forget(self, pool: PoolId, granule: int) -> None:
+        per = self.plan.rows_per_block(pool)
+        for row in range(granule * per, (granule + 1) * per):
+            if (pool, row) in self._loading():
+                raise ContentError(f"row {row} of {pool} leaves while it is loaded")
+            if (pool, row) in self._read_by_others() | self._fetched():
+                raise ContentError(f"row {row} of {pool} leaves while a ticket is out")
+            self.rows.pop((pool, row), None)
+
+
+def rows_of(command: Write | Fetch) -> set[tuple[PoolId, int]]:
+    """Host rows that a command reads or fills, by device pool."""
+    bundles = (command.rows,) if isinstance(command, Write) else command.rows
+    return {row for bundle in bundles for row in _rows_of_bundle(bundle)}
+
+
+def _rows_of_bundle(bundle: BundleRows) -> set[tuple[PoolId, int]]:
+    rows = {(pool, row) for pool, part in bundle.pages.items() for row in part.rows}
+    return rows | ({(Pool.STATE, bundle.state)} if bundle.state is not None else set())
+
+
 @dataclass(slots=True)
 class Prefixes:
     """Numbers token prefixes; equal numbers mean equal prefixes."""
 
+    first: int = 1
+    """The first number; where content means something else, numbers are others."""
     _numbers: dict[tuple[int, Hashable, int], int] = field(default_factory=dict)
 
     def extend(self, prefix: int, namespace: Hashable, token: int) -> int:
         """The number of `prefix` with one more token."""
         key = (prefix, namespace, token)
-        return self._numbers.setdefault(key, len(self._numbers) + 1)
+        return self._numbers.setdefault(key, len(self._numbers) + self.first)
 
     def history(self, namespace: Hashable, tokens: Iterable[int]) -> list[int]:
         """Numbers of the prefixes of every length, the empty one first."""
@@ -131,6 +328,7 @@ class FakeDevice:
         windows: Sequence[tuple[AttentionWindow, int]] = (),
         grid: int = 0,
         canonical: int = 0,
+        host: HostPlan | None = None,
     ) -> None:
         """Make memory that holds garbage.
 
@@ -142,13 +340,15 @@ class FakeDevice:
             grid: tokens between the states that a pass can keep; 0 if it keeps none.
             canonical: tokens of the chunks in which prompts must be computed if the
                 tree is to offer them; 0 if it may offer anything.
+            host: rows of host memory, if there are any.
         """
         self.page_size = page_size
         self.canonical = canonical
         self.grid = grid
         self.orders: list[SaveInPass] = []
         self.pages = _garbage(pages, page_size)
-        self.slots = [State(GARBAGE, (GARBAGE,))] * slots
+        self.slots = Memory([State(GARBAGE, (GARBAGE,))] * slots)
+        self.host = None if host is None else HostMemory(host)
         self.scratch: dict[int, tuple[int, ...]] = {}
         """By row, the states that the last verification left."""
         self.records: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -163,13 +363,16 @@ class FakeDevice:
         twin = FakeDevice(
             0, 0, self.page_size, grid=self.grid, canonical=self.canonical
         )
+        self._copy_to(twin)
+        return twin
+
+    def _copy_to(self, twin: FakeDevice) -> None:
         twin.orders = list(self.orders)
-        twin.pages = [list(cells) for cells in self.pages]
-        twin.slots = list(self.slots)
+        twin.pages, twin.slots = self.pages.copy(), self.slots.copy()
         twin.scratch, twin.records = dict(self.scratch), dict(self.records)
         twin.spans, twin.window_names = self.spans, self.window_names
-        twin.windows = [[list(cells) for cells in group] for group in self.windows]
-        return twin
+        twin.windows = [group.copy() for group in self.windows]
+        twin.host = None if self.host is None else self.host.clone()
 
     def run(self, commands: Iterable[Command]) -> None:
         """Execute commands in order, behind what was recorded."""
@@ -204,8 +407,52 @@ class FakeDevice:
                 self._require(0 not in (source, destination), "page 0 is nobody's")
                 group = self.windows[self.window_names.index(pool)]
                 group[destination] = list(group[source])
+            case Store() | Load() | Await():
+                self._copy_rows(command)
+            case Write() | Fetch() | Discard():
+                self._require(self.host is not None, f"{command}: there is no host")
+                assert self.host is not None
+                self.host.order(command)
+            case Copy(pool) | Map(pool) | Unmap(pool) if Pool.is_host(pool):
+                self._require(self.host is not None, f"{command}: there is no host")
+                assert self.host is not None
+                self.host.run(command)
             case _:
                 raise ContentError(f"{command} is not used by the core")
+
+    def memory(self, pool: PoolId) -> Memory:
+        """The rows of a pool."""
+        if pool == Pool.STATE:
+            return self.slots
+        if pool == Pool.KV:
+            return self.pages
+        return self.windows[self.window_names.index(pool)]
+
+    def _copy_rows(self, command: Store | Load | Await) -> None:
+        """Copy to the host at once; from there, no earlier than it is awaited."""
+        host = self.host
+        self._require(host is not None, f"{command}: there is no host")
+        assert host is not None
+        if isinstance(command, Await):
+            for pool, index, content in host.end(command.ticket):
+                self._require(self.memory(pool).is_loading(index), f"{pool} {index}")
+                self.memory(pool).turn(index, content)
+            return
+        memory = self.memory(command.pool)
+        alike = len(command.sources) == len(command.destinations)
+        self._require(alike, f"{command}: not as many")
+        for source, destination in zip(
+            command.sources, command.destinations, strict=True
+        ):
+            self._require(0 not in (source, destination), f"{command}: id 0")
+            if isinstance(command, Store):
+                content = memory[source]
+                row = list(content) if isinstance(content, list) else content
+                host.write(command.pool, destination, row)
+            else:
+                memory[destination]  # there is memory, and no load that runs already
+                host.begin(command.ticket, command.pool, source, destination)
+                memory.turn(destination, LOADING)
 
     def _fold(self, ended: Sequence[Fold]) -> None:
         counts = {fold.slot: fold.tokens for fold in ended}
@@ -248,14 +495,33 @@ class FakeDevice:
         self.orders = []
 
     def check_tree(self, cache: HybridCache, prefixes: Prefixes) -> None:
-        """Check all that the tree offers, as it is once queued commands ran."""
+        """Check all that the tree offers, as it is once queued commands ran.
+
+        What the host offers is checked as if all of it were loaded.
+        """
         twin = self.clone()
         twin.run(cache._commands)
-        for namespace, root in cache.tree._roots.items():
+        twin._check_all(cache.tree, prefixes)
+        if cache.host is not None and twin.host is not None:
+            twin._read_host(twin.host)
+            twin._check_all(cache.host.tree, prefixes)
+
+    def _read_host(self, host: HostMemory) -> None:
+        """Have all pools hold what the host's rows do, by their ids."""
+        size = self.page_size
+        self.pages = host.all_rows(Pool.KV, [GARBAGE] * size)
+        if self.slots:
+            self.slots = host.all_rows(Pool.STATE, State(GARBAGE, (GARBAGE,)))
+        self.windows = [
+            host.all_rows(name, [GARBAGE] * size) for name in self.window_names
+        ]
+
+    def _check_all(self, tree: MambaRadixCache, prefixes: Prefixes) -> None:
+        for namespace, root in tree._roots.items():
             pending: list[tuple[Node, list[int]]] = [(root, [ZEROED])]
             while pending:
                 node, history = pending.pop()
-                reached = twin._check_node(node, namespace, history, prefixes)
+                reached = self._check_node(node, namespace, history, prefixes)
                 below = [*node.children.values(), *node.tails.values()]
                 pending += [(child, reached) for child in below]
 
@@ -415,5 +681,5 @@ class FakeDevice:
             raise ContentError(message)
 
 
-def _garbage(pages: int, page_size: int) -> list[list[int]]:
-    return [[GARBAGE] * page_size for _ in range(pages)]
+def _garbage(pages: int, page_size: int) -> Memory:
+    return Memory([[GARBAGE] * page_size for _ in range(pages)])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command, Map, Pool, PoolId, Take, Unmap
@@ -18,33 +17,17 @@ from hybrid_plugin.core.memory.elastic import ElasticBroker, PoolBudget
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.scratch import ScratchLayout, ScratchRows
 from hybrid_plugin.core.memory.window_tables import WindowGroup
-from tests.core.device import ZERO_STATE, ZEROED, ContentError, FakeDevice, Forward
+from tests.core.device import HOLE, ZERO_STATE, ZEROED, FakeDevice, Forward
 from tests.core.engine import FakeEngine
 from tests.core.setups import Setup
-from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
-
-HOLE = object()
-
-
-class _Memory(list[Any]):
-    """Pages or slots; those without memory cannot be touched."""
-
-    def __getitem__(self, index: Any) -> Any:
-        content = super().__getitem__(index)
-        if content is HOLE:
-            raise ContentError(f"id {index} was touched, but has no memory")
-        return content
-
-    def __setitem__(self, index: Any, content: Any) -> None:
-        self[index]
-        super().__setitem__(index, content)
-
-    def turn(self, index: int, content: Any) -> None:
-        """Map or unmap an id."""
-        super().__setitem__(index, content)
-
-    def is_hole(self, index: int) -> bool:
-        return super().__getitem__(index) is HOLE
+from tests.core.traffic import (
+    Traffic,
+    random_setup,
+    with_drafts,
+    with_host,
+    with_outer,
+    with_windows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +106,9 @@ class ElasticSetup(Setup):
             eviction=self.eviction,
             broker=controller,
             records_drafts=self.records,
+            host=self.build_host(),
+            rates=self.rates,
+            tiers=self.build_tiers(),
             scratch=None
             if self.rows is None
             else ScratchRows(self.rows, self.rows_per_granule),
@@ -140,27 +126,21 @@ class ElasticDevice(FakeDevice):
             setup.window_pools,
             setup.grid,
             setup.chunk,
+            setup.host,
         )
         self.setup = setup
-        self.pages = _Memory(self.pages)
-        self.slots = _Memory(self.slots)
-        self.windows = [_Memory(group) for group in self.windows]
         self.mapped: dict[PoolId, set[int]] = {pool: {0} for pool in setup.granules}
         for pool, (per, _) in setup.granules.items():
             if pool == Pool.SCRATCH:
                 continue
-            memory = self._memory(pool)
+            memory = self.memory(pool)
             for index in range(per, len(memory)):
                 memory.turn(index, HOLE)
 
     def clone(self) -> ElasticDevice:
         """A copy to try commands on."""
         twin = ElasticDevice(self.setup)
-        twin.orders = list(self.orders)
-        twin.pages = _copy(self.pages)
-        twin.slots = _Memory(self.slots)
-        twin.scratch, twin.records = dict(self.scratch), dict(self.records)
-        twin.windows = [_copy(group) for group in self.windows]
+        self._copy_to(twin)
         twin.mapped = {pool: set(granules) for pool, granules in self.mapped.items()}
         return twin
 
@@ -168,11 +148,11 @@ class ElasticDevice(FakeDevice):
         """Execute commands in order."""
         for command in self._folded(commands):
             match command:
-                case Map(pool, granules):
+                case Map(pool, granules) if not Pool.is_host(pool):
                     self._require(not self.mapped[pool] & set(granules), f"{command}")
                     self.mapped[pool] |= set(granules)
                     self._turn(pool, granules, mapped=True)
-                case Unmap(pool, granules):
+                case Unmap(pool, granules) if not Pool.is_host(pool):
                     self._require(self.mapped[pool] >= set(granules), f"{command}")
                     self._require(0 not in granules, "granule 0 stays for ever")
                     self.mapped[pool] -= set(granules)
@@ -206,15 +186,6 @@ class ElasticDevice(FakeDevice):
             for pool, (_, size) in self.setup.granules.items()
         )
 
-    def _memory(self, pool: PoolId) -> _Memory:
-        memory: Any = self.slots
-        if pool == Pool.KV:
-            memory = self.pages
-        elif pool in self.window_names:
-            memory = self.windows[self.window_names.index(pool)]
-        assert isinstance(memory, _Memory)
-        return memory
-
     def _turn(self, pool: PoolId, granules: Iterable[int], *, mapped: bool) -> None:
         per, _ = self.setup.granules[pool]
         if pool == Pool.SCRATCH:
@@ -222,16 +193,13 @@ class ElasticDevice(FakeDevice):
                 for row in range(granule * per, (granule + 1) * per):
                     self.scratch.pop(row, None)
             return
-        memory = self._memory(pool)
+        memory = self.memory(pool)
         for granule in granules:
             for index in range(granule * per, (granule + 1) * per):
                 page = [ZEROED] * self.setup.page_size
                 cleared = ZERO_STATE if pool == Pool.STATE else page
+                self._require(not memory.is_loading(index), f"{index} is being loaded")
                 memory.turn(index, cleared if mapped else HOLE)
-
-
-def _copy(memory: Iterable[Any]) -> _Memory:
-    return _Memory(cells if cells is HOLE else list(cells) for cells in memory)
 
 
 class ElasticEngine(FakeEngine):
@@ -242,11 +210,23 @@ class ElasticEngine(FakeEngine):
     ) -> None:
         super().__init__(setup, cls)
         self.device: ElasticDevice = ElasticDevice(setup)
+        self.ranks = self._build_ranks()
 
     @property
     def controller(self) -> ElasticBroker:
         assert isinstance(self.cache.broker, ElasticBroker)
         return self.cache.broker
+
+    def _is_scattered(self) -> bool:
+        """Whether windows find no memory because KV pages lie in too many granules.
+
+        Pages that one sequence took while others ran stay where they are.
+        """
+        return bool(self.cache.windows) and any(
+            member.ids.pinned_granules > -(-(member.ids.live + 1) // per)
+            for member in self.controller._members.values()
+            for per in (member.ids.per_granule,)
+        )
 
     def check(self) -> None:
         """Check all invariants, and that cache and device agree on what is mapped."""
@@ -322,8 +302,14 @@ def seeded_traffic(
     *,
     windows: bool = False,
     drafts: bool = False,
+    host: bool = False,
+    outer: bool = False,
 ) -> Traffic:
     """Traffic on a random elastic engine."""
     rng = random.Random(f"elastic/{seed}/{page_size}")
     setup = random_elastic_setup(rng, page_size, windows=windows, drafts=drafts)
+    if host:
+        setup = with_host(setup)
+    if outer:
+        setup = with_outer(setup)
     return Traffic(rng, ElasticEngine(setup, cache))

@@ -30,9 +30,12 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
     Prefill,
     waiting_prefill,
 )
+from hybrid_plugin.core.tiers.fetches import Fetching
+from hybrid_plugin.core.tiers.outer import Awaited
 from hybrid_plugin.core.tree.tokens import Pages
-from tests.core.audit import audit, cached_content, full_state
+from tests.core.audit import audit, cached_content, full_state, restores_of
 from tests.core.device import FakeDevice, Forward, Prefixes
+from tests.core.outer import FakeRanks, FakeTier
 from tests.core.requests import Access, Output, Request
 from tests.core.setups import Setup
 from tests.core.support import Tokens
@@ -56,7 +59,10 @@ class FakeEngine:
             setup.window_pools,
             setup.grid,
             setup.chunk,
+            setup.host,
         )
+        self.ranks = self._build_ranks()
+        """What outer tiers have done, if there are any."""
         self.following = InBatchPrefixSharing(self.cache)
         self.prefixes = Prefixes()
         self.waiting: list[Request] = []
@@ -80,6 +86,14 @@ class FakeEngine:
         self._planned: dict[Request, int] = {}
         """Of running requests whose step is noted, the drafts that may be in it."""
 
+    def _build_ranks(self) -> FakeRanks | None:
+        """Ranks that work on the host rows of the device."""
+        host, setup = self.device.host, self.setup
+        if not setup.outer_bytes or host is None:
+            return None
+        luck = random.Random(f"ranks/{setup!r}")
+        return FakeRanks(host, setup.page_size, luck, setup.trouble)
+
     # -------------------------------------------------------------- operations
 
     def submit(
@@ -97,22 +111,18 @@ class FakeEngine:
         assert 0 < prompt_length < len(tokens) <= self.setup.max_length
         self._submitted += 1
         seq_id = f"r{self._submitted}"
-        meaning = (seq_id,) if access is Access.PRIVATE else namespace
-        beyond = (ANY_TOKEN,) * self.setup.overrun
-        history = self.prefixes.history(meaning, (*tokens, *beyond))
-        self.waiting.append(
-            Request(
-                seq_id,
-                tokens,
-                namespace,
-                access,
-                history,
-                prompt_length,
-                limit,
-                ttl,
-                named,
-            )
+        request = Request(
+            seq_id, tokens, namespace, access, [], prompt_length, limit, ttl, named
         )
+        request.history = self._history(request)
+        self.waiting.append(request)
+
+    def _history(self, request: Request) -> list[int]:
+        """Numbers of its prefixes, and of what steps compute beyond them."""
+        private = request.access is Access.PRIVATE
+        meaning = (request.seq_id,) if private else request.namespace
+        beyond = (ANY_TOKEN,) * self.setup.overrun
+        return self.prefixes.history(meaning, (*request.tokens, *beyond))
 
     def step(self, budget: int, victim: int = -1) -> None:
         """Schedule and run one step of at most `budget` tokens.
@@ -123,6 +133,7 @@ class FakeEngine:
         """
         if len(self.outputs) > int(self.setup.lagging):
             self.receive()
+        self._hear_of_io()
         self._work, self._drafts = {}, {}
         self._plan_width()
         preempted, budget = self._schedule_running(budget, victim)
@@ -134,6 +145,7 @@ class FakeEngine:
             self.cache.cross(request.seq_id, end)
         self.cache.trim_scratch(len(self._work))
         self.device.run(self.cache.drain_commands())
+        self._do_io()
         work = enumerate(self._work.items())
         parts = {one: self._forward(one, end, row) for row, (one, end) in work}
         self.device.forward(list(parts.values()))
@@ -182,12 +194,45 @@ class FakeEngine:
         else:
             self.cache.trim(request.seq_id, final)
 
+    def _do_io(self) -> None:
+        """Let the ranks do some of what they were told."""
+        if self.ranks is not None:
+            for _ in range(self.ranks.rng.choice((0, 1, 1, 2))):
+                self.ranks.work()
+
+    def _hear_of_io(self) -> None:
+        """Report some of what the ranks have done."""
+        if self.ranks is not None:
+            for _ in range(self.ranks.rng.choice((0, 1, 1, 2))):
+                self.ranks.report(self.cache)
+
+    @property
+    def has_io(self) -> bool:
+        """Whether there is anything left to do for outer tiers."""
+        if self.ranks is None or self.device.host is None:
+            return False
+        outer = self.cache.fetching + self.cache.writing
+        return bool(outer or self.cache._commands or self.device.host.queue)
+
+    def check_files(self) -> None:
+        """Check that, with nothing left to do, files are there for what is found."""
+        if self.ranks is None:
+            return
+        (tier,) = self.cache.tiers
+        assert isinstance(tier, FakeTier)
+        assert not tier.begun and not self.ranks.reports, "somebody waits for ever"
+        assert set(tier.entries) == set(self.ranks.files), "files leak, or are missing"
+
     def pass_time(self, seconds: float) -> None:
         """Let time pass; it only changes what is worth how much."""
         self.now += seconds
+        due = self.cache.restores_due
         before = cached_content(self.cache)
         self.cache.pass_time(self.now)
-        assert cached_content(self.cache) == before
+        if due is None or due > self.now:
+            assert cached_content(self.cache) == before
+        for restore in restores_of(self.cache):
+            assert restore.due > self.now or restore.waiters, "a restore never ends"
 
     def receive(self) -> None:
         """Take the outputs of the oldest step in flight."""
@@ -215,6 +260,7 @@ class FakeEngine:
         """Finish or abort a request, wherever it is."""
         if request in self.waiting:
             self.waiting.remove(request)
+            self._forget_restore(request)
             return
         self._finish(request, preempted=False)
 
@@ -270,6 +316,23 @@ class FakeEngine:
         assert flushed == (not self.running)
         if not flushed:
             assert full_state(self.cache) == before
+        elif self.ranks is not None:
+            self._exchange_weights()
+
+    def _exchange_weights(self) -> None:
+        """Have equal tokens give other content from now on."""
+        self.prefixes = Prefixes(self.prefixes.first + 1_000_000)
+        for request in self.waiting:
+            request.history = self._history(request)
+
+    def evict_all(self) -> None:
+        """Evict what nobody uses from the device and the host, as a restart would."""
+        cache = self.cache
+        while cache.memory.evict_pages(1_000) or cache.memory.evict_snapshot():
+            pass
+        host = cache.host
+        while host is not None and host.memory.evict_pages(1_000):
+            pass
 
     def check(self) -> None:
         """Check all invariants, and everything the tree offers."""
@@ -366,9 +429,13 @@ class FakeEngine:
         fresh = self._watch(lambda: attempt(request.seq_id, num_tokens))
         if fresh is None:
             self._check_growth(request, num_tokens, drafts or 0)
-        alone = len(self.running) == 1
+        alone = len(self.running) == 1 and not self._is_scattered()
         assert fresh is not None or not alone, "a sequence alone finds no room"
         return fresh
+
+    def _is_scattered(self) -> bool:
+        """Whether what runs pins memory of which it uses a part."""
+        return False
 
     def _check_growth(self, request: Request, tokens: int, drafts: int) -> None:
         """Nobody is preempted for drafts: neither for their tokens nor their slots.
@@ -391,7 +458,7 @@ class FakeEngine:
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) == self.setup.max_running:
                 return
-            if self.following.holds(request.seq_id):
+            if self.following.holds(request.seq_id) or self._awaits_restore(request):
                 continue
             found = self._look_up(request)
             hit = found.match.length
@@ -412,6 +479,38 @@ class FakeEngine:
                 return
             self._take_in(request, admission, end, drafts)
             budget -= end - hit
+
+    def _awaits_restore(self, request: Request) -> bool:
+        """Whether a request waits for what other tiers have of it."""
+        if self.setup.host is None or request.access is not Access.NORMAL:
+            return False
+        if request.restore is not None and not request.restore.is_over:
+            if not self.cache.is_restored(request.restore):
+                return self._waits(request.restore)
+            if request.restore.is_over:
+                return False
+            self._forget_restore(request)  # a fetch takes too long
+        found = self._look_up(request)
+        restore = self.cache.restore(found, after=request.restore)
+        if restore is None:
+            return False
+        assert found.match.length < restore.length < request.known
+        assert not restore.is_over or not self.running, "others are held up"
+        request.restore = restore
+        restore.waiters += 1
+        if self.cache.is_restored(restore):
+            return False
+        return self._waits(restore)
+
+    def _waits(self, awaited: Awaited) -> bool:
+        comes = isinstance(awaited, Fetching)
+        assert self.running or comes, "all wait for a restore"
+        return True
+
+    def _forget_restore(self, request: Request) -> None:
+        if request.restore is not None:
+            request.restore.waiters -= 1
+            request.restore = None
 
     def _check_refusal(self, request: Request, found: LookUp, end: int) -> None:
         """Whoever is refused for want of a slot alone gets one that drafts hold."""
@@ -472,6 +571,7 @@ class FakeEngine:
         self, request: Request, admission: Admission, end: int, drafts: int | None
     ) -> None:
         self.waiting.remove(request)
+        self._forget_restore(request)
         self.running.append(request)
         request.table, request.slot = list(admission.pages), admission.slot
         request.computed = request.trimmed = admission.hit
@@ -492,9 +592,9 @@ class FakeEngine:
         """Make a call that may refuse; refusing must change nothing."""
         if not self.watch_refusals:
             return call()
-        before = full_state(self.cache)
+        before, restores = full_state(self.cache), restores_of(self.cache)
         result = call()
-        if result is None:
+        if result is None and restores == restores_of(self.cache):
             assert full_state(self.cache) == before
         return result
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hybrid_plugin.core.tiers.outer import Awaited
 from tests.core.support import Tokens
 
 
@@ -56,6 +57,8 @@ class Request:
     """The last forward pass that verified its drafts."""
     trimmed: int = 0
     """Final tokens, as the cache was told last."""
+    restore: Awaited | None = None
+    """What it waits for, or waited for last."""
 
     @property
     def known_tokens(self) -> Tokens:

@@ -12,6 +12,11 @@ from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tiers.host_plan import HostPlan
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.outer_tier import OuterTier
+from hybrid_plugin.core.tiers.restores import TransferRates
+from tests.core.outer import FakeTier
 from tests.core.support import ByMinimum, Economical
 
 
@@ -53,6 +58,15 @@ class Setup:
     """Whether steps record what drafts do, and no draft has a state."""
     acceptance: float = field(default=0.6, repr=False)
     """Chance of each draft to be right, if the one before it was."""
+    host: HostPlan | None = field(default=None, repr=False)
+    """Rows of a host tier, if there is one."""
+    load_bytes_per_second: float = field(default=1e9, repr=False)
+    prefill_seconds_per_token: float | None = field(default=None, repr=False)
+    outer_bytes: int = field(default=0, repr=False)
+    """Budget of an outer tier behind the host; 0 if there is none."""
+    read_bytes_per_second: float = field(default=1e9, repr=False)
+    trouble: float = field(default=0.0, repr=False)
+    """Chance of a write or a fetch of the outer tier to fail."""
 
     @property
     def in_slots(self) -> bool:
@@ -103,4 +117,25 @@ class Setup:
                 WindowGroup(span, PagePool(pages)) for span, pages in self.window_pools
             ),
             records_drafts=self.records,
+            host=self.build_host(),
+            rates=self.rates,
+            tiers=self.build_tiers(),
         )
+
+    def build_host(self) -> HostTier | None:
+        """The host tier of the cache under test."""
+        if self.host is None:
+            return None
+        windows = tuple(window for window, _ in self.windows)
+        return HostTier(self.host, self.page_size, self.eviction, windows)
+
+    def build_tiers(self) -> tuple[OuterTier, ...]:
+        """What is behind the host."""
+        if not self.outer_bytes:
+            return ()
+        return (FakeTier(self.outer_bytes, self.read_bytes_per_second),)
+
+    @property
+    def rates(self) -> TransferRates:
+        """What was measured."""
+        return TransferRates(self.load_bytes_per_second, self.prefill_seconds_per_token)

@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
 from hybrid_plugin.core.commands import (
+    BundleRows,
     Command,
     Copy,
+    Discard,
+    Fetch,
     Map,
     MoveWindow,
+    PageRows,
     Pool,
     Take,
     Unmap,
+    Write,
     Zero,
 )
 from hybrid_plugin.device.batching import batches
@@ -70,3 +76,15 @@ def test_what_completes_a_state_keeps_its_place() -> None:
     for later in (Copy(STATE, 3, 9), MoveWindow(STATE, 3, 1, 9), Zero(STATE, 1)):
         assert split(moves[0], later) == [[moves[0]], [later]]
     assert split(takes[0], Take(STATE, 1, 3, 6)) == [[takes[0]], [Take(STATE, 1, 3, 6)]]
+
+
+def test_what_has_to_do_with_other_tiers_stands_alone() -> None:
+    tokens = array("q", [1, 2])
+    rows = BundleRows("k", None, tokens, 0, {KV: PageRows(0, (1,))}, 1)
+    fetch, discard = Fetch(3, "disk", (rows,)), Discard(("k",))
+    alone: list[Command] = [Write(1, rows), Write(2, rows), fetch, discard]
+    copies: list[Command] = [Copy(KV, 1, 2), Copy(KV, 3, 4)]
+    for command in alone:
+        for other in (*copies, *alone):
+            assert split(command, other) == [[command], [other]]
+            assert split(other, command) == [[other], [command]]

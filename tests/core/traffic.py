@@ -6,13 +6,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import (
     AttentionWindow,
     ChunkedLocal,
     SlidingWindow,
 )
+from hybrid_plugin.core.tiers.host_plan import plan_host
 from tests.core.engine import FakeEngine
 from tests.core.requests import Access
 from tests.core.setups import Setup
@@ -99,6 +102,42 @@ def with_drafts(rng: random.Random, setup: Setup) -> Setup:
     return replace(setup, pages=setup.pages + -(-setup.overrun // setup.page_size))
 
 
+_Setup = TypeVar("_Setup", bound=Setup)
+
+
+def with_host(setup: _Setup) -> _Setup:
+    """The same with a host tier, mostly short of rows, behind a slow link or a fast."""
+    rng = random.Random(f"host/{setup!r}")
+    rows: dict[PoolId, int] = {Pool.KV: rng.choice((1, 2, 3))}
+    for index in range(len(setup.windows)):
+        rows[Pool.window(index)] = rng.choice((1, 2))
+    if setup.has_states:
+        rows[Pool.STATE] = rng.choice((1, 3, 3, 8))
+    longest = setup.max_length // setup.page_size + 1
+    budget = max(rows.values()) * (8 * (len(rows) + 2) + rng.randint(0, 40))
+    budget += longest * rows[Pool.KV] * rng.choice((0, 1, 3))
+    return replace(
+        setup,
+        host=plan_host(rows, budget),
+        load_bytes_per_second=rng.choice((0.5, 5.0, 100.0, 1e9)),
+        prefill_seconds_per_token=rng.choice((None, None, 0.01, 1.0, 10.0)),
+    )
+
+
+def with_outer(setup: _Setup) -> _Setup:
+    """The same with a tier behind the host, mostly short of room, and in trouble."""
+    assert setup.host is not None, "it is behind the host"
+    rng = random.Random(f"outer/{setup!r}")
+    longest = setup.max_length // setup.page_size + 1
+    each = sum(setup.host.row_bytes.values())
+    return replace(
+        setup,
+        outer_bytes=longest * each * rng.choice((1, 4, 40, 400)) // 4,
+        read_bytes_per_second=rng.choice((0.5, 50.0, 1e9)),
+        trouble=rng.choice((0.0, 0.0, 0.1, 0.5)),
+    )
+
+
 @dataclass(slots=True)
 class Traffic:
     """Random operations on one fake engine."""
@@ -118,6 +157,8 @@ class Traffic:
         *,
         windows: bool = False,
         drafts: bool = False,
+        host: bool = False,
+        outer: bool = False,
     ) -> Traffic:
         """Traffic on a random engine.
 
@@ -127,6 +168,8 @@ class Traffic:
             cache: under test.
             windows: whether the model has window groups.
             drafts: whether sequences verify drafts.
+            host: whether there is a host tier.
+            outer: whether there is a tier behind it.
         """
         rng = random.Random(f"{seed}/{page_size}")
         setup = random_setup(rng, page_size)
@@ -134,6 +177,10 @@ class Traffic:
             setup = with_windows(rng, setup)
         if drafts:
             setup = with_drafts(rng, setup)
+        if host:
+            setup = with_host(setup)
+        if outer:
+            setup = with_outer(setup)
         return cls(rng, FakeEngine(setup, cache))
 
     def run(self, operations: int, check_every: int) -> None:
@@ -152,6 +199,8 @@ class Traffic:
         engine = self.engine
         if self.side.random() < 0.3:
             engine.pass_time(self.side.choice((0.1, 1, 15, 400)))
+        if engine.ranks is not None and self.side.random() < 0.04:
+            engine.evict_all()
         if roll < 0.25 and len(engine.waiting) < 6:
             self.submit()
         elif roll < 0.93:
@@ -194,13 +243,20 @@ class Traffic:
         """Serve what is left; every request must come to an end."""
         engine = self.engine
         for _ in range(10_000):
-            if not engine.running and not engine.waiting:
+            if not (engine.running or engine.waiting or engine.has_io):
                 break
             engine.step(max(64, 2 * engine.setup.chunk))
         engine.check()
         assert not engine.running and not engine.waiting, "requests starve"
+        assert not engine.has_io, "what is to be written never is"
+        engine.check_files()
         engine.flush()
         engine.check()
         levels = engine.cache.levels()
         assert levels["kv"].free == engine.cache.pages.usable
         assert levels["state"].free == engine.cache.slots.usable
+        if engine.cache.host is not None:
+            assert all(
+                level.used == level.cached == 0
+                for level in engine.cache.host.levels().values()
+            )

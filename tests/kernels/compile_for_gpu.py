@@ -12,7 +12,8 @@ that nothing has written. Seen in the output kernel with tiles 32 columns wide, 
 results were then wrong on an H200; which tile sizes are hit cannot be foreseen.
 
 And all variants of a layer's step must sum in one order, or `verify` and `commit` would
-not give the bits of `update`: it compares the layouts of what they reduce.
+not give the bits of `update`: it compares the layouts of what they reduce.  Nor may the
+compiler join a product to a sum.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def summed(code: str) -> frozenset[str]:
 SUMS: set[frozenset[str]] = set()
 """Of the step kernels of the layer at hand."""
 
+SAME_BITS = ("hybrid_kernels._common.linear_step", "hybrid_kernels.replay.triton")
+"""Whose kernels must round alike."""
+
 
 def compile_only(self: Any, grid: object) -> Any:
     """In place of ``kernel[grid]``."""
@@ -98,6 +102,9 @@ def compile_only(self: Any, grid: object) -> Any:
         if DISASSEMBLER.exists():
             missing = unwritten_registers(compiled.asm["cubin"])
             assert not missing, f"{name} reads uniform registers {missing} unwritten"
+        if self.fn.__module__ in SAME_BITS:
+            fused = compiled.metadata.enable_fp_fusion
+            assert not fused, f"{name} may join products and sums as it likes"
         if name == "_step_kernel":
             SUMS.add(summed(compiled.asm["ttgir"]))
         print(name, used, flush=True)
@@ -168,6 +175,9 @@ def copies() -> None:
     ):
         state_copy.fork_parts(parts, slots, slots)
         state_copy.zero_parts(parts, slots)
+        twins = [part.clone() for part in parts.tensors]
+        pair = state_copy.PartsPair(parts.tensors, twins)
+        state_copy.transfer_parts(pair, slots, slots)
     state_copy.promote_swap(torch.zeros(2, 3, dtype=torch.int64), slots)
 
 

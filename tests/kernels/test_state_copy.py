@@ -166,6 +166,55 @@ def test_parts_by_the_public_calls(on_triton: Callable[[], Any], device: str) ->
         assert not part[4].any() and torch.equal(part[6], part[8])
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["in step", "out of step"])
+@pytest.mark.parametrize("kind", ["aligned", "halves", "odd", "transposed"])
+def test_slots_move_between_two_pools(
+    backend: ModuleType, where: str, kind: str, late: int
+) -> None:
+    parts = uneven_parts(where, kind)
+    others = [other_pool(part, late) for part in parts]
+    expected = copy.deepcopy((parts, others))
+    away = torch.tensor([5, 0, -1, 2, 1], device=where)
+    slots = torch.tensor([8, 3, 4, -1, 0], dtype=torch.int32, device=where)
+    back = torch.tensor([2, 7], device=where)
+    there: Any = (others, parts)
+    home: Any = (parts, others)
+    if backend is not reference:
+        there, home = backend.table_pair(*there), backend.table_pair(*home)
+    backend.transfer_parts(*there, away, slots)
+    backend.transfer_parts(*home, back, away[:2])
+    for part, other in zip(*expected, strict=True):
+        other[5], other[0], other[1] = part[8].clone(), part[3].clone(), part[0].clone()
+        part[2], part[7] = other[5].clone(), other[0].clone()
+    found, wanted = (*parts, *others), (*expected[0], *expected[1])
+    for one, twin in zip(found, wanted, strict=True):
+        assert torch.equal(all_of(one), all_of(twin))
+
+
+def other_pool(part: torch.Tensor, late: int) -> torch.Tensor:
+    """Six slots like a part's; rows of bytes start `late` bytes too late for words."""
+    if part.ndim > 2:
+        return torch.zeros_like(part[:6])
+    room = torch.zeros(6, part.shape[1] + late, dtype=part.dtype, device=part.device)
+    return room[:, late:]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_pairs_by_the_public_calls(
+    on_triton: Callable[[], Any], device: str, late: int
+) -> None:
+    parts = uneven_parts(device, "odd")
+    pools = [[other_pool(part, late) for part in parts] for _ in range(2)]
+    lists = torch.tensor([[4, 8], [0, 5]], device=device)
+    for pool, where in zip(pools, (on_triton(), nullcontext()), strict=True):
+        with where:
+            pair = state_copy.PartsPair(pool, parts)
+            state_copy.transfer_parts(pair, lists[1], lists[0])
+    for part, one, other in zip(parts, *pools, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one[5], part[8]) and not one[1:5].any()
+
+
 def all_of(view: torch.Tensor) -> torch.Tensor:
     """The memory that a view is of, beside it too."""
     whole = torch.empty(0, dtype=torch.uint8, device=view.device)
@@ -220,6 +269,13 @@ def test_public_calls_agree_with_indexing() -> None:
         lambda pool, slots: state_copy.Parts([pool[0]]),
         lambda pool, slots: state_copy.fork_parts(
             state_copy.Parts([pool]), slots, slots[:1]
+        ),
+        lambda pool, slots: state_copy.PartsPair([], []),
+        lambda pool, slots: state_copy.PartsPair([pool], [pool.clone(), pool]),
+        lambda pool, slots: state_copy.PartsPair([pool], [pool[:, :2]]),
+        lambda pool, slots: state_copy.PartsPair([pool], [pool.double()]),
+        lambda pool, slots: state_copy.transfer_parts(
+            state_copy.PartsPair([pool], [pool.clone()]), slots, slots[:1]
         ),
         lambda pool, slots: state_copy.zero_parts(
             state_copy.Parts([pool]), slots.float()

@@ -23,7 +23,7 @@ from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.core.tree.node import Node, admissions_between
 from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache, Match
 from hybrid_plugin.core.tree.snapshot import Snapshot
-from hybrid_plugin.core.tree.tokens import Pages
+from hybrid_plugin.core.tree.tokens import Pages, as_pages
 
 _SLOTS_AVERAGED = 8
 """Slots' worth of evicted bytes over which the cost of evictions is averaged."""
@@ -149,6 +149,32 @@ class CacheMemory:
         """Indices of the pages that a sequence holds in a window group."""
         return live_pages(group.window, position, self.tree.page_size)
 
+    def settle_windows(
+        self,
+        node: Node,
+        pages: Sequence[int] | None,
+        windows: Sequence[Sequence[int]],
+    ) -> tuple[Pages, ...]:
+        """Window pages for a snapshot of `node`, which the tree then refers to.
+
+        They are those given, where the path's KV pages are those given.
+
+        Args:
+            node: whose path has KV for the same tokens.
+            pages: KV pages of all these tokens, each paired with those window pages;
+                None for window pages that are paired with none.
+            windows: by group, the pages of what its window covers at the node's end.
+        """
+        found = []
+        for index, (group, own) in enumerate(zip(self.windows, windows, strict=True)):
+            live, held = self.live(group, node.end), as_pages(own)
+            path = node.last_pages(len(live))
+            if pages is None or path != pages[live.start : live.stop]:
+                held = self.pairs[index].settle(path, held)
+            found.append(held)
+            group.pages.adopt(held)
+        return tuple(found)
+
     # ---------------------------------------------------------------- admission
 
     def has_room(
@@ -156,7 +182,7 @@ class CacheMemory:
         match: Match,
         wanted: Mapping[PoolId, int],
         kept: Iterable[int] = (),
-        returned: Sequence[int] = (),
+        returned: Mapping[PoolId, Sequence[int]] | None = None,
     ) -> bool:
         """Whether a sequence whose hit is shared already can get the rest.
 
@@ -167,16 +193,16 @@ class CacheMemory:
             match: the sequence's hit.
             wanted: ids by pool.
             kept: slots of snapshots that must stay.
-            returned: draft slots that count as if they were free.
+            returned: live ids that count as if they were free, by pool.
         """
-        kept, free = set(kept), {Pool.STATE: returned}
+        kept = set(kept)
         pinned = self._pinned(match, kept)
-        if self.broker.fits(wanted, pinned, free):
+        if self.broker.fits(wanted, pinned, returned):
             return True
         snapshot = _snapshot_of(match)
         if snapshot is None or snapshot.slot in kept:
             return False
-        return self.broker.fits(self._without_own(match, wanted), pinned, free)
+        return self.broker.fits(self._without_own(match, wanted), pinned, returned)
 
     def obtain(
         self,

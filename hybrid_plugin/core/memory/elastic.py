@@ -104,6 +104,7 @@ class ElasticBroker:
         budgets: Mapping[PoolId, PoolBudget],
         *,
         compacts: bool = True,
+        moves_cost: bool = True,
     ) -> None:
         """Prepare for the pools of `budgets`, which `register` brings.
 
@@ -111,11 +112,15 @@ class ElasticBroker:
             budget: bytes that may be mapped at once.
             budgets: what each pool takes, in the order in which they are served.
             compacts: whether cached ids may be moved to empty a granule.
+            moves_cost: whether a move makes the device wait, so that memory moves in
+                few large steps, and only where that repays.
         """
         self.budget = budget
         self.stats = MoveStats()
         self._budgets = dict(budgets)
         self._compacts = compacts
+        self._step = budget // STEPS_IN_BUDGET if moves_cost else 0
+        self._move_tokens = MOVE_TOKENS if moves_cost else 0
         self._members: dict[PoolId, PoolState] = {}
         self._enqueue: Callable[[Command], None] = _lose
         self._noticed: dict[PoolId, float] = {}
@@ -251,9 +256,22 @@ class ElasticBroker:
         Returns:
             False if everything else is worth more or in use.
         """
-        if self._members[pool].ids.free:
-            return True
         return self._serve({pool: 1}, {}, limit=worth)
+
+    def offer_all(self, wanted: Mapping[PoolId, int], worth: float) -> bool:
+        """Make so many ids free in each pool, if what is worth less can make room.
+
+        Args:
+            wanted: ids per pool.
+            worth: of what is to be kept there.
+
+        Returns:
+            False if everything else is worth more or in use.  Content worth less may
+            have been evicted in the attempt.
+        """
+        if self._are_free(wanted):
+            return True
+        return self.fits(wanted) and self._serve(wanted, {}, limit=worth)
 
     # ---------------------------------------------------------------- internal
 
@@ -312,10 +330,11 @@ class ElasticBroker:
         return any(self._shrink(donor) for donor in self._donors(member))
 
     def _map_slack(self, member: PoolState) -> bool:
-        """Map what the budget has left, up to one step."""
-        size = member.budget.granule_bytes
+        """Map what the budget has left, up to one step and at least enough."""
+        size, per = member.budget.granule_bytes, member.ids.per_granule
         holes = member.ids.granules - member.ids.mapped
-        count = min(self._step // size or 1, self.slack // size, holes)
+        enough = -(-(member.wanted - member.ids.free) // per)
+        count = min(max(self._step // size, enough), self.slack // size, holes)
         for _ in range(count):
             self._map(member)
         return count > 0
@@ -369,7 +388,7 @@ class ElasticBroker:
                 least, found = worth, donor
         moved = max(self._step, member.budget.granule_bytes)
         gain = (limit - least) * moved * member.reclaim.lifetime()
-        return found if gain > MOVE_TOKENS else None
+        return found if gain > self._move_tokens else None
 
     def _shrink(self, donor: PoolState, limit: float = math.inf) -> bool:
         """Take one granule from a pool, evicting what is worth least.
@@ -433,10 +452,6 @@ class ElasticBroker:
     def _count(self, member: PoolState, granules: list[int]) -> None:
         self.stats.moves += len(granules)
         self.stats.moved_bytes += len(granules) * member.budget.granule_bytes
-
-    @property
-    def _step(self) -> int:
-        return self.budget // STEPS_IN_BUDGET
 
     def _parts(self) -> dict[PoolId, float]:
         total = self.budget - self.slack

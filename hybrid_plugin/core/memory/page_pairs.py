@@ -25,6 +25,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hybrid_plugin.core.memory.id_space import RESERVED_ID
 from hybrid_plugin.core.memory.pools import PagePool
 from hybrid_plugin.core.memory.reference_counts import FEW
 from hybrid_plugin.core.tree.tokens import Pages
@@ -63,6 +64,26 @@ class PagePairs:
         for page, window in zip(pages, windows, strict=True):
             self._of[page] = self._marks[window] = self._marks[window] + _USE
 
+    def begin_apart(self, pages: Pages, windows: Pages) -> None:
+        """Note that pages were allocated, none of them paired yet; see `settle`."""
+        for page in pages:
+            self._of[page] = RESERVED_ID
+        for window in windows:
+            self._marks[window] += _USE
+
+    def held(self, pages: Pages) -> Pages:
+        """The window page of each KV page, as long as anybody refers to it.
+
+        The reserved one where nobody does.
+        """
+        return array("i", map(self._held, pages))
+
+    def _held(self, page: int) -> int:
+        mark = self._of[page]
+        paired = mark % _USE
+        alive = self._marks[paired] == mark and any(self._windows.references(paired))
+        return paired if alive else RESERVED_ID
+
     def settle(self, pages: Pages, windows: Pages) -> Pages:
         """The window pages of KV pages in the tree, for a snapshot.
 
@@ -74,9 +95,8 @@ class PagePairs:
         return array("i", map(self._settle, pages, windows))
 
     def _settle(self, page: int, window: int) -> int:
-        mark = self._of[page]
-        paired = mark % _USE
-        if self._marks[paired] == mark and any(self._windows.references(paired)):
+        paired = self._held(page)
+        if paired != RESERVED_ID:
             return paired
         self._of[page] = self._marks[window]
         return window

@@ -271,6 +271,25 @@ class MambaRadixCache:
         self.rank(node)
         return Evicted(_NO_PAGES, snapshot)
 
+    def remove(self, leaf: Node) -> Pages:
+        """Remove an unlocked leaf without a snapshot; return its pages."""
+        if leaf.kv_lock or leaf.snapshot is not None or leaf.parent is None:
+            raise ValueError("it is locked, has a snapshot or is the root")
+        self.version += 1
+        return self._remove(leaf)
+
+    def path_of(self, node: Node) -> tuple[Hashable, Tokens, Pages]:
+        """Namespace, tokens and pages from the root to the end of `node`."""
+        parts = []
+        while node.parent is not None:
+            parts.append(node)
+            node = node.parent
+        tokens, pages = array("q"), array("i")
+        for part in reversed(parts):
+            tokens += part.tokens
+            pages += part.pages
+        return self._namespaces[node], tokens, pages
+
     def touch(self, node: Node) -> None:
         """Mark the path to `node` as just used.
 
@@ -316,6 +335,24 @@ class MambaRadixCache:
         node.kv_lock -= 1
         if not node.kv_lock:
             self.touch(node)
+
+    def lock_first(self, node: Node | None, length: int) -> Node | None:
+        """Lock the KV of the first `length` tokens of the path to a node.
+
+        Args:
+            node: whose path has so many; None if `length` is 0.
+            length: at a page's end.
+
+        Returns:
+            The node that ends there, to be unlocked; None if there is nothing to lock.
+        """
+        while node is not None and node.end - len(node.tokens) >= length:
+            node = node.parent
+        if node is None or not length:
+            return None
+        base = self.cut(node, length)
+        self.lock(base)
+        return base
 
     def lock_state(self, node: Node) -> None:
         """Protect the snapshot of `node`, whose KV is locked, from eviction."""

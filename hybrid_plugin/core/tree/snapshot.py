@@ -40,6 +40,13 @@ class Snapshot:
     """Clock value when it was taken, taken again or resumed from."""
     hits: int = 0
     """Number of sequences that resumed from it."""
+    restored: int = 0
+    """Tokens for which the first sequence that resumes from it on the device is served
+    by another tier.  0 on the host."""
+    fetched: int = 0
+    """Of those, tokens that a tier behind the host brought."""
+    source: str = ""
+    """Name of that tier."""
     is_superseded: bool = False
     """Whether a later snapshot took its place."""
     promise: Promise | None = None

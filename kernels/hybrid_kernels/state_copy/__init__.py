@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Parts",
+    "PartsPair",
     "fork",
     "fork_parts",
     "gather",
     "promote",
     "promote_swap",
     "scatter",
+    "transfer_parts",
     "zero",
     "zero_parts",
 ]
@@ -79,6 +81,64 @@ class Parts:
         """What the kernels read; only where Triton runs them."""
         assert self._blocks is not None
         return self._blocks
+
+
+class PartsPair:
+    """Two pools of one device whose slots have the same parts.
+
+    Building one copies two tables to the device once; using it reads nothing back.
+    """
+
+    def __init__(self, to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
+        """Describe tensors, which must stay where they are.
+
+        Args:
+            to: as for `Parts`; slots are copied to these.
+            of: as many, each with the type and item of its counterpart; any strides
+                between slots.
+
+        Raises:
+            ValueError: if there are none, an item is not dense, or two differ.
+        """
+        require(bool(to), "a pool has at least one part")
+        require(len(to) == len(of), f"{len(to)} and {len(of)} parts are no pair")
+        self.to, self.of = tuple(to), tuple(of)
+        for one, other in zip(to, of, strict=True):
+            _check_pair(one, other, 0)
+        self._tables: tuple[BlockTable, BlockTable] | None = None
+        if on_gpu(to[0]):
+            from hybrid_kernels.state_copy import triton
+
+            self._tables = triton.table_pair(to, of)
+
+    @property
+    def tables(self) -> tuple[BlockTable, BlockTable]:
+        """What the kernels read; only where Triton runs them."""
+        assert self._tables is not None
+        return self._tables
+
+
+def transfer_parts(
+    pair: PartsPair, destinations: torch.Tensor, sources: torch.Tensor
+) -> None:
+    """Copy slots of one pool over slots of the other, in one launch.
+
+    Args:
+        pair: of the pools, which share no memory.
+        destinations: ``[n]``, of `pair.to`, without repeats among the non-negative.
+        sources: ``[n]``, of `pair.of`; repeats are allowed.
+
+    Raises:
+        ValueError: if the lists differ in length.
+    """
+    check_index("sources", sources, (sources.numel(),))
+    check_index("destinations", destinations, (sources.numel(),))
+    if on_gpu(pair.to[0]):
+        from hybrid_kernels.state_copy import triton
+
+        triton.transfer_parts(*pair.tables, destinations, sources)
+    else:
+        reference.transfer_parts(pair.to, pair.of, destinations, sources)
 
 
 def fork_parts(parts: Parts, sources: torch.Tensor, destinations: torch.Tensor) -> None:

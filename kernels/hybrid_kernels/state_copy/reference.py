@@ -36,6 +36,17 @@ def copy_parts(
         copy(part, destinations, part, sources, 0)
 
 
+def transfer_parts(
+    to: Sequence[torch.Tensor],
+    of: Sequence[torch.Tensor],
+    destinations: torch.Tensor,
+    sources: torch.Tensor,
+) -> None:
+    """Copy rows of every part of one pool over rows of the same part of another."""
+    for part, twin in zip(to, of, strict=True):
+        copy(part, destinations, twin, sources, 0)
+
+
 def zero_parts(parts: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
     """Clear rows of every part."""
     for part in parts:

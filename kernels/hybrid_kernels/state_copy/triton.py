@@ -167,6 +167,30 @@ def _copy_parts_kernel(
         _move(destination, source, 0, words, BLOCK)
 
 
+@triton.jit(
+    do_not_specialize=["blocks"],
+    do_not_specialize_on_alignment=["destinations", "sources"],
+)
+def _transfer_parts_kernel(
+    to_table,
+    from_table,
+    destinations,
+    sources,
+    blocks,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    block = (program % blocks) * 3
+    to = tl.load(destinations + program // blocks).to(tl.int64)
+    start = tl.load(sources + program // blocks).to(tl.int64)
+    if (to >= 0) & (start >= 0):
+        source, words = _row(from_table + block, start, WORD, ALIGNED)
+        destination, words = _row(to_table + block, to, WORD, ALIGNED)
+        _move(destination, source, 0, words, BLOCK)
+
+
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["slots"])
 def _zero_parts_kernel(
     table,
@@ -283,13 +307,17 @@ class BlockTable(NamedTuple):
     """Whether all rows lie on 16 bytes, and all blocks are multiples of them."""
 
 
-def block_table(parts: Sequence[torch.Tensor]) -> BlockTable:
+def block_table(parts: Sequence[torch.Tensor], size: int | None = None) -> BlockTable:
     """Describe parts, each `[S, *item]`, for `copy_parts` and `zero_parts`.
+
+    Args:
+        parts: of one pool.
+        size: bytes of a word that every row starts and ends on; by default the most.
 
     Raises:
         ValueError: if an item is not dense.
     """
-    size = min(_word_size(part, 0) for part in parts)
+    size = word_size(parts) if size is None else size
     rows, aligned = [], size == 4
     for part in parts:
         words = _words(part, 0, size)
@@ -305,6 +333,29 @@ def block_table(parts: Sequence[torch.Tensor]) -> BlockTable:
     return BlockTable(table.to(parts[0].device), size, aligned)
 
 
+def word_size(parts: Sequence[torch.Tensor]) -> int:
+    """The widest word, up to 4 bytes, that the rows of all parts start and end on."""
+    return min(_word_size(part, 0) for part in parts)
+
+
+def table_pair(
+    to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]
+) -> tuple[BlockTable, BlockTable]:
+    """Describe two pools with equal parts, in equal blocks, for `transfer_parts`.
+
+    Raises:
+        ValueError: if an item is not dense, or two are laid out in different orders.
+    """
+    require(
+        [_order(part, 0) for part in to] == [_order(part, 0) for part in of],
+        "the items of two parts are laid out in different orders",
+    )
+    size = min(word_size(to), word_size(of))
+    one, other = block_table(to, size), block_table(of, size)
+    aligned = one.aligned and other.aligned
+    return one._replace(aligned=aligned), other._replace(aligned=aligned)
+
+
 def copy_parts(
     blocks: BlockTable, destinations: torch.Tensor, sources: torch.Tensor
 ) -> None:
@@ -314,6 +365,21 @@ def copy_parts(
         grid = (start.numel() * len(blocks.table),)
         _copy_parts_kernel[grid](
             blocks.table, to, start, len(blocks.table), **_options(blocks)
+        )
+
+
+def transfer_parts(
+    to: BlockTable,
+    of: BlockTable,
+    destinations: torch.Tensor,
+    sources: torch.Tensor,
+) -> None:
+    """Copy rows of one pool over rows of another, by the tables of a `table_pair`."""
+    for some in _launches(to, sources.numel()):
+        into, start = destinations[some], sources[some]
+        grid = (start.numel() * len(to.table),)
+        _transfer_parts_kernel[grid](
+            to.table, of.table, into, start, len(to.table), **_options(to)
         )
 
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OuterTiers: what lies behind the host, and all that is on its way there or back.
+
+Copies to the host are ordered by streams and nobody reports them.  I/O fails, and takes
+any time: so each write and each fetch has a ticket, under which the ranks report what
+became of it.  Nothing is found, and no row is anybody else's, before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from hybrid_plugin.core.commands import Discard
+from hybrid_plugin.core.sequence import LookUp
+from hybrid_plugin.core.tiers.fetches import Fetches, Fetching
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.outer_tier import OuterTier
+from hybrid_plugin.core.tiers.restores import Restore, TransferRates
+from hybrid_plugin.core.tiers.writes import Writes
+
+Awaited: TypeAlias = Restore | Fetching
+"""What a waiting sequence waits for."""
+
+
+class OuterTiers:
+    """The outer tiers of one cache."""
+
+    def __init__(
+        self, host: HostTier, tiers: Sequence[OuterTier], rates: TransferRates
+    ) -> None:
+        """Begin with nothing on its way.
+
+        Args:
+            host: through whose rows everything goes.
+            tiers: in the order in which they are asked.
+            rates: what loads from the host and computing take.
+
+        Raises:
+            ValueError: if two have one name, or two keep bundles.
+        """
+        if len({tier.name for tier in tiers}) < len(tiers):
+            raise ValueError("two outer tiers have the same name")
+        keeping = [tier for tier in tiers if tier.keeps_bundles]
+        if len(keeping) > 1:
+            raise ValueError("only one outer tier keeps bundles")
+        self.tiers = tuple(tiers)
+        self._host = host
+        self._last_ticket = 0
+        self._fetches = Fetches(host, tiers, rates, self._new_ticket)
+        self._writes = Writes(host, keeping[0], self._new_ticket) if keeping else None
+
+    @property
+    def fetching(self) -> int:
+        """Fetches whose outcome was not reported yet."""
+        return len(self._fetches.running)
+
+    @property
+    def writing(self) -> int:
+        """Writes whose outcome was not reported yet."""
+        return 0 if self._writes is None else len(self._writes.running)
+
+    @property
+    def to_write(self) -> int:
+        """Bundles that are to be written, if the host keeps them until then."""
+        return 0 if self._writes is None else self._writes.waiting
+
+    def fetch(self, found: LookUp, now: float, queued: float) -> Fetching | None:
+        """Begin to fetch what a waiting sequence lacks; see `Fetches.begin`."""
+        return self._fetches.begin(found, now, queued)
+
+    def write(self) -> None:
+        """Begin the writes that may run now."""
+        if self._writes is not None:
+            self._writes.begin()
+
+    def done(
+        self,
+        ticket: int,
+        ok: bool,
+        now: float,
+        *,
+        reason: str,
+        bundle: int | None,
+        seconds: float | None,
+    ) -> None:
+        """Take a report; see `HybridCache.outer_done`."""
+        discarded: Sequence[str] = ()
+        if ticket in self._fetches.running:
+            if ok:
+                self._fetches.succeeded(ticket, now, seconds)
+            else:
+                discarded = self._fetches.failed(ticket, now, reason, bundle)
+        elif self._writes is not None and ticket in self._writes.running:
+            discarded = (
+                self._writes.succeeded(ticket, seconds)
+                if ok
+                else self._writes.failed(ticket, reason)
+            )
+        else:
+            raise ValueError(f"nothing is on its way under ticket {ticket}")
+        self._discard(discarded)
+
+    def flush(self) -> None:
+        """Have every tier forget everything, and nobody find what is on its way."""
+        self._fetches.flush()
+        if self._writes is not None:
+            self._writes.flush()
+        for tier in self.tiers:
+            self._discard(tier.clear())
+
+    def _discard(self, keys: Sequence[str]) -> None:
+        if keys:
+            self._host.send(Discard(tuple(keys)))
+
+    def _new_ticket(self) -> int:
+        self._last_ticket += 1
+        return self._last_ticket
