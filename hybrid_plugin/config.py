@@ -11,6 +11,7 @@ from typing import Any
 
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.disk_options import DiskOptions as DiskOptions
 from hybrid_plugin.errors import ConfigError as ConfigError
 from hybrid_plugin.sizes import parse_bytes
 
@@ -56,6 +57,18 @@ class HybridConfig:
         None,
         "Memory that pages and slots may take together on each rank: bytes, or a size "
         'such as `"40GiB"`; by default all that the engine has for its cache.',
+    )
+    host_memory: int | None = _option(
+        None,
+        "Pinned host memory of each rank in which cached content is kept when the "
+        'device evicts it: bytes, or a size such as `"64GiB"`; by default none.',
+    )
+    disk: DiskOptions | None = _option(  # noqa: RUF009 - a field, as the others
+        None,
+        "Files behind `host_memory`, which it needs, in which cached content outlives "
+        'the server: `{"path": "/var/cache/hybrid", "size": "100GiB"}`, where `size` '
+        "is for all ranks on this machine together, and `weights` may name the model's "
+        "weights; by default none.",
     )
     state_memory_ratio: float | None = _option(
         None,
@@ -135,6 +148,15 @@ class HybridConfig:
                 "deterministic lets nobody be preempted, and elastic pools cannot "
                 "promise that what is reserved can be mapped: leave one of them out."
             )
+        if self.is_deterministic and self.host_memory is not None:
+            raise ConfigError(
+                "deterministic was not tested with host_memory: leave one of them out."
+            )
+        if self.disk is not None and self.host_memory is None:
+            raise ConfigError(
+                "disk needs host_memory, through which content goes to files and back: "
+                "give both, or leave disk out."
+            )
         if self.is_deterministic and self.kernels == "engine":
             raise ConfigError(
                 "deterministic needs our kernels, and kernels is engine: leave one of "
@@ -213,7 +235,7 @@ class HybridConfig:
                     f"Unknown hybrid_plugin option {name!r}; known are: "
                     f"{', '.join(sorted(known))}."
                 )
-            values[name] = _read_size(name, value) if name in _SIZES else value
+            values[name] = _read_value(name, value)
             _check_type(name, values[name], str(known[name].type))
         return cls(**values)
 
@@ -221,10 +243,11 @@ class HybridConfig:
 _LEAST = {
     "page_size": 1,
     "gpu_memory_budget": 1,
+    "host_memory": 1,
     "system_snapshot_min_tokens": 1,
     "in_batch_prefix_min_tokens": 0,
 }
-_SIZES = ("gpu_memory_budget",)
+_SIZES = ("gpu_memory_budget", "host_memory")
 """Options in bytes, which take a size with a unit as well."""
 _FIXED_POOLS = (
     "bound both pools together with gpu_memory_budget, and split them with "
@@ -257,6 +280,13 @@ _REMOVED = {
 """Options of earlier versions, and what to use instead."""
 
 
+def _read_value(name: str, value: Any) -> Any:
+    """What an option's JSON stands for; its type is not checked yet."""
+    if name == "disk" and value is not None:
+        return DiskOptions.from_value(value)
+    return _read_size(name, value) if name in _SIZES else value
+
+
 def _read_size(name: str, value: Any) -> Any:
     """Bytes, of a size with a unit; anything but a string is left as it is."""
     if not isinstance(value, str):
@@ -276,6 +306,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "int": (int,),
         "float": (int, float),
         "str": (str,),
+        "DiskOptions": (DiskOptions,),
     }
     is_bool = isinstance(value, bool)
     if not isinstance(value, accepted[wanted]) or (is_bool and wanted != "bool"):

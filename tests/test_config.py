@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hybrid_plugin.config import (
     ENABLE_VARIABLE,
     OPTIONS_VARIABLE,
     ConfigError,
+    DiskOptions,
     HybridConfig,
     environment_options,
     switched_off_by_environment,
@@ -34,6 +36,7 @@ def test_all_options_are_taken() -> None:
         "page_size": 32,
         "elastic": False,
         "gpu_memory_budget": 1 << 30,
+        "host_memory": 1 << 33,
         "state_memory_ratio": 0.25,
         "in_batch_prefix_min_tokens": 64,
         "system_snapshot_min_tokens": 512,
@@ -59,6 +62,56 @@ def test_graphs_of_prefills_exclude(other: dict[str, Any], sentence: str) -> Non
         HybridConfig.from_mapping({"prefill_graphs": True} | other)
 
 
+def test_host_memory_excludes_deterministic_answers() -> None:
+    assert HybridConfig.from_mapping({}).host_memory is None
+    with pytest.raises(ConfigError, match="was not tested with host_memory"):
+        HybridConfig.from_mapping({"host_memory": "1GiB", "deterministic": "prefix"})
+
+
+DISK = {"path": "/var/cache/hybrid", "size": "2GiB"}
+
+
+def test_disk_names_a_folder_and_its_size() -> None:
+    def read(disk: object) -> DiskOptions | None:
+        options = {"host_memory": "1GiB", "disk": disk}
+        return HybridConfig.from_mapping(options).disk
+
+    assert HybridConfig().disk is None is read(None)
+    assert read(DISK) == DiskOptions("/var/cache/hybrid", 2 << 30)
+    assert read(DISK | {"size": 5, "weights": "ours"}) == DiskOptions(
+        "/var/cache/hybrid", 5, "ours"
+    )
+    at_home = read(DISK | {"path": "~/bundles"})
+    assert at_home is not None and at_home.folder == Path.home() / "bundles"
+
+
+@pytest.mark.parametrize(
+    ("disk", "sentence"),
+    [
+        ("/var/cache", "'disk' takes an object such as .*, got '/var/cache'."),
+        ({"path": "/a"}, "option 'disk' needs a size."),
+        ({"size": "1GiB"}, "option 'disk' needs a path."),
+        (DISK | {"sise": 1}, "Unknown entry 'sise' of .*: path, size, weights."),
+        (DISK | {"path": "cache"}, "disk.path must be absolute, .* got 'cache'."),
+        (DISK | {"path": 3}, "disk.path takes a string, got 3."),
+        (DISK | {"size": "much"}, "disk.size: 'much' is no size"),
+        (DISK | {"size": 0}, "disk.size must be at least 1, got 0."),
+        (DISK | {"size": True}, "disk.size takes a size such as 100GiB, got True."),
+        (DISK | {"size": 1e9}, "disk.size takes a size such as 100GiB, got 1000"),
+        (DISK | {"weights": ""}, "disk.weights is empty"),
+        (DISK | {"weights": 1}, "disk.weights takes a string, got 1."),
+    ],
+)
+def test_what_is_no_disk(disk: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        HybridConfig.from_mapping({"host_memory": "1GiB", "disk": disk})
+
+
+def test_disk_needs_host_memory() -> None:
+    with pytest.raises(ConfigError, match="disk needs host_memory"):
+        HybridConfig.from_mapping({"disk": DISK})
+
+
 def test_unknown_option_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         HybridConfig.from_mapping({"pagesize": 16})
@@ -82,6 +135,7 @@ def test_unknown_option_lists_the_known_ones() -> None:
         ("gpu_memory_budget", [8], "a size such as 40GiB"),
         ("gpu_memory_budget", 4e9, "a size such as 40GiB"),
         ("gpu_memory_budget", True, "a size such as 40GiB"),
+        ("host_memory", 6.4e10, "a size such as 40GiB"),
     ],
     ids=lambda value: repr(value),
 )
@@ -126,8 +180,9 @@ def test_pools_are_fixed_or_elastic() -> None:
     ids=repr,
 )
 def test_sizes(given: object, size: int | None) -> None:
-    config = HybridConfig.from_mapping({"gpu_memory_budget": given})
-    assert config.gpu_memory_budget == size
+    for name in ("gpu_memory_budget", "host_memory"):
+        config = HybridConfig.from_mapping({name: given})
+        assert getattr(config, name) == size
 
 
 @pytest.mark.parametrize("given", ["", "much", "4 gigs", "-4GB", "0", "1e9", "4GB4"])
@@ -198,8 +253,9 @@ def test_each_cache_learns_by_itself() -> None:
             "in_batch_prefix_min_tokens must be at least 0, got -5.",
         ),
         ({"gpu_memory_budget": 0}, "gpu_memory_budget must be at least 1, got 0."),
+        ({"host_memory": 0}, "host_memory must be at least 1, got 0."),
     ],
-    ids=["page size", "system message", "in-batch prefix", "memory"],
+    ids=["page size", "system message", "in-batch prefix", "memory", "host memory"],
 )
 def test_too_little(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

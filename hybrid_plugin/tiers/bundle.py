@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hybrid_plugin.core.commands import PoolId
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.tiers.bundle_file import Rows
-from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.manifest import Run
 from hybrid_plugin.tiers.row_layout import RowLayout
 
 Row = npt.NDArray[np.uint8]
@@ -29,43 +29,39 @@ class Layouts:
 
 
 @dataclass(frozen=True, slots=True)
-class PageRows:
+class PageBytes:
     """The pages of one pool that belong to a bundle."""
 
     start: int
     """The first token that counts: the bundle's first one, or where a window begins."""
     rows: Rows
-    """Contiguous `[row bytes]` each, from the page of `start` to that of the end."""
+    """From the page of `start` to that of the end, in order: contiguous pieces of one
+    row or several, `[rows, row bytes]` or `[row bytes]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is to be stored: KV of tokens `start` to the end, and the state there.
+    """KV of tokens `start` to the end and the state there, in memory.
 
-    The memory must stay as it is until the bundle is stored or refused.
+    Whoever writes it leaves the memory as it is, whoever reads it fills it.
     """
 
-    namespace: Hashable
-    """What the whole sequence must have in common with another.  Adapters must be named
-    such that one name stands for the same weights for as long as files are kept."""
+    key: str
+    """`BundleName.text`; another kind of tier may name its bundles otherwise."""
     tokens: Tokens
     """From the start of the sequence to the end of the bundle."""
     start: int
     """Where the bundle before this one ends; 0 if there is none."""
-    pages: Mapping[PoolId, PageRows]
-    """For every pool of pages."""
-    state: Row | None
-    """`[row bytes]`, contiguous."""
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Memory for what is loaded."""
-
-    pages: Mapping[PoolId, Rows] = field(default_factory=dict)
-    """For every pool of pages the writable rows of `needed`."""
+    pages: Mapping[PoolId, PageBytes] = field(default_factory=dict)
+    """Of every pool of pages, or of those that are wanted."""
     state: Row | None = None
-    """None leaves the state in the file: only the last of several bundles needs it."""
+    """`[row bytes]`, contiguous; None for a model without states, and where it is not
+    wanted: only the last of several bundles needs it."""
+
+    @property
+    def end(self) -> int:
+        """Behind its last token."""
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +72,24 @@ class PageRange:
     count: int
 
 
-def needed(manifest: Manifest, layouts: Layouts) -> dict[PoolId, PageRange]:
+def pages_of(start: int, end: int, size: int) -> PageRange:
+    """The pages of tokens `start` to `end`, with `size` tokens in each."""
+    first = start // size
+    return PageRange(first, -(-end // size) - first)
+
+
+def needed(runs: Iterable[Run], end: int, layouts: Layouts) -> dict[PoolId, PageRange]:
     """Pages of this process that a bundle fills.
 
     The first one may hold tokens of the bundle before: they stay, or are written again
     with the same content.  So load bundles in the order of the sequence.
+
+    Args:
+        runs: of the bundle.
+        end: of the bundle.
+        layouts: of this process.
     """
-    pages = {}
-    for run in manifest.runs:
-        size = layouts.pages[run.pool].tokens
-        first = run.start // size
-        pages[run.pool] = PageRange(first, -(-manifest.end // size) - first)
-    return pages
+    return {
+        run.pool: pages_of(run.start, end, layouts.pages[run.pool].tokens)
+        for run in runs
+    }

@@ -57,6 +57,10 @@ class Files:
         """Wait until a file's content is on the disk."""
         os.fsync(file)
 
+    def forget(self, file: int) -> None:
+        """Have the system keep no copy of a synced file in memory, if it can do so."""
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self, file: int) -> None:
         """Close a file."""
         os.close(file)

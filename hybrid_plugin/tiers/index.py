@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bundles a folder holds, and which of them a sequence can resume from."""
+"""Which bundles there are, and which of them a sequence can resume from."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.tree.tokens import Tokens
-from hybrid_plugin.tiers.keys import CHUNK, KeyChain
-from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.keys import CHUNK, BundleName, KeyChain
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file."""
+    """One bundle, of which every rank has its part."""
 
-    manifest: Manifest
+    name: BundleName
+    start: int
+    end: int
     file_bytes: int
+    """Of all ranks' files."""
     is_usable: bool
-    """Whether its layout can be read here."""
+    """Whether it is all there, and its layout can be read here."""
 
 
 @dataclass(slots=True)
@@ -31,7 +33,7 @@ class BundleIndex:
     """
 
     used_bytes: int = 0
-    """Of all files."""
+    """Of all bundles."""
     _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
     _ends: dict[str, dict[int, set[str]]] = field(default_factory=dict)
     """Keys by the key of their whole chunks, and by their end."""
@@ -40,25 +42,25 @@ class BundleIndex:
         return len(self._entries)
 
     def get(self, key: str) -> Entry | None:
-        """The file of a key."""
+        """The bundle of a key."""
         return self._entries.get(key)
 
     def add(self, entry: Entry) -> None:
-        """Enter a file, as the most recently used one, in the place of any other."""
-        manifest = entry.manifest
-        self.remove(manifest.key)
-        self._entries[manifest.key] = entry
+        """Enter a bundle, as the most recently used one, in the place of any other."""
+        key = entry.name.key
+        self.remove(key)
+        self._entries[key] = entry
         self.used_bytes += entry.file_bytes
-        ends = self._ends.setdefault(manifest.anchor, {})
-        ends.setdefault(manifest.end, set()).add(manifest.key)
+        ends = self._ends.setdefault(entry.name.anchor, {})
+        ends.setdefault(entry.end, set()).add(key)
 
     def remove(self, key: str) -> Entry | None:
-        """Forget a file; returns it, or None if there was none."""
+        """Forget a bundle; returns it, or None if there was none."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
         self.used_bytes -= entry.file_bytes
-        anchor, end = entry.manifest.anchor, entry.manifest.end
+        anchor, end = entry.name.anchor, entry.end
         ends = self._ends[anchor]
         ends[end].discard(key)
         if not ends[end]:
@@ -67,9 +69,9 @@ class BundleIndex:
             del self._ends[anchor]
         return entry
 
-    def hide(self, key: str) -> None:
-        """Find a file no more, and leave it where it is otherwise."""
-        self._entries[key] = replace(self._entries[key], is_usable=False)
+    def show(self, key: str, is_usable: bool) -> None:
+        """Find a bundle from now on, or no more; it keeps its place otherwise."""
+        self._entries[key] = replace(self._entries[key], is_usable=is_usable)
 
     def path_to(self, key: str) -> tuple[Entry, ...] | None:
         """The bundles from the start of the sequence to a key, all there and usable."""
@@ -78,21 +80,21 @@ class BundleIndex:
             entry = self._entries.get(key)
             if entry is None or not entry.is_usable:
                 return None
-            if path and entry.manifest.end != path[-1].manifest.start:
+            if path and entry.end != path[-1].start:
                 return None
             path.append(entry)
-            if not entry.manifest.start:
+            if not entry.start:
                 return tuple(reversed(path))
-            key = entry.manifest.parent
+            key = entry.name.parent
 
     def use(self, path: Collection[Entry]) -> None:
         """Note that somebody uses the bundles of a path, given from its start."""
         for entry in reversed(list(path)):
-            if entry.manifest.key in self._entries:
-                self._entries.move_to_end(entry.manifest.key)
+            if entry.name.key in self._entries:
+                self._entries.move_to_end(entry.name.key)
 
     def oldest(self) -> Iterator[Entry]:
-        """All files, the least recently used first."""
+        """All bundles, the least recently used first."""
         yield from self._entries.values()
 
     def longest(

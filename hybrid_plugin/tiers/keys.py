@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from hashlib import sha256
 
 from hybrid_plugin.core.tree.tokens import Tokens
@@ -18,6 +19,63 @@ CHUNK = 256
 """Tokens between the positions under which bundles are looked up.  A look-up hashes the
 sequence once, and tries the ends of the bundles in a chunk only where all tokens before
 that chunk agree: at most this many more hashes for each such chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleName:
+    """What a bundle is called, and where it belongs; the same on all ranks.
+
+    Whoever decides makes it, and ranks write it into their files as it is: so they need
+    not hash sequences once more, nor know of updates of weights.
+    """
+
+    key: str
+    """Of all tokens up to its end; `KeyChain.key`."""
+    parent: str
+    """Key of the bundle that ends where this one starts; empty at token 0."""
+    anchor: str
+    """Key of the whole chunks of tokens before its end."""
+    fingerprint: str
+    """`Identity.fingerprint`."""
+
+    @property
+    def text(self) -> str:
+        """In one piece, as commands carry it."""
+        return ".".join((self.key, self.parent, self.anchor, self.fingerprint))
+
+    @classmethod
+    def from_text(cls, text: str) -> BundleName:
+        """Read what `text` is.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        parts = text.split(".")
+        if len(parts) != 4:
+            raise ValueError(f"{text!r:.80} is no name of a bundle")
+        return cls(*parts)
+
+
+def name_of(
+    fingerprint: str, namespace: Hashable, tokens: Tokens, start: int
+) -> BundleName:
+    """The name of a bundle.
+
+    Args:
+        fingerprint: `Identity.fingerprint`.
+        namespace: of the sequence.
+        tokens: from its start to the bundle's end.
+        start: where the bundle begins.
+
+    Raises:
+        TypeError: for a namespace that has no name on disk.
+    """
+    end = len(tokens)
+    anchor = anchor_of(end)
+    keys = keys_at(fingerprint, namespace, tokens, {start, anchor, end})
+    return BundleName(
+        keys[end], keys[start] if start else "", keys[anchor], fingerprint
+    )
 
 
 class KeyChain:

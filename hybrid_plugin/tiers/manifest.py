@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.row_layout import RowLayout, integer, text
 
 STATE, TOKENS = "state", "tokens"
@@ -107,6 +108,11 @@ class Manifest:
         if self.state is not None:
             yield TensorPlace(STATE, "U8", (self.state.row_bytes,))
         yield TensorPlace(TOKENS, "I64", (self.end - self.start,))
+
+    @property
+    def name(self) -> BundleName:
+        """What it is called."""
+        return BundleName(self.key, self.parent, self.anchor, self.fingerprint)
 
     @property
     def data_bytes(self) -> int:

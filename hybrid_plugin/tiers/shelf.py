@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a folder: no more bytes than it may have, the least used goes first."""
+"""The files of one rank, which are written, read and removed as somebody else decides.
+
+What is kept, and for how long, is for `DiskTier` to say, which may be in another
+process: here nothing is remembered.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hybrid_plugin.sizes import gib
-from hybrid_plugin.tiers import bundle_file, header
-from hybrid_plugin.tiers.bundle_file import Rows
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.tiers import bundle_file
+from hybrid_plugin.tiers.agreement import Lost
+from hybrid_plugin.tiers.bundle import Bundle, Layouts, PageBytes
+from hybrid_plugin.tiers.bundle_file import BundleReader
+from hybrid_plugin.tiers.describe import (
+    describe,
+    file_bytes,
+    tensors_of,
+    with_checksums,
+)
 from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.files import Files
-from hybrid_plugin.tiers.index import BundleIndex, Entry
+from hybrid_plugin.tiers.keys import BundleName
+from hybrid_plugin.tiers.loading import check, conversions, fill, gap
 from hybrid_plugin.tiers.manifest import Manifest
-from hybrid_plugin.tiers.outcomes import Outcomes
 
 SUFFIX, UNFINISHED = ".bundle", ".unfinished"
 
@@ -27,152 +38,171 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 logger = logging.getLogger(__name__)
 
 
-class Shelf:
-    """Files and the index of them, which always agree as far as anybody can tell."""
+class BundleShelf:
+    """One rank's part of all bundles: a file for each, in a folder of its own."""
 
     def __init__(
-        self, path: Path, budget: int, files: Files, outcomes: Outcomes
+        self,
+        path: Path,
+        rank: str,
+        layouts: Layouts,
+        *,
+        files: Files | None = None,
+        narrow: bool = False,
     ) -> None:
-        """Begin with an empty index; `scan` fills it.
+        """Does nothing: the folder is there when something is written.
 
         Args:
-            path: of the folder, whose name is the rank's.
-            budget: bytes of all files together.
+            path: of the tier; each rank has a folder of its own in it.
+            rank: `Identity.rank_name`.
+            layouts: of this rank's rows.
             files: the system.
-            outcomes: where evictions and failures are counted.
+            narrow: whether states and KV may be rounded to a smaller element type.
         """
-        self.path = path
-        self.files = files
-        self.index = BundleIndex()
-        self.guard = threading.Lock()
-        """To be held by whoever uses the index; not while waiting for a disk."""
-        self._budget = budget
-        self._outcomes = outcomes
+        self.path = path / rank
+        self.layouts = layouts
+        self.files = files or Files()
+        self._rank = rank
+        self._narrow = narrow
+        self._stuck: set[Path] = set()
+        """Files that could not be removed.  They take room that others were promised,
+        so nothing is written before they are gone."""
 
     def place(self, key: str) -> Path:
         """The file of a key."""
         return self.path / (key + SUFFIX)
 
-    def scan(self, is_usable: Callable[[Manifest], bool]) -> None:
-        """Read all headers; remove what is unfinished or damaged, or too much.
+    def write(self, bundle: Bundle) -> Manifest | Failure:
+        """Write a bundle, in the place of any other of its key.
 
-        Args:
-            is_usable: whether a layout can be read here.
+        In part it is never found.
 
         Raises:
-            OSError: if the folder cannot be read.
+            ValueError: if its rows have not the sizes of the layouts.
         """
-        found: list[tuple[int, int, Entry]] = []
-        for name in self.files.names(self.path):
-            path = self.path / name
-            if name.endswith(UNFINISHED):
-                self._discard(path)
-            if not name.endswith(SUFFIX):
-                continue
-            read = self._examine(path, is_usable)
-            if isinstance(read, Failure):
-                logger.warning("hybrid-plugin: removed %s: %s", path, read)
-                self._outcomes.failures[read.reason] += 1
-                self._discard(path)
-            else:
-                changed_at, entry = read
-                found.append((changed_at, -entry.manifest.end, entry))
-        entries = [entry for *_, entry in sorted(found, key=lambda each: each[:2])]
-        for entry in entries:
-            self.index.add(entry)
-        for entry in entries:  # what comes before counts as used later
-            self.index.use(self.index.path_to(entry.manifest.key) or ())
-        self.make_room(0, ())
-
-    def make_room(
-        self, size: int, kept: tuple[Entry, ...], old: Entry | None = None
-    ) -> Failure | None:
-        """Evict what was not used for the longest time.
-
-        Args:
-            size: bytes that are to be had.
-            kept: what stays: the bundles before the new one.
-            old: goes in any case: it has the key of the new one, and is of no use.
-        """
-        spared = {entry.manifest.key for entry in kept}
-        if size > self._budget - sum(entry.file_bytes for entry in kept):
-            return Failure(Reason.NO_ROOM, f"{gib(size)} of {gib(self._budget)}")
-        if old is not None and not self.remove(old):
-            return Failure(Reason.IO, "a bundle cannot be removed")
-        with self.guard:
-            excess = self.index.used_bytes + size - self._budget
-            victims = []
-            for entry in self.index.oldest():
-                if excess <= 0:
-                    break
-                if entry.manifest.key not in spared:
-                    victims.append(entry)
-                    excess -= entry.file_bytes
-        for entry in victims:
-            if not self.remove(entry):
-                return Failure(Reason.IO, "a bundle cannot be removed")
-            self._outcomes.was_evicted(entry.file_bytes)
-        return None
-
-    def write(self, manifest: Manifest, tensors: dict[str, Rows]) -> Failure | None:
-        """Write a file, for which there must be room; in part it is never found."""
+        starts = {pool: pages.start for pool, pages in bundle.pages.items()}
+        tensors = tensors_of(bundle)
+        manifest = with_checksums(
+            describe(
+                BundleName.from_text(bundle.key),
+                bundle.start,
+                bundle.end,
+                starts,
+                self._rank,
+                self.layouts,
+            ),
+            tensors,
+        )
         finished = self.place(manifest.key)
-        unfinished = self.path / (manifest.key + UNFINISHED)
-        size = len(header.encode(manifest)) + manifest.data_bytes
+        unfinished = finished.with_suffix(UNFINISHED)
+        for path in list(self._stuck):
+            self._remove(path)
+        if self._stuck:
+            return Failure(Reason.IO, "a bundle cannot be removed")
         try:
-            if self.files.free_bytes(self.path) < size:
+            if self.files.free_bytes(self.path) < file_bytes(manifest):
                 return Failure(Reason.DISK_FULL, str(self.path))
             bundle_file.write(self.files, unfinished, manifest, tensors)
             self.files.rename(unfinished, finished)
             self.files.sync_folder(self.path)
         except OSError as error:
-            self._discard(unfinished)
-            self._discard(finished)
+            self._remove(unfinished)
+            self._remove(finished)
             if error.errno in _FULL:
                 return Failure(Reason.DISK_FULL, str(self.path))
             return Failure(Reason.IO, f"{error.strerror}")
-        return None
+        return manifest
 
-    def touch(self, key: str) -> None:
-        """Have a file's time say that it is used, for the order at the next start."""
-        with contextlib.suppress(OSError):  # it is of no other use
-            self.files.touch(self.place(key), time.time_ns())
+    def read(self, wanted: Bundle, *, is_first: bool = True) -> Failure | None:
+        """Read a bundle.  After a failure the memory holds anything.
 
-    def remove(self, entry: Entry) -> bool:
-        """Remove a file; False if that cannot be done."""
-        try:
-            self.files.remove(self.place(entry.manifest.key))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            logger.warning("hybrid-plugin: a bundle cannot be removed: %s", error)
-            return False
-        with self.guard:
-            self.index.remove(entry.manifest.key)
-        return True
+        Args:
+            wanted: the bundle, and memory for it.
+            is_first: whether its first page lacks the tokens of the bundle before, too,
+                if that one ends inside it.
 
-    def _examine(
-        self, path: Path, is_usable: Callable[[Manifest], bool]
-    ) -> tuple[int, Entry] | Failure:
+        Raises:
+            ValueError: if the memory has other sizes than the layouts say.
+        """
+        path = self.place(BundleName.from_text(wanted.key).key)
         try:
             with bundle_file.reading(self.files, path) as reader:
                 if isinstance(reader, Failure):
                     return reader
-                manifest = reader.manifest
-                if (path.name, self.path.name) != (
-                    manifest.key + SUFFIX,
-                    manifest.rank,
-                ):
-                    return Failure(Reason.REPLACED, f"it is {manifest.rank}'s")
-                entry = Entry(manifest, reader.file_bytes, is_usable(manifest))
-                return reader.changed_at, entry
+                failure = self._fill(reader, wanted, is_first)
+        except FileNotFoundError:
+            return Failure(Reason.MISSING, path.name)
         except OSError as error:
-            return Failure(Reason.IO, f"{error.strerror}")
+            return Failure(Reason.IO, f"{path.name}: {error.strerror}")
+        if failure is None:
+            self._touch(path)
+        return failure
 
-    def _discard(self, path: Path) -> None:
+    def fetch(self, bundles: Sequence[Bundle]) -> Lost | None:
+        """Read bundles, in the order of the sequence: all, or it failed.
+
+        Raises:
+            ValueError: if the memory has other sizes than the layouts say.
+        """
+        for place, wanted in enumerate(bundles):
+            failure = self.read(wanted, is_first=not place)
+            if failure is not None:
+                return Lost(place, failure)
+        return None
+
+    def discard(self, keys: Iterable[str]) -> None:
+        """Remove files, where they are there; what cannot be removed is logged.
+
+        Args:
+            keys: `BundleName.text` of each.
+        """
+        for key in keys:
+            self._remove(self.place(BundleName.from_text(key).key))
+
+    # ---------------------------------------------------------------- internal
+
+    def _fill(
+        self, reader: BundleReader, wanted: Bundle, is_first: bool
+    ) -> Failure | None:
+        failure = check(reader, wanted, self._rank)
+        if failure is not None:
+            return failure
+        moves = conversions(reader.manifest, self.layouts, self._narrow)
+        if isinstance(moves, Failure):
+            return moves
+        failure = fill(reader, moves, wanted)
+        if failure is None and is_first:
+            return self._fill_before(reader.manifest, wanted)
+        return failure
+
+    def _fill_before(self, manifest: Manifest, wanted: Bundle) -> Failure | None:
+        """Complete the first page, of which the file has less, from the parent's."""
+        page = gap(manifest, self.layouts, wanted)
+        if page is None:
+            return None
+        with bundle_file.reading(self.files, self.place(manifest.parent)) as reader:
+            if isinstance(reader, Failure):
+                return reader
+            name, start = reader.manifest.name, reader.manifest.start
+            if (name.key, name.fingerprint) != (manifest.parent, manifest.fingerprint):
+                return Failure(Reason.REPLACED, "the bundle before")
+            pages = {Pool.KV: PageBytes(max(start, page.start), page.rows)}
+            tokens = wanted.tokens[: manifest.start]
+            return self._fill(reader, Bundle(name.text, tokens, start, pages), True)
+
+    def _touch(self, path: Path) -> None:
+        """Have a file's time say that it is used, for the order at the next start."""
+        with contextlib.suppress(OSError):  # it is of no other use
+            self.files.touch(path, time.time_ns())
+
+    def _remove(self, path: Path) -> None:
         try:
             self.files.remove(path)
         except FileNotFoundError:
-            pass
+            self._stuck.discard(path)
         except OSError as error:
-            logger.warning("hybrid-plugin: %s cannot be removed: %s", path, error)
+            if path not in self._stuck:
+                logger.warning("hybrid-plugin: %s cannot be removed: %s", path, error)
+            self._stuck.add(path)
+        else:
+            self._stuck.discard(path)

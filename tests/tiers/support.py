@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_plugin.core.tree.tokens import Tokens
-from hybrid_plugin.tiers.bundle import Bundle, Destination, Layouts, PageRows, needed
+from hybrid_plugin.tiers.bundle import Layouts, PageBytes
+from hybrid_plugin.tiers.bundle import pages_of as place_of
 from hybrid_plugin.tiers.files import Files
-from hybrid_plugin.tiers.folder import BundleFolder, Found
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.row_layout import Axis, Field, RowLayout
+from tests.tiers.one_rank import Found, Made, OneRank
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -130,21 +131,21 @@ def pages_of(
     return rows
 
 
-def bundle(own: Layouts, namespace: Hashable, tokens: Tokens, start: int = 0) -> Bundle:
+def bundle(own: Layouts, namespace: Hashable, tokens: Tokens, start: int = 0) -> Made:
     """What a model would store."""
     pages = {}
     for pool, layout in own.pages.items():
         begin = start if pool == "kv" else max(len(tokens) - WINDOW, 0)
         rows = pages_of(pool, namespace, tokens, begin, layout)
-        pages[pool] = PageRows(begin, list(rows))
+        pages[pool] = PageBytes(begin, list(rows))
     state = np.frombuffer(
         content("state", namespace, tokens, len(tokens)), dtype=np.uint8
     )
-    return Bundle(namespace, tokens, start, pages, state if own.state else None)
+    return Made(namespace, tokens, start, pages, state if own.state else None)
 
 
 def store_path(
-    folder: BundleFolder, own: Layouts, namespace: Hashable, tokens: Tokens, *ends: int
+    folder: OneRank, own: Layouts, namespace: Hashable, tokens: Tokens, *ends: int
 ) -> list[object]:
     """Store bundles that end at `ends`, one behind the other."""
     return [
@@ -154,7 +155,7 @@ def store_path(
 
 
 def load_path(
-    folder: BundleFolder, own: Layouts, tokens: Tokens, found: Found
+    folder: OneRank, own: Layouts, tokens: Tokens, found: Found
 ) -> tuple[dict[str, Bytes], Bytes] | object:
     """What a process gets: the whole pages of each pool, and the state; or a failure.
 
@@ -165,16 +166,27 @@ def load_path(
         for pool, layout in own.pages.items()
     }
     state = np.zeros(STATE_BYTES, np.uint8)
-    for manifest in found.path:
-        ranges = needed(manifest, own)
-        pages = {
-            pool: list(pools[pool][place.first : place.first + place.count])
-            for pool, place in ranges.items()
-        }
-        failure = folder.load(manifest, tokens, Destination(pages, state))
-        if failure is not None:
-            return failure
-    return pools, state
+    pages = []
+    for one in found.path:
+        starts = {"kv": one.start}
+        if one is found.path[-1]:
+            windows = own.pages.keys() - {"kv"}
+            starts |= dict.fromkeys(windows, max(one.end - WINDOW, 0))
+        pages.append(
+            {
+                pool: _page_bytes(start, one.end, pools[pool], own.pages[pool].tokens)
+                for pool, start in starts.items()
+            }
+        )
+    failure = folder.load(found.path, tokens, pages, state)
+    return failure or (pools, state)
+
+
+def _page_bytes(start: int, end: int, rows: Bytes, size: int) -> PageBytes:
+    """Pages of a sequence, partly in one piece."""
+    place = place_of(start, end, size)
+    own = rows[place.first : place.first + place.count]
+    return PageBytes(start, [own[:2], *own[2:]])
 
 
 def check_loaded(

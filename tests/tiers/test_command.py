@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_plugin.cli import main
-from hybrid_plugin.tiers.folder import BundleFolder
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.shelf import SUFFIX
+from tests.tiers.one_rank import OneRank
 from tests.tiers.support import IDENTITY, Unsynced, as_tokens, layouts, store_path
 
 OWN = layouts()
@@ -26,7 +26,7 @@ def place(tmp_path: Path) -> Path:
     """Two bundles of one model and one of another."""
     used_at = iter((1000, 2000, 3000))  # of a clock with steps of its own
     for identity, ends in ((IDENTITY, (6, 9)), (OTHER, (12,))):
-        folder = BundleFolder(tmp_path, 1 << 20, identity, OWN, files=Unsynced())
+        folder = OneRank(tmp_path, 1 << 20, identity, OWN, files=Unsynced())
         for stored in store_path(folder, OWN, None, TOKENS, *ends):
             assert isinstance(stored, Manifest)
             at = next(used_at)
@@ -113,7 +113,7 @@ def test_removes_all(place: Path) -> None:
 def test_removes_nothing_from_under_a_server(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = BundleFolder(place, 1 << 20, IDENTITY, OWN)
+    folder = OneRank(place, 1 << 20, IDENTITY, OWN)
     assert main(["bundle", "rm", "--all", str(place)]) == 1
     assert "in use by another process" in capsys.readouterr().err
     assert len(bundles(place)) == 3

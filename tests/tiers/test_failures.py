@@ -22,8 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hybrid_plugin.tiers import bundle_file, folder, index, keys, loading, shelf
-from hybrid_plugin.tiers.failure import Reason
+from hybrid_plugin.tiers import bundle_file, disk, index, keys, loading, shelf, stock
 from hybrid_plugin.tiers.files import Files
 from tests.core.profiles import SOAK_FACTOR, machine_settings
 from tests.tiers.failing_tier import BUDGET, FailingTier, random_traffic
@@ -171,10 +170,7 @@ def _parts_are_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_file_name(patch: pytest.MonkeyPatch) -> None:
-    def check_tokens(reader: Any, manifest: Any, tokens: Any) -> None:
-        return None
-
-    patch.setattr(folder, "check_tokens", check_tokens)
+    patch.setattr(shelf, "check", lambda reader, bundle, rank: None)
 
 
 def _no_namespace(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +178,7 @@ def _no_namespace(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_budget(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shelf.Shelf, "make_room", lambda self, *sizes: None)
+    patch.setattr(disk.DiskTier, "_make_room", lambda self, *sizes: ())
 
 
 def _without_what_comes_before(patch: pytest.MonkeyPatch) -> None:
@@ -196,35 +192,32 @@ def _without_what_comes_before(patch: pytest.MonkeyPatch) -> None:
 def _other_layouts_as_they_are(patch: pytest.MonkeyPatch) -> None:
     real = loading._load_pages
 
-    def load_pages(reader: Any, run: Any, move: Any, rows: Any) -> Any:
+    def load_pages(reader: Any, run: Any, move: Any, pages: Any) -> Any:
         if not move.is_copy:
-            rows[0][:] = np.zeros_like(rows[0])
+            pages.rows[0][:] = np.zeros_like(pages.rows[0])
             return None
-        return real(reader, run, move, rows)
+        return real(reader, run, move, pages)
 
     patch.setattr(loading, "_load_pages", load_pages)
 
 
 def _damaged_files_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(folder, "_SOUND", tuple(Reason))
+    patch.setattr(disk.DiskTier, "fetch_failed", lambda self, key, reason: ())
 
 
 def _unfinished_files_stay(patch: pytest.MonkeyPatch) -> None:
-    real = shelf.Shelf._discard
+    for owner in (shelf.BundleShelf, stock.TierFolder):
+        real = owner._remove
 
-    def discard(self: Any, path: Path) -> None:
-        if path.suffix != shelf.UNFINISHED:
-            real(self, path)
+        def remove(self: Any, path: Path, real: Any = real) -> None:
+            if path.suffix != shelf.UNFINISHED:
+                real(self, path)
 
-    patch.setattr(shelf.Shelf, "_discard", discard)
+        patch.setattr(owner, "_remove", remove)
 
 
 def _evicts_only_in_its_books(patch: pytest.MonkeyPatch) -> None:
-    def remove(self: Any, entry: Any) -> bool:
-        self.index.remove(entry.manifest.key)
-        return True
-
-    patch.setattr(shelf.Shelf, "remove", remove)
+    patch.setattr(shelf.BundleShelf, "discard", lambda self, keys: None)
 
 
 BREAKAGES = [

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from hybrid_plugin.core.tiers.outer_tier import StoredBundle
 from hybrid_plugin.errors import ConfigError
-from hybrid_plugin.tiers.bundle import Destination, Layouts
+from hybrid_plugin.tiers.bundle import Layouts, PageBytes
 from hybrid_plugin.tiers.failure import Failure, Reason
-from hybrid_plugin.tiers.folder import BundleFolder
+from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.shelf import SUFFIX
+from tests.tiers.one_rank import OneRank
 from tests.tiers.support import (
     IDENTITY,
     Unsynced,
@@ -36,18 +38,18 @@ FILE = 4300
 TOKENS = as_tokens(*range(100, 140))
 
 
-def opened(
-    path: Path, own: Layouts, budget: int = BUDGET, **more: object
-) -> BundleFolder:
+def opened(path: Path, own: Layouts, budget: int = BUDGET, **more: object) -> OneRank:
     files = Unsynced()
-    return BundleFolder(path, budget, IDENTITY, own, files=files, **more)  # type: ignore[arg-type]
+    return OneRank(path, budget, IDENTITY, own, files=files, **more)  # type: ignore[arg-type]
 
 
-def ends(
-    folder: BundleFolder, tokens: object = TOKENS, namespace: object = None
-) -> object:
+def file_key(stored: StoredBundle) -> str:
+    return BundleName.from_text(stored.key).key
+
+
+def ends(folder: OneRank, tokens: object = TOKENS, namespace: object = None) -> object:
     found = folder.find(namespace, tokens)  # type: ignore[arg-type]
-    return found and [manifest.end for manifest in found.path]
+    return found and [one.end for one in found.path]
 
 
 @pytest.mark.parametrize("windows", [False, True])
@@ -168,7 +170,7 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
 
 def test_files_are_private_and_complete(tmp_path: Path) -> None:
     own = layouts()
-    folder = BundleFolder(tmp_path / "a" / "b", BUDGET, IDENTITY, own)  # and synced
+    folder = OneRank(tmp_path / "a" / "b", BUDGET, IDENTITY, own)  # and synced
     store_path(folder, own, None, TOKENS, 6, 9)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     for file in folder.path.iterdir():
@@ -198,16 +200,15 @@ def test_a_stored_bundle_is_not_written_again(tmp_path: Path) -> None:
     first = folder.store(bundle(own, None, TOKENS[:9]))
     (file,) = folder.path.glob("*" + SUFFIX)
     inode = file.stat().st_ino
-    assert folder.store(bundle(own, None, TOKENS[:9])) is first
+    assert isinstance(first, Manifest)
+    assert folder.store(bundle(own, None, TOKENS[:9])) is None
     assert file.stat().st_ino == inode
-    assert folder.outcomes.stored == 1
 
 
 def test_nothing_is_stored_behind_a_gap(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own)
-    refused = folder.store(bundle(own, None, TOKENS[:9], 6))
-    assert isinstance(refused, Failure) and refused.reason is Reason.NO_PARENT
+    assert folder.store(bundle(own, None, TOKENS[:9], 6)) is None
     assert not list(folder.path.glob("*" + SUFFIX))
 
 
@@ -217,7 +218,7 @@ def test_what_follows_a_lost_bundle_is_found_again_with_it(tmp_path: Path) -> No
     store_path(folder, own, None, TOKENS, 6, 9, 33)
     middle = folder.find(None, TOKENS[:10])
     assert middle is not None
-    (folder.path / (middle.path[-1].key + SUFFIX)).unlink()
+    (folder.path / (file_key(middle.path[-1]) + SUFFIX)).unlink()
     found = folder.find(None, TOKENS)
     assert found is not None and found.end == 33
     lost = load_path(folder, own, TOKENS, found)
@@ -237,13 +238,15 @@ def test_the_least_recently_used_goes_first_and_leaves_before_parents(
     a, b, c = (as_tokens(*range(n, n + 20)) for n in (0, 100, 200))
     store_path(folder, own, None, a, 8, 16)
     store_path(folder, own, None, b, 8)
-    assert ends(folder, a) == [8, 16]  # a use
+    used = folder.find(None, a)
+    assert used is not None and used.end == 16
+    load_path(folder, own, a, used)
     store_path(folder, own, None, c, 8)  # b goes
     assert (ends(folder, a), ends(folder, b), ends(folder, c)) == ([8, 16], None, [8])
     store_path(folder, own, None, c, 8, 16)  # the end of a goes, not its beginning
     assert (ends(folder, a), ends(folder, c)) == ([8], [8, 16])
-    assert folder.outcomes.evicted == 2
     assert folder.used_bytes <= 3 * FILE
+    assert folder.count == len(list(folder.path.glob("*" + SUFFIX))) == 3
 
 
 def test_the_order_survives_a_restart(tmp_path: Path) -> None:
@@ -276,10 +279,9 @@ def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own, budget=3 * 4096)
     store_path(folder, own, None, TOKENS, 6)
-    refused = folder.store(bundle(own, None, as_tokens(*range(2000))))
-    assert isinstance(refused, Failure) and refused.reason is Reason.NO_ROOM
-    refused = folder.store(bundle(own, None, as_tokens(*TOKENS[:6], *range(400)), 6))
-    assert isinstance(refused, Failure) and refused.reason is Reason.NO_ROOM
+    assert folder.store(bundle(own, None, as_tokens(*range(2000)))) is None
+    longer = as_tokens(*TOKENS[:6], *range(400))
+    assert folder.store(bundle(own, None, longer, 6)) is None
     assert ends(folder) == [6]
 
 
@@ -301,7 +303,7 @@ def test_other_models_find_nothing_and_share_the_room(
     store_path(folder, own, None, TOKENS, 6, 9)
     folder.close()
     other = replace(IDENTITY, **changed)  # type: ignore[arg-type]
-    folder = BundleFolder(tmp_path, 2 * FILE, other, own, files=Unsynced())
+    folder = OneRank(tmp_path, 2 * FILE, other, own, files=Unsynced())
     assert (ends(folder), folder.count) == (None, 2)
     store_path(folder, own, None, TOKENS, 6)
     assert (ends(folder), folder.count) == ([6], 2)
@@ -311,7 +313,7 @@ def test_each_rank_has_a_folder(tmp_path: Path) -> None:
     own = layouts()
     store_path(opened(tmp_path, own), own, None, TOKENS, 6)
     for ranks in ({"tensor_ranks": 2}, {"tensor_ranks": 2, "tensor_rank": 1}):
-        other = BundleFolder(
+        other = OneRank(
             tmp_path, BUDGET, replace(IDENTITY, **ranks), own, files=Unsynced()
         )
         assert other.count == 0
@@ -323,9 +325,7 @@ def test_ranks_have_one_key_and_refuse_each_others_parts(
 ) -> None:
     own = layouts()
     ranks = [replace(IDENTITY, tensor_ranks=2, tensor_rank=rank) for rank in (0, 1)]
-    folders = [
-        BundleFolder(tmp_path, BUDGET, rank, own, files=Unsynced()) for rank in ranks
-    ]
+    folders = [OneRank(tmp_path, BUDGET, rank, own, files=Unsynced()) for rank in ranks]
     parts = [store_path(folder, own, None, TOKENS, 6)[0] for folder in folders]
     assert isinstance(parts[0], Manifest) and isinstance(parts[1], Manifest)
     assert parts[0].key == parts[1].key
@@ -337,13 +337,13 @@ def test_ranks_have_one_key_and_refuse_each_others_parts(
     assert isinstance(lost, Failure) and lost.reason is Reason.REPLACED
     (folders[0].path / name).write_bytes((folders[1].path / name).read_bytes())
     folders[0].close()
-    assert BundleFolder(tmp_path, BUDGET, ranks[0], own, files=Unsynced()).count == 0
+    assert OneRank(tmp_path, BUDGET, ranks[0], own, files=Unsynced()).count == 0
     assert "it is rank-1-of-2's" in caplog.text
 
 
 def test_a_file_of_another_model_in_our_place_is_a_miss(tmp_path: Path) -> None:
     own = layouts()
-    other = BundleFolder(
+    other = OneRank(
         tmp_path / "o", BUDGET, replace(IDENTITY, update="1"), own, files=Unsynced()
     )
     folder = opened(tmp_path / "a", own)
@@ -380,28 +380,31 @@ def test_what_cannot_be_converted_is_not_found_and_replaced(tmp_path: Path) -> N
     assert (ends(folder), folder.count) == ([6], 1)
 
 
-def test_a_destination_of_another_size_is_an_error(tmp_path: Path) -> None:
+def test_memory_of_another_size_is_an_error(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own)
-    (manifest,) = store_path(folder, own, None, TOKENS, 6)
-    assert isinstance(manifest, Manifest)
-    rows = [np.zeros(32, np.uint8)]
+    store_path(folder, own, None, TOKENS, 6)
+    found = folder.find(None, TOKENS)
+    assert found is not None
+    rows = PageBytes(0, [np.zeros(32, np.uint8)])
     with pytest.raises(ValueError, match="takes 2 rows"):
-        folder.load(manifest, TOKENS, Destination({"kv": rows}))
+        folder.load(found.path, TOKENS, [{"kv": rows}], None)
 
 
 def test_the_state_may_stay_in_the_file(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own)
-    (manifest,) = store_path(folder, own, None, TOKENS, 6)
-    assert isinstance(manifest, Manifest)
-    rows = list(np.zeros((2, 32), np.uint8))
-    assert folder.load(manifest, TOKENS, Destination({"kv": rows})) is None
+    store_path(folder, own, None, TOKENS, 6)
+    found = folder.find(None, TOKENS)
+    assert found is not None
+    rows = np.zeros((2, 32), np.uint8)
+    assert folder.load(found.path, TOKENS, [{"kv": PageBytes(0, [rows])}], None) is None
+    assert rows.any()
 
 
 def test_a_flush_leaves_other_models_alone(tmp_path: Path) -> None:
     own = layouts()
-    other = BundleFolder(
+    other = OneRank(
         tmp_path, BUDGET, replace(IDENTITY, update="1"), own, files=Unsynced()
     )
     store_path(other, own, None, TOKENS, 6)
@@ -436,22 +439,14 @@ def test_a_flush_counts_for_what_is_being_stored(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own)
     store_path(folder, own, None, TOKENS, 6)
-    folder.forget()
-    assert (ends(folder), folder.count) == (None, 1)
-
-    class Slow(Unsynced):
-        def sync(self, file: int) -> None:
-            super().sync(file)
-            folder.forget()
-
-    folder._shelf.files = Slow()
-    result = folder.store(bundle(own, None, TOKENS[:9]))
-    assert result == Failure(Reason.CLEARED)
-    assert (ends(folder), folder.count) == (None, 1)
-    folder._shelf.files = Unsynced()
+    storing = folder.tier.begin_store(None, TOKENS[:9], 6, 3 * 32)
+    assert storing is not None
+    folder.clear()
+    assert (ends(folder), folder.count) == (None, 1)  # it counts for the size
+    folder.shelf.discard(folder.tier.store_failed(storing.key, "flushed"))
+    assert (ends(folder), folder.count, folder.used_bytes) == (None, 0, 0)
     assert isinstance(folder.store(bundle(own, None, TOKENS[:6])), Manifest)
-    assert (ends(folder), folder.count) == ([6], 1)  # in the place of the forgotten one
-    assert len(list(folder.path.glob("*" + SUFFIX))) == 1
+    assert (ends(folder), folder.count) == ([6], 1)
 
 
 def test_what_failed_behind_the_rename_leaves_nothing(tmp_path: Path) -> None:
@@ -462,16 +457,14 @@ def test_what_failed_behind_the_rename_leaves_nothing(tmp_path: Path) -> None:
         def sync_folder(self, folder: Path) -> None:
             raise OSError(5, "Input/output error")
 
-    folder._shelf.files = Broken()
+    folder.shelf.files = Broken()
     result = folder.store(bundle(own, None, TOKENS[:9]))
     assert isinstance(result, Failure) and result.reason is Reason.IO
     assert [file.name for file in folder.path.iterdir()] == [".lock"]
     assert (ends(folder), folder.used_bytes) == (None, 0)
 
 
-def test_a_full_disk_is_told_once_until_it_has_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_takes_nothing_until_it_has_room(tmp_path: Path) -> None:
     own = layouts()
     folder = opened(tmp_path, own)
 
@@ -479,11 +472,12 @@ def test_a_full_disk_is_told_once_until_it_has_room(
         def free_bytes(self, folder: Path) -> int:
             return 100
 
-    for files, lines in ((Full(), 1), (Full(), 1), (Unsynced(), 1), (Full(), 2)):
-        folder._shelf.files = files
-        folder.store(bundle(own, str(len(caplog.records)), TOKENS[: 9 + lines]))
-        assert len(caplog.records) == lines
-    assert folder.outcomes.failures == {Reason.DISK_FULL: 3}
+    folder.shelf.files = Full()
+    result = folder.store(bundle(own, None, TOKENS[:9]))
+    assert isinstance(result, Failure) and result.reason is Reason.DISK_FULL
+    assert (ends(folder), folder.used_bytes) == (None, 0)
+    folder.shelf.files = Unsynced()
+    assert isinstance(folder.store(bundle(own, None, TOKENS[:9])), Manifest)
 
 
 def test_what_can_be_neither_read_nor_removed_is_not_found_again(
@@ -502,7 +496,12 @@ def test_what_can_be_neither_read_nor_removed_is_not_found_again(
 
     found = folder.find(None, TOKENS)
     assert found is not None
-    folder._shelf.files = Stuck()
+    folder.shelf.files = Stuck()
     lost = load_path(folder, own, TOKENS, found)
     assert isinstance(lost, Failure) and lost.reason is Reason.IO
-    assert (ends(folder), folder.count) == (None, 2)  # it still counts for the size
+    assert ends(folder) is None
+    again = bundle(own, None, TOKENS[:6])
+    for files, stored in ((Stuck(), Failure), (Unsynced(), Manifest)):
+        folder.shelf.files = files
+        assert isinstance(folder.store(again), stored)
+    assert ends(folder) == [6, 9]

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's part of writes and fetches: runs the commands, keeps their outcomes.
+
+Files and peers take any time and fail, and neither the host nor the model's stream
+waits for them.  So each source has a thread of its own, and what is written another
+one.  What a command reads and writes is its own until its outcome was polled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
+from typing import Protocol
+
+from hybrid_plugin.core.commands import (
+    BundleRows,
+    Discard,
+    Fetch,
+    Pool,
+    PoolId,
+    Write,
+)
+from hybrid_plugin.tiers.agreement import Lost, Outcome, Reduce, agree
+from hybrid_plugin.tiers.bundle import Bundle, Layouts, PageBytes, Row
+from hybrid_plugin.tiers.bundle_file import Rows
+from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.row_layout import RowLayout
+
+logger = logging.getLogger(__name__)
+
+Threads = Callable[[str], Executor]
+"""Makes what runs jobs one by one, in order, by a name."""
+
+
+class HostMemory(Protocol):
+    """A rank's rows of host memory."""
+
+    def row_bytes(self, pool: PoolId) -> int:
+        """Bytes of a row of a host pool."""
+
+    def views(self, pool: PoolId, rows: Sequence[int]) -> Rows:
+        """The memory of rows of a host pool, in their order, for reading and writing.
+
+        Returns:
+            Contiguous `[rows, row bytes]` each; they stay valid for as long as nobody
+            moves or frees the rows.
+
+        Raises:
+            ValueError: for a row without memory.
+        """
+
+    def copies_over(self) -> Callable[[], None]:
+        """What waits, in any thread, for all copies so far from and to all rows."""
+
+
+class Source(Protocol):
+    """Where a rank gets bundles from: a disk, or a peer."""
+
+    def fetch(self, bundles: Sequence[Bundle]) -> Lost | None:
+        """Fill memory with bundles, in the order of the sequence: all, or it failed.
+
+        Runs in a thread of the source's own and may take any time, but must end.  When
+        it does, nothing touches the memory any more, which after a failure holds
+        anything.
+        """
+
+
+class Sink(Protocol):
+    """Where a rank keeps bundles."""
+
+    def write(self, bundle: Bundle) -> Manifest | Failure:
+        """Keep a bundle; in part it is never found."""
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove bundles, where they are there."""
+
+
+class RankTransfers:
+    """Runs `Write`, `Fetch` and `Discard` on one rank.
+
+    `run` and `poll` are called by one thread, and do not wait for any disk or peer.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        sink: Sink | None,
+        sources: Mapping[str, Source],
+        threads: Threads | None = None,
+    ) -> None:
+        """Start with nothing out.
+
+        Args:
+            memory: of this rank.
+            sink: takes what is written; None where nothing is.
+            sources: by the name that `Fetch` gives.
+            threads: makes them; by default real ones.
+        """
+        threads = _thread if threads is None else threads
+        self._memory = memory
+        self._sink = sink
+        self._sources = dict(sources)
+        self._writer = threads("write")
+        self._readers = {name: threads(name) for name in sources}
+        self._out: dict[int, Future[Outcome]] = {}
+        """By ticket, in the order of the commands: the same on all ranks."""
+        self._told: set[Reason] = set()
+        """Reasons that the log has of this rank since the last success."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no outcome is still to be polled: the same on all ranks."""
+        return not self._out
+
+    def run(self, command: Write | Fetch | Discard) -> None:
+        """Begin what a command asks for.
+
+        Raises:
+            KeyError: for a source that there is not.
+            TypeError: for a `Write` or `Discard` where nothing is kept.
+            ValueError: for a row without memory, and a ticket that is out.
+        """
+        match command:
+            case Write(ticket, rows):
+                sink, bundle = self._keeper(), self._bundle(rows)
+                self._begin(ticket, self._writer, lambda: _write(sink, bundle))
+            case Fetch(ticket, name, many):
+                source, bundles = self._sources[name], [self._bundle(r) for r in many]
+                thread = self._readers[name]
+                self._begin(ticket, thread, lambda: _fetch(source, bundles))
+            case Discard(keys):
+                # Behind all that came before; the thread itself only has the writes.
+                sink, before = self._keeper(), list(self._out.values())
+                self._writer.submit(_discard, sink, keys, before)
+
+    def poll(self) -> list[Outcome]:
+        """What is done since the last call, where this is the only rank."""
+        return self.settle(lambda values: values)
+
+    def settle(self, all_reduce: Reduce) -> list[Outcome]:
+        """What all ranks are done with since the last call, the same on each.
+
+        All of them call it at the same point of their commands, such as once a step
+        behind its commands.  Nothing is reduced while nothing is out.
+
+        Args:
+            all_reduce: the greatest of all ranks, element by element.
+        """
+        if not self._out:
+            return []
+        own = {
+            ticket: job.result() if job.done() else None
+            for ticket, job in self._out.items()
+        }
+        agreed = agree(own, all_reduce)
+        for outcome in agreed:
+            del self._out[outcome.ticket]
+            self._log(own[outcome.ticket])
+        return agreed
+
+    def wait(self, seconds: float) -> None:
+        """Return when anything that is out is done, or after so many seconds.
+
+        Where nothing is out, return at once.
+        """
+        wait(self._out.values(), seconds, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Finish the jobs at hand and drop the others; nothing touches memory after.
+
+        What was to be discarded is: it would be found at the next start.
+        """
+        for job in self._out.values():
+            job.cancel()
+        # The writer first: what a discard waits for goes on until then.
+        for thread in (self._writer, *self._readers.values()):
+            thread.shutdown(wait=True)
+
+    def _log(self, own: Outcome | None) -> None:
+        """Log a failure of this rank, the first of its kind since a success."""
+        assert own is not None, "all ranks are done"
+        if own.lost is None:
+            self._told.clear()
+        elif own.lost.failure.reason not in self._told:
+            self._told.add(own.lost.failure.reason)
+            logger.warning("hybrid-plugin: a bundle is lost: %s", own.lost.failure)
+
+    # ---------------------------------------------------------------- internal
+
+    def _begin(
+        self, ticket: int, thread: Executor, work: Callable[[], Lost | int]
+    ) -> None:
+        if ticket in self._out:
+            raise ValueError(f"ticket {ticket} is out already")
+        copies = self._memory.copies_over()
+        self._out[ticket] = thread.submit(_outcome, ticket, copies, work)
+
+    def _keeper(self) -> Sink:
+        if self._sink is None:
+            raise TypeError("this rank keeps no bundles")
+        return self._sink
+
+    def _bundle(self, rows: BundleRows) -> Bundle:
+        return Bundle(
+            rows.key,
+            rows.tokens,
+            rows.start,
+            self._pages(rows),
+            self._state(rows),
+        )
+
+    def _pages(self, rows: BundleRows) -> dict[PoolId, PageBytes]:
+        return {
+            pool: PageBytes(
+                pages.start, self._memory.views(Pool.host(pool), pages.rows)
+            )
+            for pool, pages in rows.pages.items()
+        }
+
+    def _state(self, rows: BundleRows) -> Row | None:
+        if rows.state is None:
+            return None
+        (view,) = self._memory.views(Pool.host(Pool.STATE), [rows.state])
+        return view.reshape(-1)
+
+
+def check_rows(layouts: Layouts, memory: HostMemory) -> None:
+    """Check that a rank's rows are those that its layouts describe.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    rows: dict[PoolId, RowLayout] = dict(layouts.pages)
+    if layouts.state is not None:
+        rows[Pool.STATE] = layouts.state
+    for pool, layout in rows.items():
+        size = memory.row_bytes(Pool.host(pool))
+        if size != layout.row_bytes:
+            raise ValueError(
+                f"rows of {pool} have {size} bytes, not {layout.row_bytes} as described"
+            )
+
+
+def _outcome(
+    ticket: int, copies: Callable[[], None], work: Callable[[], Lost | int]
+) -> Outcome:
+    """What becomes of work, which gives the bytes that it moved."""
+    copies()
+    begin = time.perf_counter()
+    try:
+        result = work()
+    except Exception as error:
+        result = Lost(0, _fault(error))
+    seconds = time.perf_counter() - begin
+    if isinstance(result, Lost):
+        return Outcome(ticket, result, 0, seconds)
+    return Outcome(ticket, None, result, seconds)
+
+
+def _write(sink: Sink, bundle: Bundle) -> Lost | int:
+    result = sink.write(bundle)
+    return Lost(0, result) if isinstance(result, Failure) else _bytes(bundle)
+
+
+def _fetch(source: Source, bundles: Sequence[Bundle]) -> Lost | int:
+    return source.fetch(bundles) or sum(_bytes(bundle) for bundle in bundles)
+
+
+def _discard(sink: Sink, keys: Sequence[str], before: list[Future[Outcome]]) -> None:
+    wait(before)
+    try:
+        sink.discard(keys)
+    except Exception as error:
+        _fault(error)
+
+
+def _thread(name: str) -> Executor:
+    return ThreadPoolExecutor(1, f"hybrid-plugin {name}")
+
+
+def _fault(error: Exception) -> Failure:
+    """What whoever waits gets; the log has the traceback."""
+    logger.exception("hybrid-plugin: a bundle is lost")
+    return Failure(Reason.INTERNAL, repr(error))
+
+
+def _bytes(bundle: Bundle) -> int:
+    """Bytes of its memory."""
+    pages = [row for each in bundle.pages.values() for row in each.rows]
+    if bundle.state is not None:
+        pages.append(bundle.state)
+    return sum(row.nbytes for row in pages)

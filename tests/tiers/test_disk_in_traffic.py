@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk's books under random traffic, with ranks that are late and fail.
+
+The checks are those of `tests/core/test_outer_traffic.py`, the tier is the real one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.tiers.outer_tier import OuterTier, StoredBundle
+from hybrid_plugin.tiers.bundle import Layouts
+from hybrid_plugin.tiers.disk import DiskTier
+from hybrid_plugin.tiers.keys import BundleName
+from tests.core.profiles import SOAK_FACTOR
+from tests.core.support import Tokens
+from tests.core.test_outer_traffic import EXERCISED, traffic_of
+from tests.core.traffic import Traffic
+from tests.tiers.support import IDENTITY, STATE, page_layout
+
+EPISODES = 12 * SOAK_FACTOR
+OPERATIONS = 400
+FILE_BYTES = 4_500
+"""A little more than those of the smallest file."""
+
+
+class OnDisk(HybridCache):
+    """A cache with the real tier in the place of the fake one."""
+
+    def use_tiers(self, tiers: Sequence[OuterTier]) -> None:
+        assert self.host is not None
+        rates = [tier.read_bytes_per_second for tier in tiers]
+        pages = [pool for pool in self.host.plan.row_bytes if pool != Pool.STATE]
+        layouts = Layouts(
+            {pool: page_layout(self.page_size) for pool in pages},
+            STATE if self.slots.needed else None,
+        )
+        count = 2 + self.host.plan.blocks % 17
+        rank = {IDENTITY.rank_name: layouts}
+        disk = DiskTier([], count * FILE_BYTES, IDENTITY, rank, rates[0])
+        HybridCache.use_tiers(self, [disk])
+
+
+def file_of(key: str) -> str:
+    return BundleName.from_text(key).key
+
+
+def on_disk(kind: str, seed: int, page_size: int) -> Traffic:
+    """Traffic with a disk, whose files are called as they are on disk."""
+    traffic = traffic_of(kind, seed, page_size, OnDisk)
+    assert traffic.engine.ranks is not None
+    traffic.engine.ranks.file_of = file_of
+    traffic.engine.check_files = lambda: check_files(traffic)  # type: ignore[method-assign]
+    return traffic
+
+
+def check_files(traffic: Traffic) -> None:
+    """With nothing left to do, there are the files that the tier counts."""
+    (tier,), ranks = traffic.engine.cache.tiers, traffic.engine.ranks
+    assert isinstance(tier, DiskTier) and ranks is not None
+    assert not tier._pending and not ranks.reports
+    counted = {entry.name.key for entry in tier._index.oldest()}
+    assert counted == set(ranks.files), "files leak, or are missing"
+
+
+def _found(tier: DiskTier, tokens: Tokens) -> list[StoredBundle]:
+    return list(tier.find(None, array("q", tokens), len(tokens)))
+
+
+@pytest.mark.parametrize("kind", ["fixed", "elastic windows"])
+def test_traffic(kind: str) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(EPISODES):
+        traffic = on_disk(kind, seed, (1, 4, 16)[seed % 3])
+        (tier,) = traffic.engine.cache.tiers
+        assert isinstance(tier, DiskTier)
+        traffic.engine.watch_refusals = False
+        for _ in range(OPERATIONS):
+            version, seen = tier.version, list(traffic.seen)
+            before = [_found(tier, tokens) for tokens in seen]
+            traffic.operate()
+            assert tier.used_bytes <= tier._budget, f"seed {seed}"
+            same = before == [_found(tier, tokens) for tokens in seen]
+            assert same or tier.version > version, "nobody hears of it"
+        traffic.engine.check()
+        traffic.drain()
+        totals.update(tier.stats.as_dict("disk"))
+    missing = [name for name in EXERCISED if not totals[f"disk_{name}"]]
+    assert not missing, f"the traffic exercises too little: {totals}"
