@@ -12,8 +12,13 @@ import pytest
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.tiers.host_plan import HostPlan
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.restores import TransferRates
 from hybrid_plugin.engine.front_door import FrontDoor
+from tests.core.outer import FakeTier
 from tests.core.support import ByMinimum
 
 PAGE = 4
@@ -319,3 +324,83 @@ def test_a_deterministic_request_has_room_for_its_whole_answer() -> None:
             to.look_up(request)
         assert to.admit(first, 0, num_tokens=8) is not None
         assert (to.admit(second, 0, num_tokens=8) is not None) == admitted
+
+
+# ------------------------------------------------------------ behind the host
+
+
+def disk_door(now: list[float]) -> tuple[FrontDoor, Request]:
+    """A front door behind which only the disk has a request's first 8 tokens.
+
+    Bytes come at one in a second, from the disk and from the host, and to compute a
+    token takes ten seconds.
+
+    Args:
+        now: the time, which the test moves on.
+    """
+    plan = HostPlan({Pool.KV: 1, Pool.STATE: 4}, block_bytes=4, blocks=16)
+    cache = HybridCache(
+        PagePool(40),
+        SlotPool(9),
+        PAGE,
+        HybridConfig().snapshot_policy(PAGE),
+        eviction=ByMinimum(),
+        host=HostTier(plan, PAGE, ByMinimum()),
+        rates=TransferRates(1.0, 10.0),
+        tiers=(FakeTier(100, 1.0),),
+    )
+    to = FrontDoor(cache, logging.getLogger(__name__), lambda: now[0])
+    serve(to, Request("chat", 8))
+    cache.drain_commands()
+    cache.outer_done(1, True)
+    assert cache.host is not None
+    while cache.memory.evict_pages(1_000) or cache.host.memory.evict_pages(1_000):
+        pass
+    run(to, Request("runs", 12, first=500))
+    return to, Request("next", 12)
+
+
+def test_a_request_waits_for_the_disk_and_then_for_the_host() -> None:
+    now = [0.0]
+    to, request = disk_door(now)
+    assert to.must_wait_for_restore(request) and to.is_restoring("next")
+    now[0] = 50.0
+    to.pass_time()
+    assert to.must_wait_for_restore(request), "nothing was reported"
+    to.cache.outer_done(2, True)
+    assert to.must_wait_for_restore(request), "it is on the host"
+    now[0] = 60.0
+    to.pass_time()
+    assert not to.must_wait_for_restore(request)
+    assert run(to, request) == 8
+
+
+def test_a_request_computes_what_the_disk_cannot_give() -> None:
+    to, request = disk_door([0.0])
+    assert to.must_wait_for_restore(request)
+    to.cache.outer_done(2, False, reason="corrupt")
+    assert not to.must_wait_for_restore(request)
+    assert run(to, request) == 0
+
+
+def test_a_request_does_not_wait_for_a_disk_that_hangs() -> None:
+    """8 tokens are computed in 80 seconds; nobody waits longer for them."""
+    now = [0.0]
+    to, request = disk_door(now)
+    assert to.must_wait_for_restore(request)
+    now[0] = 80.0
+    to.pass_time()
+    assert not to.must_wait_for_restore(request) and not to.is_restoring("next")
+    assert not to.must_wait_for_restore(Request("other", 12)), "it is late for all"
+    assert run(to, request) == 0
+    to.cache.outer_done(2, True)
+
+
+def test_a_request_that_leaves_lets_a_fetch_go_on() -> None:
+    to, request = disk_door([0.0])
+    assert to.must_wait_for_restore(request)
+    to.end(request, 0)
+    assert to.waiting == 0 and to.cache.fetching == 1
+    to.cache.outer_done(2, True)
+    assert to.must_wait_for_restore(Request("same", 12)), "from the host now"
+    assert to.cache.fetching == 0

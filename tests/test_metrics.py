@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -11,8 +13,9 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.elastic import ElasticBroker
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from hybrid_plugin.core.stats import CacheStats
+from hybrid_plugin.core.stats import CacheStats, OuterStats
 from hybrid_plugin.core.tree.events import EventLog
+from hybrid_plugin.engine import metrics as metrics_module
 from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
 from tests.core.elastic import ElasticSetup
 from tests.core.support import Economical, make_cache, serve, span, start
@@ -127,6 +130,33 @@ def test_evictions_move_the_averages() -> None:
 def test_every_total_is_published(name: str, labels: dict[str, str]) -> None:
     CacheMetrics(labels).publish(numbers(**{name: 3}))
     assert value(f"{name}_total", labels) == 3
+
+
+@pytest.mark.parametrize(
+    "name", OuterStats().as_dict("disk").keys() - metrics_module._FAILURES.keys()
+)
+def test_every_total_of_the_disk_is_published(
+    name: str, labels: dict[str, str]
+) -> None:
+    CacheMetrics(labels).publish(numbers(**{name: 3}))
+    assert value(f"{name}_total", labels) == 3
+
+
+def test_failures_are_counted_by_their_reason(labels: dict[str, str]) -> None:
+    cache = make_cache(pages=9, slots=5)
+    tier: Any = SimpleNamespace(name="disk", stats=OuterStats(), used_bytes=77)
+    cache.tiers = (tier,)
+    metrics = CacheMetrics(labels)
+    metrics.publish(snapshot_of(cache))
+    assert value("disk_used_bytes", labels) == 77
+    for _ in range(2):
+        tier.stats.load_failures["corrupt"] += 2
+        tier.stats.store_failures["disk_full"] += 1
+        metrics.publish(snapshot_of(cache))
+    failed = value("disk_load_failures_total", labels, reason="corrupt")
+    assert failed == 4
+    assert value("disk_store_failures_total", labels, reason="disk_full") == 2
+    assert value("disk_load_failures_total", labels, reason="torn") is None
 
 
 def test_engines_of_one_process_are_told_apart(labels: dict[str, str]) -> None:

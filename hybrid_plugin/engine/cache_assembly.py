@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hybrid_plugin.config import ConfigError, HybridConfig
@@ -16,6 +17,8 @@ from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.restores import TransferRates
 from hybrid_plugin.engine.sizing import CachePlan
 
 
@@ -62,6 +65,22 @@ def build_cache(
         policy=policy,
         eviction=eviction_for(layout, device_type),
         records_drafts=records_drafts,
+        host=host_tier_for(plan, device_type),
+        # Nothing is on the host before workers have measured.
+        rates=TransferRates(math.inf),
+    )
+
+
+def host_tier_for(plan: CachePlan, device_type: str = "cuda") -> HostTier | None:
+    """The host memory behind the pools, empty; None where there is none."""
+    if plan.host is None:
+        return None
+    layout = plan.layout
+    return HostTier(
+        plan.host,
+        layout.page_size,
+        eviction_for(layout, device_type),
+        layout.attention_windows,
     )
 
 

@@ -3,7 +3,7 @@
 
 An adapter says what an engine's request is (`IncomingRequest`) and calls in this order:
 
-    plan_sharing -> must_wait -> look_up -> chunk_end -> admit
+    plan_sharing -> must_wait -> must_wait_for_restore -> look_up -> chunk_end -> admit
         -> cross -> advance -> cross ... -> end
 
 What an engine's scheduler decides between two calls may take any number of steps.  In
@@ -28,6 +28,8 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
     waiting_prefill,
 )
 from hybrid_plugin.core.sequence import Admission, LookUp
+from hybrid_plugin.core.tiers.fetches import Fetching
+from hybrid_plugin.core.tiers.outer import Awaited
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
 from hybrid_plugin.engine.hints import Hints
 
@@ -90,7 +92,11 @@ class _Waiting:
 
     tokens: Tokens
     """Kept because a request may be looked up many times before it is admitted."""
+    limit: int | None = None
+    """Tokens that the engine lets it restore at most."""
     found: LookUp | None = None
+    restore: Awaited | None = None
+    """From another tier, that it waited for last."""
 
 
 class FrontDoor:
@@ -145,6 +151,52 @@ class FrontDoor:
         """Whether a request waits for another one in this step."""
         return not self.cache.is_live(seq_id) and self._sharing.holds(seq_id)
 
+    def must_wait_for_restore(self, request: IncomingRequest) -> bool:
+        """Whether a request waits for its prefix, on the way from another tier.
+
+        Call it for a waiting request that could be admitted in this step, and let time
+        pass at each step (`pass_time`).  Its look-up comes behind this call, or is made
+        again if it is stale by then.
+        """
+        if self.cache.host is None or self.cache.is_live(request.seq_id):
+            return False
+        waiting = self._note(request)
+        if waiting.restore is not None and not waiting.restore.is_over:
+            if not self.cache.is_restored(waiting.restore):
+                return True
+            if waiting.restore.is_over:
+                return False
+            waiting.restore.waiters -= 1  # it takes too long
+            waiting.restore = None
+        found = self._find(request, waiting.tokens, waiting.limit)
+        restore = self.cache.restore(found, waiting.restore)
+        if restore is None:
+            return False
+        waiting.restore = restore
+        restore.waiters += 1
+        return not self.cache.is_restored(restore)
+
+    def is_restoring(self, seq_id: str) -> bool:
+        """Whether a restore for a waiting request has begun and is not over."""
+        waiting = self._waiting.get(seq_id)
+        restore = None if waiting is None else waiting.restore
+        return restore is not None and not restore.is_over
+
+    def is_fetching(self, seq_id: str) -> bool:
+        """Whether a waiting request waits for what is on the way to host memory."""
+        waiting = self._waiting.get(seq_id)
+        awaited = None if waiting is None else waiting.restore
+        return isinstance(awaited, Fetching) and not awaited.is_over
+
+    def is_stale(self, seq_id: str) -> bool:
+        """Whether the tree has changed since a waiting request was looked up."""
+        waiting = self._waiting.get(seq_id)
+        return (
+            waiting is None
+            or waiting.found is None
+            or not self.cache.is_current(waiting.found)
+        )
+
     def look_up(self, request: IncomingRequest, limit: int | None = None) -> LookUp:
         """Find what a waiting request can resume from; nothing is held for it yet.
 
@@ -153,6 +205,7 @@ class FrontDoor:
             limit: restore at most this many tokens.
         """
         waiting = self._note(request)
+        waiting.limit = limit
         waiting.found = self._find(request, waiting.tokens, limit)
         return waiting.found
 
@@ -181,16 +234,18 @@ class FrontDoor:
             None if there is no room, or if `hit` tokens cannot be restored any more:
             the engine looks it up again in a later step.  Nothing has changed then.
         """
-        found = self._note(request).found
+        self.pass_time()
+        waiting = self._note(request)
+        found = waiting.found
         if (
             found is None
             or found.match.length != hit
             or not self.cache.is_current(found)
         ):
-            found = self.look_up(request, hit)
+            found = self._find(request, waiting.tokens, hit)
+            waiting.found = found
         if found.match.length != hit:
             return None
-        self._pass_time()
         if self.cache.policy.canonical:
             # Who is preempted computes its answer again as a prompt, to other bits.
             reserve_tokens = max(reserve_tokens, request.max_tokens)
@@ -205,7 +260,7 @@ class FrontDoor:
             resumed=request.resumed,
         )
         if admission is not None:
-            del self._waiting[request.seq_id]
+            self.forget(request.seq_id)
         return admission
 
     def chunk_end(self, request: IncomingRequest, start: int, end: int) -> int:
@@ -266,7 +321,7 @@ class FrontDoor:
         """
         self.forget(request.seq_id)
         if self.cache.is_live(request.seq_id):
-            self._pass_time()
+            self.pass_time()
             noted = self.cache.is_verifying(request.seq_id)
             self.cache.finish(
                 request.seq_id,
@@ -282,7 +337,9 @@ class FrontDoor:
 
     def forget(self, seq_id: str) -> None:
         """Drop what is known of a request that was never admitted."""
-        self._waiting.pop(seq_id, None)
+        waiting = self._waiting.pop(seq_id, None)
+        if waiting is not None and waiting.restore is not None:
+            waiting.restore.waiters -= 1
 
     def count_preemption(self) -> None:
         """Count a running request that was put back into the queue."""
@@ -295,16 +352,18 @@ class FrontDoor:
             self._waiting.clear()
         return flushed
 
-    # --------------------------------------------------------------- internal
-
-    def _pass_time(self) -> None:
+    def pass_time(self) -> None:
+        """Let the cache know the time, where there is one."""
         if self._clock is not None:
             self.cache.pass_time(self._clock())
+
+    # --------------------------------------------------------------- internal
 
     def _note(self, request: IncomingRequest) -> _Waiting:
         """The record of a waiting request, with all its tokens."""
         waiting = self._waiting.get(request.seq_id)
         if waiting is None or len(waiting.tokens) != request.num_tokens:
+            self.forget(request.seq_id)
             waiting = _Waiting(as_tokens(request.tokens()))
             self._waiting[request.seq_id] = waiting
         return waiting

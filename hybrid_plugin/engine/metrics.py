@@ -14,11 +14,13 @@ from prometheus_client import Counter, Gauge
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.stats import HostStats, OuterStats
 
 _POOLS = {
     "pages": "KV pages",
     "slots": "State slots",
     "scratch_rows": "Rows in which drafts are verified",
+    "host_rows": "Rows of host memory, used while they are copied to the device,",
 }
 _GAUGES = {Pool.STATE: "slots", Pool.SCRATCH: "scratch_rows"}
 """Of the pools that hold no pages."""
@@ -50,7 +52,29 @@ _TOTALS = {
     "moved_bytes": "Bytes of them.",
     "granules_emptied": "Granules emptied by moving what was cached in them.",
     "move_seconds": "Time a rank spent on moving memory.",
+    "host_queried_tokens": "Tokens of admitted prompts that the device did not have.",
+    "host_hit_tokens": "Tokens of admitted prompts restored from host memory.",
+    "host_stores": "Prefixes that were copied to host memory.",
+    "host_stored_bytes": "Bytes that were copied to host memory.",
+    "host_stores_refused": "Prefixes for which host memory had no room worth less.",
+    "host_loads": "Prefixes that were copied from host memory to the device.",
+    "host_loaded_bytes": "Bytes that were copied from host memory to the device.",
+    "host_loads_refused": "Prefixes on the host for which the device had no room.",
+    "disk_queried_tokens": "Tokens of admitted prompts that neither the device nor the "
+    "host had.",
+    "disk_hit_tokens": "Tokens of admitted prompts restored from disk.",
+    "disk_stores": "Prefixes that were written to disk.",
+    "disk_stored_bytes": "Bytes of host memory that each rank wrote to disk.",
+    "disk_stores_refused": "Prefixes that the disk did not take.",
+    "disk_loads": "Prefixes that were read from disk.",
+    "disk_loaded_bytes": "Bytes of host memory that each rank filled from disk.",
+    "disk_loads_refused": "Prefixes on disk for which the host had no room worth less.",
 }
+_FAILURES = {
+    "disk_store_failures": "Prefixes that could not be written to disk, by reason.",
+    "disk_load_failures": "Prefixes that could not be read from disk, by reason.",
+}
+_DISK = "disk"
 _AVERAGES = {
     "evicted_worth": "Tokens of prefill that what was evicted lately was expected to "
     "save, per GiB and admission.",
@@ -61,8 +85,10 @@ _COUNTS = {
     "draft_slots": "State slots that are lent for drafts; they count as used ones too.",
     "announced_pages": "KV pages in events: a request can resume at their end or "
     "behind.",
+    "disk_used_bytes": "Bytes of all files on disk.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
+_FAILED = "failed"
 _FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
 """What is sent as whole numbers of a smaller unit, and that unit."""
 _GIB = 1 << 30
@@ -72,8 +98,9 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     """All numbers `CacheMetrics` publishes, by name; whole numbers, as engines send.
 
     `level/POOL/KIND` counts ids; `mapped/POOL`, bytes, is there where pools share
-    memory; `average/NAME` is an average of late, `count/NAME` a number of now; the
-    others are totals.
+    memory; `average/NAME` is an average of late, `count/NAME` a number of now,
+    `failed/NAME/REASON` a total that is there once anything failed; the others are
+    totals.
     """
     levels = {
         f"{_LEVEL}/{pool}/{kind}": getattr(level, kind)
@@ -99,7 +126,29 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     }
     sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
-    return levels | cache.stats.as_dict() | moved | sizes | sent
+    host = HostStats() if cache.host is None else cache.host.stats
+    totals = cache.stats.as_dict() | host.as_dict()
+    return levels | totals | moved | sizes | sent | _disk_numbers(cache)
+
+
+def _disk_numbers(cache: HybridCache) -> dict[str, int]:
+    disk = next((tier for tier in cache.tiers if tier.name == _DISK), None)
+    stats = OuterStats() if disk is None else disk.stats
+    found = stats.as_dict(_DISK)
+    for name, failures in (
+        ("disk_store_failures", stats.store_failures),
+        ("disk_load_failures", stats.load_failures),
+    ):
+        del found[name]
+        found |= {f"{_FAILED}/{name}/{why}": n for why, n in failures.items()}
+    if disk is not None:
+        found[f"{_COUNT}/disk_used_bytes"] = disk.used_bytes
+    return found
+
+
+def _gauge_of(pool: str) -> str:
+    """Name of the gauge of a pool's ids."""
+    return "host_rows" if Pool.is_host(pool) else _GAUGES.get(pool, "pages")
 
 
 def _whole(name: str, value: float) -> int:
@@ -114,6 +163,7 @@ class CacheMetrics:
         self._gauges, self._counters = _collectors(tuple(labels))
         self._labels = dict(labels)
         self._published = dict.fromkeys(_TOTALS, 0)
+        self._failed: dict[str, int] = {}
 
     def publish(self, numbers: Mapping[str, int]) -> None:
         """Set gauges, and advance counters to the totals in `numbers`."""
@@ -121,7 +171,7 @@ class CacheMetrics:
             what, _, place = name.partition("/")
             pool, _, kind = place.partition("/")
             if what == _LEVEL:
-                gauge = self._gauges[_GAUGES.get(pool, "pages")]
+                gauge = self._gauges[_gauge_of(pool)]
                 gauge.labels(**self._labels, pool=pool, kind=kind).set(value)
             elif what == _MAPPED:
                 self._gauges["mapped"].labels(**self._labels, pool=pool).set(value)
@@ -130,6 +180,10 @@ class CacheMetrics:
                 gauge.set(value * _FRACTIONS[place])
             elif what == _COUNT:
                 self._gauges[place].labels(**self._labels).set(value)
+            elif what == _FAILED:
+                failed = self._counters[pool].labels(**self._labels, reason=kind)
+                failed.inc(value - self._failed.get(name, 0))
+                self._failed[name] = value
         for name, before in self._published.items():
             grown = (numbers[name] - before) * _FRACTIONS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
@@ -165,4 +219,6 @@ def _collectors(
         name: Counter(f"hybrid_cache_{name}", text, label_names)
         for name, text in _TOTALS.items()
     }
+    for name, text in _FAILURES.items():
+        counters[name] = Counter(f"hybrid_cache_{name}", text, [*label_names, "reason"])
     return gauges, counters

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from logging import Logger
 
-from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.config import ConfigError, DiskOptions, HybridConfig
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
+from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine.sizing import EngineLimits, divide
 
 
@@ -37,6 +38,10 @@ class Outlook:
     """Pools of the cache memory that was given."""
     shared: ElasticPlan | None = None
     """Of pools that share their memory; `sizes` is then the most of each."""
+    host: HostPlan | None = None
+    """Of host memory behind the pools, if the options give some."""
+    disk: DiskOptions | None = None
+    """Of files behind that, likewise."""
     max_model_len: int = 0
     note: str = ""
     """Why there are no numbers, or what they do not say."""
@@ -78,5 +83,7 @@ class Outlook:
             layout=plan.layout,
             sizes=plan.sizes,
             shared=plan.shared,
+            host=plan.host,
+            disk=options.disk,
             max_model_len=longest,
         )

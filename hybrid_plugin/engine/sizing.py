@@ -21,7 +21,8 @@ from hybrid_plugin.core.memory.layout import (
     PoolSizes,
     TooLittleMemoryError,
 )
-from hybrid_plugin.engine import elastic_memory
+from hybrid_plugin.core.tiers.host_plan import HostPlan
+from hybrid_plugin.engine import elastic_memory, host_memory
 from hybrid_plugin.engine.memory_blocks import pool_budget
 
 _SILENT = Logger("hybrid_plugin.silent", CRITICAL)
@@ -68,6 +69,8 @@ class CachePlan:
     """Ids of each pool, the reserved ones included."""
     shared: ElasticPlan | None = None
     """How the pools share their memory; None where each has its own."""
+    host: HostPlan | None = None
+    """Of the host memory behind them; None without any."""
 
     @property
     def tokens(self) -> int:
@@ -88,6 +91,11 @@ class CachePlan:
 
     def describe(self) -> Iterator[str]:
         """The pools in a few lines, for the log."""
+        yield from self._describe_pools()
+        if self.host is not None:
+            yield host_memory.describe(self.host, self.layout.page_size)
+
+    def _describe_pools(self) -> Iterator[str]:
         if self.shared is not None:
             yield elastic_memory.describe(self.shared)
             return
@@ -157,12 +165,14 @@ def divide(
 
     Raises:
         ConfigError: if one sequence of the maximum length does not fit, or the
-            options ask for elastic pools that cannot be had.
+            options ask for elastic pools or host memory that cannot be had.
     """
     shared = _share(layout, available, options, limits, log)
     if shared is not None:
-        return CachePlan(shared.layout, shared.sizes, shared)
-    return _split(fixed_layout or layout, available - beside, options, limits)
+        plan = CachePlan(shared.layout, shared.sizes, shared)
+    else:
+        plan = _split(fixed_layout or layout, available - beside, options, limits)
+    return replace(plan, host=host_memory.plan_tier(plan.layout, options))
 
 
 def with_fitting_length(

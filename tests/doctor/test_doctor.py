@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.cli import main
+from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.memory.elastic_plan import plan_elastic
 from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
@@ -18,6 +19,7 @@ from hybrid_plugin.core.memory.layout import (
     PoolSizes,
     StateGroup,
 )
+from hybrid_plugin.core.tiers.host_plan import plan_host, rows_of
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.tools.doctor import installed, points, render, report
 from hybrid_plugin.tools.doctor.installed import Engine
@@ -233,6 +235,40 @@ def test_granules_of_pools_that_share_their_memory() -> None:
     assert model["granules"]["kv"] == {"ids": 8, "bytes": 8192}
     assert model["granules"]["state"] == {"ids": 4, "bytes": 12288}
     assert model["sequences_of_max_model_len"] == shared.sequences(256)
+
+
+def test_host_memory_is_shown() -> None:
+    host = plan_host(rows_of(LAYOUT), 1 << 20)
+    outlook = Outlook(
+        Prospect.SERVED,
+        layout=LAYOUT,
+        sizes=PoolSizes(101, 11),
+        host=host,
+        max_model_len=512,
+    )
+    text = render.as_text(_report(outlook))
+    kv, state = host.rows("kv"), host.rows("state")
+    assert f"MiB of host memory: {kv} pages of kv, {state} slots of state, or " in text
+    assert f"the KV of {kv * 16} tokens at most" in text
+    model = render.as_json(_report(outlook))["engines"][0]["model"]
+    assert model["host_memory"]["rows"] == {"kv": kv, "state": state}
+    assert model["host_memory"]["bytes"] == host.budget <= 1 << 20
+
+
+def test_files_behind_it_are_shown() -> None:
+    disk = DiskOptions("/var/cache/hybrid", 100 * LAYOUT.page_bytes + 1)
+    outlook = Outlook(
+        Prospect.SERVED,
+        layout=LAYOUT,
+        sizes=PoolSizes(101, 11),
+        disk=disk,
+        max_model_len=512,
+    )
+    text = render.as_text(_report(outlook))
+    tokens = 100 * LAYOUT.page_size
+    assert f"of files in /var/cache/hybrid; the KV of {tokens} tokens at most" in text
+    model = render.as_json(_report(outlook))["engines"][0]["model"]
+    assert model["disk"] == {"path": "/var/cache/hybrid", "bytes": disk.size}
 
 
 @pytest.mark.parametrize("prospect", [Prospect.REFUSED, Prospect.FAILS])

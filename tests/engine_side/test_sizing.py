@@ -257,3 +257,49 @@ def test_pools_that_share_memory_are_described_in_one_line() -> None:
     assert line.startswith(
         "hybrid-plugin pools share 4.0 MiB: memory moves in granules"
     )
+
+
+# ------------------------------------------------------------------- host memory
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_host_memory_has_rows_as_large_as_the_device_s(elastic: bool) -> None:
+    found = divided(4 * MIB, elastic=elastic, host_memory=32 * MIB)
+    host = found.host
+    assert host is not None
+    assert host.row_bytes == {"kv": PAGE, "state": found.layout.slot_bytes}
+    assert 32 * MIB - host.block_bytes < host.budget <= 32 * MIB
+    *_, line = found.describe()
+    assert line.startswith("hybrid-plugin keeps what the device evicts in 3")
+    assert f"the KV of {host.rows('kv') * 16} tokens at most" in line
+    assert divided(4 * MIB, elastic=elastic).host is None
+
+
+def test_host_memory_for_windows_without_states() -> None:
+    layout = replace(LAYOUT, states=(), attention=(*LAYOUT.attention, WINDOW))
+    host = divided(MIB, layout=layout, host_memory=MIB).host
+    assert host is not None and host.row_bytes == {"kv": PAGE, "window0": 4 * KIB}
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "sentence"),
+    [
+        (LAYOUT, 2 * SLOT, r"^host_memory is too little: .* needs 3; raise it\.$"),
+        (
+            replace(LAYOUT, states=()),
+            MIB,
+            r"^host_memory needs a model with state layers or .*: leave it out\.$",
+        ),
+        (
+            replace(LAYOUT, attention=(WINDOW,)),
+            MIB,
+            r"^host_memory cannot be used: the model has no full .*; leave it out\.$",
+        ),
+    ],
+    ids=["too little", "attention alone", "no full attention"],
+)
+def test_host_memory_that_cannot_be_used(
+    layout: CacheLayout, size: int, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        divided(8 * MIB, layout=layout, host_memory=size)

@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import CacheLayout
+from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine.outlook import Outlook, Prospect
+from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.doctor.points import OK
 from hybrid_plugin.tools.doctor.report import EngineReport, Report, environment
 
@@ -85,6 +88,10 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
             f"    at once: {longest} sequences of {outlook.max_model_len} tokens, "
             f"{typical} of 1024"
         )
+    if outlook.host is not None:
+        yield f"    {_host(outlook.host, layout.page_size)}"
+    if outlook.disk is not None:
+        yield f"    {_files(outlook.disk, layout)}"
 
 
 def _fitting(outlook: Outlook) -> tuple[int, int]:
@@ -105,6 +112,25 @@ def _granules(shared: ElasticPlan) -> str:
     return ", ".join(
         f"{pool.per_granule} {Pool.noun(name)} of {name} ({_kib(pool.granule_bytes)})"
         for name, pool in shared.pools.items()
+    )
+
+
+def _host(plan: HostPlan, page_size: int) -> str:
+    """What is kept when the device evicts it."""
+    rows = ", ".join(
+        f"{plan.rows(pool)} {Pool.noun(pool)} of {pool}" for pool in plan.row_bytes
+    )
+    return (
+        f"{gib(plan.budget)} of host memory: {rows}, or a mixture; the KV of "
+        f"{plan.rows(Pool.KV) * page_size} tokens at most"
+    )
+
+
+def _files(disk: DiskOptions, layout: CacheLayout) -> str:
+    """What outlives the server."""
+    tokens = disk.size // layout.page_bytes * layout.page_size
+    return (
+        f"{gib(disk.size)} of files in {disk.path}; the KV of {tokens} tokens at most"
     )
 
 
@@ -162,4 +188,13 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
                 for name, pool in outlook.shared.pools.items()
             }
         }
+    if outlook.host is not None:
+        host = outlook.host
+        found["host_memory"] = {
+            "bytes": host.budget,
+            "block_bytes": host.block_bytes,
+            "rows": {pool: host.rows(pool) for pool in host.row_bytes},
+        }
+    if outlook.disk is not None:
+        found["disk"] = {"path": outlook.disk.path, "bytes": outlook.disk.size}
     return found

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine has free, and who is refused for want of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.host_memory import check_room, free_bytes
+
+GIB = 1 << 30
+
+
+def machine(root: Path, available: int) -> Path:
+    (root / "proc").mkdir()
+    lines = f"MemTotal: {1 << 40} kB\nMemAvailable: {available >> 10} kB\n"
+    (root / "proc/meminfo").write_text(lines)
+    return root
+
+
+def group(folder: Path, names: tuple[str, str], most: str, used: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{most}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used}\ninactive_file {GIB}\n")
+
+
+def test_ranks_that_fit_are_served_to_the_byte() -> None:
+    check_room(4 * GIB, 2, 8 * GIB)
+    with pytest.raises(ConfigError) as refusal:
+        check_room(4 * GIB, 2, 8 * GIB - 1)
+    assert str(refusal.value) == (
+        "host_memory of 4.00 GiB for each of 2 ranks is more than this machine has "
+        "free, 8.00 GiB: lower it."
+    )
+    with pytest.raises(ConfigError, match=r"^host_memory of 4\.00 GiB is more than"):
+        check_room(4 * GIB, 1, 3 * GIB)
+
+
+def test_a_machine_without_groups(tmp_path: Path) -> None:
+    assert free_bytes(machine(tmp_path, 5 * GIB)) == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("folder", "names"),
+    [
+        ("sys/fs/cgroup", ("memory.max", "memory.current")),
+        ("sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_container_has_what_its_group_leaves(
+    folder: str, names: tuple[str, str], tmp_path: Path
+) -> None:
+    root = machine(tmp_path, 20 * GIB)
+    group(root / folder, names, str(8 * GIB), 3 * GIB)
+    assert free_bytes(root) == 6 * GIB, "files that it read can be dropped"
+    group(root / folder, names, str(80 * GIB), 3 * GIB)
+    assert free_bytes(root) == 20 * GIB
+    group(root / folder, names, "max", 3 * GIB)
+    assert free_bytes(root) == 20 * GIB
+
+
+def test_this_machine_has_some() -> None:
+    assert free_bytes() > 1 << 20
