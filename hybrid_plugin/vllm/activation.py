@@ -20,7 +20,7 @@ from hybrid_plugin.config import (
     switched_off_by_environment,
 )
 from hybrid_plugin.engine.refusals import cannot_serve
-from hybrid_plugin.vllm import deterministic, servable
+from hybrid_plugin.vllm import deterministic, servable, storable
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ def activate(vllm_config: VllmConfig) -> None:
         refuse_if_demanded(options, conflict)
         logger.warning("hybrid-plugin is inactive: %s", conflict)
         return
+    if options.disk is not None:
+        for obstacle in storable.obstacles(vllm_config, options.disk):
+            raise cannot_serve(obstacle)
     _mark(vllm_config)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
 

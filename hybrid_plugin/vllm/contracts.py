@@ -104,6 +104,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     ),
     *_fields(_PARALLEL, "worker_cls", "pipeline_parallel_size"),
     *_fields(_PARALLEL, "decode_context_parallel_size"),
+    HookPoint(f"{_PARALLEL}.local_world_size"),
     HookPoint("vllm.config.kv_events:KVEventsConfig.enable_kv_cache_events"),
     HookPoint(f"{_CACHE}.prefix_caching_hash_algo"),
     HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
@@ -367,6 +368,7 @@ SCHEDULER_HOOKS: tuple[Contract, ...] = (
 """What the scheduler and its manager build on."""
 
 _ALLOCATE = ("kv_cache_config", "device", "layout", "kernel_block_sizes")
+_GROUPS = "vllm.distributed.parallel_state"
 _WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _ATTENTION = "vllm.model_executor.layers.attention"
 
@@ -456,6 +458,9 @@ WORKER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(f"{_WORKER}.sample_tokens", ("self",), own=True),
     HookPoint(f"{_WORKER}.init_device", ("self",), mentions=("device",), own=True),
+    HookPoint("vllm.v1.worker.worker_base:WorkerBase.shutdown", ("self",), closed=True),
+    HookPoint(f"{_GROUPS}:get_tp_group", ()),
+    HookPoint(f"{_GROUPS}:GroupCoordinator", mentions=("cpu_group",)),
     HookPoint("vllm.v1.outputs:ModelRunnerOutput", open=True),
     HookPoint("vllm.v1.outputs:AsyncModelRunnerOutput.get_output", ("self",)),
 )
@@ -1173,7 +1178,87 @@ CPU_SPECULATION_HOOKS: tuple[Contract, ...] = (
 )
 """The same on a CPU."""
 
-ENGINE_HOOKS = (*OPTION_HOOKS, *CORE_HOOKS, *PLANNING_HOOKS, *SCHEDULER_HOOKS)
+_KINDS = "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum"
+
+DISK_HOOKS: tuple[Contract, ...] = (
+    # Steps go on for what is written and read, and empty ones are reported.
+    HookPoint(f"{_SCHEDULER}:Scheduler.has_requests", ("self",), own=True),
+    HookPoint(f"{_SCHEDULER}:Scheduler.shutdown", ("self",), own=True),
+    HookPoint(f"{_CORE}:EngineCore.step", mentions=("has_requests", "model_output")),
+    HookPoint(
+        f"{_CORE}:EngineCore.step_with_batch_queue",
+        mentions=("has_requests", "model_executed", "exec_future"),
+    ),
+    HookPoint(
+        f"{_CORE}:EngineCoreProc._process_engine_step",
+        mentions=("has_requests", "sleep"),
+    ),
+    HookPoint("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens"),
+    # What names a model.
+    *_fields(_MODEL, "model", "revision", "hf_config_path", "hf_overrides"),
+    *_fields(_MODEL, "dtype", "quantization", "multimodal_config"),
+    *_fields("vllm.config.load:LoadConfig", "load_format"),
+    *_fields(_PARALLEL, "tensor_parallel_size", "data_parallel_size", "nnodes"),
+    *_fields("vllm.config.multimodal:MultiModalConfig", "mm_processor_cache_gb"),
+    HookPoint(
+        "vllm.renderers.base:BaseRenderer._process_mm_uuids",
+        mentions=("mm_processor_cache_gb", "enable_prefix_caching"),
+    ),
+    *_fields(
+        "vllm.lora.request:LoRARequest", "lora_path", "lora_int_id", "load_inplace"
+    ),
+    # How the bytes of a page and of a slot lie.
+    *_fields(
+        f"{_SPECS}:AttentionSpec",
+        "num_kv_heads",
+        "head_size",
+        "head_size_v",
+        "dtype",
+        "kv_quant_mode",
+        "num_head_slots",
+        "state_content_bytes",
+        "page_size_padded",
+    ),
+    HookPoint(f"{_SPECS}:KVCacheSpec.tokens_per_state"),
+    HookPoint(f"{_SPECS}:KVQuantMode.NONE"),
+    HookPoint(f"{_SPECS}:SparseCacheRole.SPARSE"),
+    *_fields(f"{_SPECS}:MLAAttentionSpec", "cache_role"),
+    *_fields(
+        f"{_SPECS}:MambaSpec",
+        "shapes",
+        "dtypes",
+        "mamba_type",
+        "num_speculative_blocks",
+    ),
+    *(
+        HookPoint(f"{_KINDS}.{kind}")
+        for kind in ("GDN_ATTN", "LINEAR", "MAMBA1", "MAMBA2", "SHORT_CONV")
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.attention_layer_base:"
+        "AttentionLayerBase.get_attn_backend",
+        ("self",),
+    ),
+    HookPoint(
+        "vllm.v1.attention.backends.cpu_attn:"
+        "CPUAttentionMetadataBuilder._set_isa_to_layers",
+        mentions=("isa",),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache",
+        mentions=("get_state_shape", "get_state_dtype"),
+    ),
+    *_CONVOLUTION_HOOKS,
+)
+"""What files behind host memory rely on."""
+
+ENGINE_HOOKS = (
+    *OPTION_HOOKS,
+    *CORE_HOOKS,
+    *PLANNING_HOOKS,
+    *SCHEDULER_HOOKS,
+    *DISK_HOOKS,
+)
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
     *ENGINE_HOOKS,

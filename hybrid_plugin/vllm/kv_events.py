@@ -82,8 +82,8 @@ class KvEvents:
             )
             for group in groups
         ]
-        self._adapters: dict[str, Any] = {}
-        """The LoRA requests by the adapters' names, which name namespaces."""
+        self._adapters: dict[Hashable, Any] = {}
+        """The LoRA requests, by what names them in namespaces."""
 
     def note(self, request: Request, found: LookUp) -> None:
         """Learn of a request that was looked up.
@@ -93,7 +93,8 @@ class KvEvents:
         """
         adapter = request.lora_request
         if adapter is not None:
-            self._adapters[adapter.lora_name] = adapter
+            assert isinstance(found.namespace, tuple), "as requests name it"
+            self._adapters[found.namespace[0]] = adapter
         node = found.match.node
         if node is not None and request.kv_cache_report_mode == "full":
             self.log.repeat(node, found.namespace)

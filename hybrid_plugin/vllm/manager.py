@@ -20,11 +20,14 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.commands import Command, Pool, PoolId
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
+from hybrid_plugin.engine.bundle_identity import AdapterNames
 from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
+from hybrid_plugin.vllm.reports import Report
 from hybrid_plugin.vllm.requests import VllmRequest
 from hybrid_plugin.vllm.speculation.steps import DraftSteps
 
@@ -79,6 +82,7 @@ class HybridKVCacheManager:
         clock: Callable[[], float] | None = time.monotonic,
         records_drafts: bool = False,
         kv_events: KvEvents | None = None,
+        max_running: int | None = None,
     ) -> None:
         """Create the cache.
 
@@ -93,6 +97,7 @@ class HybridKVCacheManager:
                 must do the same and have none in common.
             records_drafts: as in `HybridCache`.
             kv_events: publishes what the cache can resume; None publishes nothing.
+            max_running: requests that run at once, at most; None for any number.
         """
         device = current_platform.device_type
         self.cache = build_cache(
@@ -112,6 +117,18 @@ class HybridKVCacheManager:
         self.front_door = FrontDoor(self.cache, logger, clock)
         self.draft_steps = DraftSteps(self.cache)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
+        self._max_running = max_running
+        self._restoring = 0
+        """Requests of this step that wait for their prefix from host memory."""
+        self._may_begin = True
+        """Whether one behind them may begin to restore its own."""
+        self._disk_options = options.disk
+        self._disk: Disk | None = None
+        """Opened when the workers have said what they have."""
+        self._was_flushed = False
+        """Whether the workers have yet to hear of a flush, which removes files."""
+        self._weight_updates = 0
+        self._adapters = None if options.disk is None else AdapterNames()
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats()
@@ -130,7 +147,7 @@ class HybridKVCacheManager:
 
         The pages are those of full attention: nobody reads the others here.
         """
-        found = self.front_door.look_up(VllmRequest(request), max_cache_hit_length)
+        found = self.front_door.look_up(self._read(request), max_cache_hit_length)
         if self._kv_events is not None:
             self._kv_events.note(request, found)
         return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
@@ -155,7 +172,7 @@ class HybridKVCacheManager:
                 return None
             return self._last_pages(seq_id, len(fresh))
         admission = self.front_door.admit(
-            VllmRequest(request),
+            self._read(request),
             num_new_computed_tokens,
             num_tokens=num_new_computed_tokens + num_new_tokens + num_lookahead_tokens,
             reserve_tokens=request.num_tokens if full_sequence_must_fit else 0,
@@ -170,7 +187,7 @@ class HybridKVCacheManager:
         """Where a chunk of the request's prefill from `start` should end, at `end`
         by vLLM's own choice.
         """
-        return self.front_door.chunk_end(VllmRequest(request), start, end)
+        return self.front_door.chunk_end(self._read(request), start, end)
 
     def plan_in_batch_sharing(self, waiting: Iterable[Request]) -> None:
         """Decide which of the requests that wait follow another one.
@@ -178,11 +195,91 @@ class HybridKVCacheManager:
         Args:
             waiting: in the order in which they are served.
         """
-        self.front_door.plan_sharing(map(VllmRequest, waiting))
+        self.front_door.plan_sharing(map(self._read, waiting))
+
+    def step_begins(self) -> None:
+        """A step will be planned."""
+        self._restoring, self._may_begin = 0, True
+        self.front_door.pass_time()
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a request that waits should go on waiting, for another one."""
-        return self.front_door.must_wait(request.request_id)
+        """Whether a request that waits should go on waiting: for another one, for its
+        prefix, which is on the way from host memory or from files, or behind one that
+        waits for that.
+
+        Call it in the order in which requests are served.  Nobody overtakes a request
+        that waits for host memory, which takes a step or two: who did would take the
+        memory that it needs.  Those behind it begin to bring their own prefixes, as
+        many as can run.  Others may overtake a request that waits for files, which
+        takes longer, and no memory of the device.
+        """
+        if self.is_opening or self.front_door.must_wait(request.request_id):
+            return True
+        if not self._restoring:
+            waits = self.front_door.must_wait_for_restore(self._read(request))
+            is_fetching = self.front_door.is_fetching(request.request_id)
+            self._restoring += waits and not is_fetching
+            return waits
+        if self._may_begin:
+            self._may_begin = self._restores_behind(request)
+            self._restoring += self._may_begin
+        return True
+
+    def _restores_behind(self, request: Request) -> bool:
+        """Whether a request is restored while others before it are, too."""
+        if self.front_door.is_restoring(request.request_id):
+            return True
+        if self.cache.live + self._restoring == self._max_running:
+            return False
+        return self.front_door.must_wait_for_restore(self._read(request))
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the files are yet to be opened: the workers' first answer tells."""
+        return self._disk_options is not None and self._disk is None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are of use without any request: files come, go or are read."""
+        if self._disk_options is None:
+            return False
+        return (
+            self.is_opening
+            or self._was_flushed
+            or self.cache.writing > 0
+            or self.cache.fetching > 0
+        )
+
+    def close(self) -> None:
+        """Let another server have the files."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def take_report(self, report: Report) -> None:
+        """Note what a worker has measured, and what became of writes and fetches.
+
+        Raises:
+            ConfigError: if the files' folder cannot be used.
+        """
+        self.new_measurements(report)
+        if report.disk is not None and self._disk_options is not None:
+            self._disk = Disk(self._disk_options, report.disk, self.cache)
+            logger.info("hybrid-plugin: %s.", self._disk.found())
+        if self._disk is None:
+            return
+        if report.weight_updates > self._weight_updates:
+            self._weight_updates = report.weight_updates
+            self._disk.renew()
+        self._disk.take(report.outcomes)
+
+    def new_measurements(self, report: Report) -> None:
+        """Note what a worker has measured."""
+        self.cache.broker.stats.device_seconds = report.move_seconds
+        rates = self.cache.rates
+        if rates is not None:
+            rates.prefill_seconds_per_token = report.token_seconds
+            if report.load_bytes_per_second is not None:
+                rates.load_bytes_per_second = report.load_bytes_per_second
 
     # -------------------------------------------------------------- progress
 
@@ -199,10 +296,11 @@ class HybridKVCacheManager:
 
     def free(self, request: Request) -> None:
         """End the request's sequence: finished, aborted or preempted."""
-        self.front_door.end(VllmRequest(request), request.num_computed_tokens)
+        self.front_door.end(self._read(request), request.num_computed_tokens)
 
     def drain_commands(self) -> list[Command]:
         """Take the device work that must run before the next forward pass."""
+        self._was_flushed = False
         return self.cache.drain_commands()
 
     def take_events(self) -> list[Any]:
@@ -212,6 +310,7 @@ class HybridKVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests hold pages."""
         flushed = self.front_door.flush()
+        self._was_flushed |= flushed
         if flushed:
             self.prefix_cache_stats.reset = True
         return flushed
@@ -297,6 +396,9 @@ class HybridKVCacheManager:
         return {}
 
     # ---------------------------------------------------------------- internal
+
+    def _read(self, request: Request) -> VllmRequest:
+        return VllmRequest(request, self._adapters)
 
     def create_kv_cache_blocks(
         self, blocks: tuple[Sequence[KVCacheBlock], ...]

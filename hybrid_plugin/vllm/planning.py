@@ -24,6 +24,7 @@ from hybrid_plugin.core.memory.layout import (
     PoolSizes,
     StateGroup,
 )
+from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine import elastic_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
 from hybrid_plugin.vllm import addressing, elastic, page_layout
@@ -72,6 +73,8 @@ class HybridKVCacheConfig(KVCacheConfig):
     """How the pools share their memory; None where each has its own."""
     interior: bool = False
     """Whether forward passes keep states in the middle of a prompt."""
+    host: HostPlan | None = None
+    """Of the host memory behind the pools; None without any."""
 
     @property
     def plan(self) -> CachePlan:
@@ -80,7 +83,7 @@ class HybridKVCacheConfig(KVCacheConfig):
             self.shared.layout if self.shared else make_layout(self.kv_cache_groups)
         )
         sizes = PoolSizes(self.pages, self.slots, self.windows)
-        return CachePlan(layout, sizes, self.shared)
+        return CachePlan(layout, sizes, self.shared, self.host)
 
     def num_blocks_of(self, tensor: KVCacheTensor) -> int:
         assert isinstance(tensor, PoolTensor)
@@ -193,6 +196,7 @@ def make_config(
     shared: ElasticPlan | None = None,
     *,
     interior: bool = False,
+    host: HostPlan | None = None,
 ) -> HybridKVCacheConfig:
     """Place the groups' layers: KV as the layout says, states slot after slot.
 
@@ -202,6 +206,7 @@ def make_config(
         sizes: ids of each pool.
         shared: how the pools share their memory, if they do.
         interior: whether forward passes keep states in the middle of a prompt.
+        host: the host memory behind the pools, if there is any.
     """
     layout = make_layout(groups) if shared is None else shared.layout
     return HybridKVCacheConfig(
@@ -220,6 +225,7 @@ def make_config(
         windows=sizes.windows,
         shared=shared,
         interior=interior,
+        host=host,
     )
 
 
@@ -288,7 +294,12 @@ def plan(
     interior = agreement.keep_interior(worker_specs)
     return [
         make_config(
-            vllm_config, make_groups(s), found.sizes, found.shared, interior=interior
+            vllm_config,
+            make_groups(s),
+            found.sizes,
+            found.shared,
+            interior=interior,
+            host=found.host,
         )
         for s in worker_specs
     ]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.utils import create_kv_cache_views
@@ -14,10 +14,14 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
+from hybrid_plugin.vllm.bundle_layouts import layouts_of, page_form
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
+from hybrid_plugin.vllm.specs import is_page_spec
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    from hybrid_plugin.tiers.bundle import Layouts
 
 
 class PoolMemory:
@@ -26,6 +30,29 @@ class PoolMemory:
     def __init__(self) -> None:
         self._shared: VirtualArena | None = None
         self._executor: Executor | None = None
+        self._order: KVCacheLayout | None = None
+        self._blocks: list[int] | None = None
+
+    def layouts(
+        self, config: HybridKVCacheConfig, layers: Mapping[str, Any]
+    ) -> Layouts:
+        """How the rows of the pools lie, once vLLM's layers have their views.
+
+        Args:
+            config: of the pools.
+            layers: of the model, by name.
+        """
+        assert self._order is not None, "the pools were allocated"
+        blocks: list[int | None] = [None] * len(config.kv_cache_groups)
+        if self._blocks is not None:
+            blocks = list(self._blocks)
+        forms = {
+            name: page_form(layers[name], block)
+            for group, block in zip(config.kv_cache_groups, blocks, strict=True)
+            if is_page_spec(group.kv_cache_spec)
+            for name in group.layer_names
+        }
+        return layouts_of(config, self._order, forms)
 
     @property
     def executor(self) -> Executor:
@@ -41,6 +68,11 @@ class PoolMemory:
                 "workers."
             )
         return self._executor
+
+    def close(self) -> None:
+        """Give host memory back, if there is some; nothing runs after."""
+        if self._executor is not None and self._executor.host is not None:
+            self._executor.host.close()
 
     def share(self, memory: VirtualArena) -> None:
         """Take memory that all pools may share, if the engine core plans so."""
@@ -63,6 +95,7 @@ class PoolMemory:
             layout: vLLM's, of a layer's pages.
             kernel_block_sizes: tokens of a block of each group's attention kernels.
         """
+        self._order, self._blocks = layout, kernel_block_sizes
         places: dict[PoolId, AddressRange] = {}
         if config.shared is not None:
             assert self._shared is not None, "the worker took it before"

@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from hybrid_plugin.engine.bundle_identity import AdapterNames
+
 _NUMBERS = 1 << 63
 """How many negative numbers a token of 64 bits has."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnnamedAdapter:
+    """An adapter whose weights cannot be told from others by any name that lasts."""
+
+    name: str
+    """vLLM's, for as long as this process runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmRequest:
     """A request of vLLM as the front door sees it.
 
-    LoRA adapter and cache salt name a namespace: nothing is shared across it.
+    LoRA adapter and cache salt name a namespace: nothing is shared across it.  Where
+    content outlives the process, adapters are named after their weights.
     A multimodal item is a run of equal placeholder tokens whose meaning is its
     content, so each of them is replaced by a negative number that stands for
     (content, position in the item); real token ids are never negative.
@@ -34,6 +45,8 @@ class VllmRequest:
     """
 
     request: Request
+    adapters: AdapterNames | None = None
+    """Names that last; None where vLLM's own do."""
 
     @property
     def seq_id(self) -> str:
@@ -63,13 +76,23 @@ class VllmRequest:
 
     def namespace(self) -> Hashable:
         """What the whole request must have in common with another."""
-        adapter = self.request.lora_request
-        lora = adapter.lora_name if adapter else None
+        lora = self._adapter()
         salt: object = self.request.cache_salt
         if lora is None and salt is None:
             return None
         # A salt that is no string cannot come from vLLM's own front end.
         return lora, salt if salt is None or isinstance(salt, str) else repr(salt)
+
+    def _adapter(self) -> Hashable:
+        adapter = self.request.lora_request
+        if not adapter:
+            return None
+        if self.adapters is None:
+            return str(adapter.lora_name)
+        if adapter.load_inplace:  # over others, without another id
+            return UnnamedAdapter(adapter.lora_name)
+        name = self.adapters.of(adapter.lora_path, adapter.lora_int_id)
+        return name or UnnamedAdapter(adapter.lora_name)
 
     @property
     def cacheable(self) -> bool:

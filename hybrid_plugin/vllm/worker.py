@@ -6,23 +6,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.device.host.ring import rings_for
+from hybrid_plugin.engine import host_memory
 from hybrid_plugin.engine.refusals import named
 from hybrid_plugin.vllm import (
     activation,
     deterministic,
     elastic,
+    host_rows,
     page_layout,
     page_size,
     patches,
     reports,
     servable,
+    worker_disk,
 )
 from hybrid_plugin.vllm.kernels import agreement, state_layers
 from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.pool_memory import PoolMemory
-from hybrid_plugin.vllm.scheduler import COMMANDS, ROWS
+from hybrid_plugin.vllm.prefill_measure import PrefillMeasure
+from hybrid_plugin.vllm.reports import Report
+from hybrid_plugin.vllm.scheduler import COMMANDS, PREFILL_TOKENS, ROWS
 from hybrid_plugin.vllm.speculation import block_tables, windows
 from hybrid_plugin.vllm.speculation import patches as speculation_patches
 
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from hybrid_plugin.engine.rank_files import RankFiles, RanksOnDisk
+    from hybrid_plugin.tiers.agreement import Outcome
 
 
 class RunsCommands:
@@ -48,7 +57,17 @@ class RunsCommands:
         self._layers = StateLayers({}, "engine", "cpu")
         self._state_groups: list[int] = []
         """Places of the groups of state layers among vLLM's."""
-        self._reported = 0.0
+        self._reported = Report()
+        self._passes: PrefillMeasure | None = None
+        """Where it counts how long a prefill takes."""
+        self._load_rate: float | None = None
+        """Bytes in a second that come from host memory, on every rank at least."""
+        self._files: RankFiles | None = None
+        """Behind the host memory, where the options give some."""
+        self._on_disk: RanksOnDisk | None = None
+        """What of the ranks the scheduler has not heard yet."""
+        self._outcomes: list[Outcome] = []
+        """Of writes and fetches, likewise."""
         self._stepped_aside: str | None = None
         """Why vLLM's own code runs in this worker, None if it does not."""
 
@@ -106,8 +125,16 @@ class RunsCommands:
         if self._stepped_aside is not None:
             stock: int = super().determine_available_memory()  # type: ignore[misc]
             return stock
+        wanted = activation.read_options(self.vllm_config).host_memory
+        if wanted is not None:
+            ranks = self.vllm_config.parallel_config.local_world_size
+            host_memory.check_room(wanted, ranks, host_memory.free_bytes())
         with patches.pool_allocator(_allocate_for_profiling):
             available: int = super().determine_available_memory()  # type: ignore[misc]
+        # What the user set aside for the cache holds the cache alone.
+        said = self.vllm_config.cache_config.kv_cache_memory_bytes
+        if wanted is not None and not said:
+            available -= rings_for(self.device).bytes
         if not elastic.is_wanted(self.vllm_config):
             return available
         memory = elastic.take_memory(self.vllm_config, available, self.device)
@@ -127,6 +154,10 @@ class RunsCommands:
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         # Without an executor, the cache is not ours, which is refused.
         executor = self._pools.executor
+        if kv_cache_config.host is not None:
+            self._load_rate = host_rows.attach(executor, kv_cache_config.host)
+            self._passes = PrefillMeasure(self.device)
+        self._open_files(kv_cache_config)
         self._layers.interior = executor.interior
         self._state_groups = [
             group
@@ -142,15 +173,41 @@ class RunsCommands:
         if self.device.type != "cpu":  # where nothing is compiled
             self._layers.warm_up(self.vllm_config.scheduler_config.max_num_seqs)
 
+    def _open_files(self, config: HybridKVCacheConfig) -> None:
+        """Put files behind the host memory, if the options name a folder."""
+        disk = activation.read_options(self.vllm_config).disk
+        if disk is None:
+            return
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._files, self._on_disk = worker_disk.attach(
+            self._pools.executor,
+            self.vllm_config,
+            config,
+            disk,
+            self._pools.layouts(config, layers),
+        )
+
+    def shutdown(self) -> None:
+        """End, and give the host memory back."""
+        if self._files is not None:
+            self._files.close()
+        self._pools.close()
+        super().shutdown()  # type: ignore[misc]
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load them again, for our kernels too."""
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
-        self._layers.refresh()
+        self._weights_changed()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
         """End an update from a trainer, for our kernels too."""
         super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
         self._layers.refresh()
+        if self._files is not None:
+            self._files.weights_changed()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step's commands, then the step, on the same stream.
@@ -161,22 +218,45 @@ class RunsCommands:
         commands = getattr(scheduler_output, COMMANDS, None)
         if commands is not None:
             self._pools.executor.run(commands)
+        if self._files is not None:
+            self._outcomes += self._files.settle()
         rows = getattr(scheduler_output, ROWS, None)
         if rows:
             v2 = self.vllm_config.use_v2_model_runner
             block_tables.write_rows(self.model_runner, self._state_groups, rows, v2=v2)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        tokens = getattr(scheduler_output, PREFILL_TOKENS, 0)
+        if self._passes is None or not tokens:
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        else:
+            with self._passes.pass_of(tokens):
+                output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        # A step without requests is over here; others are when they have sampled.
+        return self._with_report(output) if commands is not None else output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, and report what moving memory has cost if that grew."""
+        """Sample, and report what was measured, if there is news."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if self._stepped_aside is not None:
+        return output if self._stepped_aside is not None else self._with_report(output)
+
+    def _with_report(self, output: Any) -> Any:
+        """The same, with what is news; it is kept where there is no output yet."""
+        report = self._measured()
+        if report == self._reported or not reports.can_carry(output):
             return output
-        spent = self._pools.executor.moves.seconds
-        if spent == self._reported:
-            return output
-        self._reported = spent
-        return reports.attach(output, spent)
+        self._outcomes, self._on_disk = [], None
+        self._reported = self._measured()
+        return reports.attach(output, report)
+
+    def _measured(self) -> Report:
+        executor, passes = self._pools.executor, self._passes
+        return Report(
+            move_seconds=executor.moves.seconds,
+            token_seconds=None if passes is None else passes.token_seconds(),
+            load_bytes_per_second=self._load_rate,
+            disk=self._on_disk,
+            weight_updates=0 if self._files is None else self._files.updates,
+            outcomes=tuple(self._outcomes),
+        )
 
 
 def _allocate_for_profiling(*args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import LookUp
 from hybrid_plugin.core.memory.layout import PoolSizes
+from hybrid_plugin.core.tiers.host_plan import plan_host, rows_of
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig, make_config, make_groups
+from hybrid_plugin.vllm.planning import (
+    HybridKVCacheConfig,
+    make_config,
+    make_groups,
+    make_layout,
+)
 from tests.core.support import ByMinimum
 
 PAGE = 16
@@ -89,11 +95,13 @@ def image(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=position)
 
 
-def pools(pages: int = 9, slots: int = 5) -> HybridKVCacheConfig:
-    """Planned pools, the reserved page and slot included."""
+def pools(pages: int = 9, slots: int = 5, host: int = 0) -> HybridKVCacheConfig:
+    """Planned pools, the reserved page and slot included, and bytes of host memory."""
     cache = SimpleNamespace(prefix_cache_retention_interval=None)
     config: Any = SimpleNamespace(cache_config=cache)
-    return make_config(config, make_groups(SPECS), PoolSizes(pages, slots))
+    groups = make_groups(SPECS)
+    plan = plan_host(rows_of(make_layout(groups)), host) if host else None
+    return make_config(config, groups, PoolSizes(pages, slots), host=plan)
 
 
 def manager(
@@ -103,16 +111,19 @@ def manager(
     watermark: float = 0.0,
     clock: Callable[[], float] | None = lambda: 0.0,
     records_drafts: bool = False,
+    host: int = 0,
+    max_running: int | None = None,
     **options: Any,
 ) -> HybridKVCacheManager:
     """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
     made = HybridKVCacheManager(
-        pools(pages, slots),
+        pools(pages, slots, host),
         HybridConfig.from_mapping(options),
         watermark=watermark,
         log_stats=True,
         clock=clock,
         records_drafts=records_drafts,
+        max_running=max_running,
     )
     made.cache.tree.eviction = ByMinimum(prompt_end=32)
     return made

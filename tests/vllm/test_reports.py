@@ -8,11 +8,12 @@ import pytest
 outputs = pytest.importorskip("vllm.v1.outputs")
 
 from hybrid_plugin.vllm import reports  # noqa: E402
+from hybrid_plugin.vllm.reports import Report  # noqa: E402
 
 
 def test_an_output_is_marked_and_the_shared_one_is_not() -> None:
     empty = outputs.EMPTY_MODEL_RUNNER_OUTPUT
-    assert reports.read(reports.attach(empty, 0.5)) == 0.5
+    assert reports.read(reports.attach(empty, Report(0.5))) == Report(0.5)
     assert reports.read(empty) is None
 
 
@@ -26,10 +27,10 @@ def test_an_output_on_the_device_keeps_its_class() -> None:
         def another_of_the_runner(self) -> int:
             return 7
 
-    attached = reports.attach(OnDevice(), 1.5)
+    attached = reports.attach(OnDevice(), Report(1.5))
     assert attached.another_of_the_runner() == 7
-    assert reports.read(attached.get_output()) == 1.5
+    assert reports.read(attached.get_output()) == Report(1.5)
 
 
 def test_anything_else_is_left_alone() -> None:
-    assert reports.attach(None, 1.0) is None
+    assert reports.attach(None, Report(1.0)) is None

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hybrid_plugin.engine.bundle_identity import AdapterNames
+from hybrid_plugin.tiers.keys import namespace_digest
 from hybrid_plugin.vllm import requests
-from hybrid_plugin.vllm.requests import VllmRequest
+from hybrid_plugin.vllm.requests import UnnamedAdapter, VllmRequest
 
 
 def request(**changes: Any) -> Any:
@@ -105,3 +108,32 @@ def test_tokens_are_a_copy_that_later_ones_do_not_change() -> None:
 def test_embeddings_are_not_cacheable() -> None:
     assert VllmRequest(request()).cacheable
     assert not VllmRequest(request(prompt_embeds=object())).cacheable
+
+
+def adapter(path: str, *, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(
+        lora_name="a", lora_path=path, lora_int_id=3, load_inplace=load_inplace
+    )
+
+
+def test_adapters_are_named_after_their_weights_where_names_must_last() -> None:
+    known = {"/one": "weights 1", "/copy": "weights 1", "/two": "weights 2"}
+
+    def weights_in(folder: Path) -> str:
+        if str(folder) not in known:
+            raise FileNotFoundError(folder)
+        return known[str(folder)]
+
+    names = AdapterNames(weights_in)
+
+    def found(path: str, **more: bool) -> Any:
+        one = request(lora_request=adapter(path, **more), cache_salt="s")
+        return VllmRequest(one, names).namespace()
+
+    assert found("/one") == found("/copy") == ("weights 1", "s")
+    assert found("/two") == ("weights 2", "s")
+    assert VllmRequest(request(), names).namespace() is None
+    unnamed = {found("some/adapter"), found("/one", load_inplace=True)}
+    assert unnamed == {(UnnamedAdapter("a"), "s")}
+    with pytest.raises(TypeError, match="has no name on disk"):
+        namespace_digest(unnamed.pop())
