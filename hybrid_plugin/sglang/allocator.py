@@ -28,8 +28,9 @@ def most_pages(cache: HybridCache) -> int:
 
 
 def spare_pages(cache: HybridCache) -> int:
-    """The same, without those that sequences have reserved for their prompts."""
-    return most_pages(cache) - cache.promised_pages()
+    """The same with those that are filled from host memory, which make way, and
+    without those that sequences have reserved for their prompts."""
+    return most_pages(cache) + cache.restoring(Pool.KV) - cache.promised_pages()
 
 
 def most_slots(cache: HybridCache) -> int:
@@ -91,7 +92,8 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
         pages = num_tokens // self.page_size
         windows = map(Pool.window, range(len(self.cache.windows)))
         return pages <= spare_pages(self.cache) and all(
-            pages <= self.cache.broker.max_free(pool) for pool in windows
+            pages <= self.cache.broker.max_free(pool) + self.cache.restoring(pool)
+            for pool in windows
         )
 
     def get_all_free_pages(self) -> None:

@@ -12,7 +12,7 @@ from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
-from hybrid_plugin.engine import sizing
+from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
@@ -118,6 +118,11 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         obstacle = next(deterministic.obstacles(view, page_size), None)
         if obstacle is not None:
             raise cannot_serve(obstacle)
+    if options.host_memory is not None:
+        ranks = max(view.tp_size * view.dp_size // view.nnodes, 1)
+        host_memory.check_room(options.host_memory, ranks, host_memory.free_bytes())
+    if options.disk is not None:
+        _check_disk(view)
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
     chosen |= speculation.running_requests(view, options)
     if has_states(model):
@@ -128,6 +133,28 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
         page_size,
     )
+
+
+def _check_disk(view: Any) -> None:
+    """Refuse what has no name on disk, and what would share files without knowing.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    if max(view.dp_size, view.attn_dp_size or 1) > 1:
+        raise ConfigError(
+            "disk serves one replica, and with data parallelism there are several: "
+            "leave it out, or start a server for each with a folder of its own."
+        )
+    if view.nnodes > 1:
+        raise ConfigError(
+            "disk serves one machine, and the ranks are on several: leave it out."
+        )
+    if view.enable_lora or view.lora_paths:
+        raise ConfigError(
+            "disk cannot tell the weights of adapters in SGLang from others: drop "
+            "--enable-lora and --lora-paths, or leave disk out."
+        )
 
 
 def _page_size(view: Any, options: HybridConfig) -> int:
@@ -155,7 +182,10 @@ def _conflicts(view: Any) -> Iterator[str]:
     if view.enable_unified_memory:
         yield f"--enable-unified-memory is another pool; drop it, or drop {FLAG}."
     if view.enable_hierarchical_cache:
-        yield "--enable-hierarchical-cache is not supported yet; drop it."
+        yield (
+            "--enable-hierarchical-cache is for SGLang's own cache; drop it, and give "
+            "the plugin's option host_memory a size."
+        )
     if view.enable_linear_replayssm:
         yield (
             "states are exact in one step of several only, and turns end between; drop "

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time by which TTLs end: the same on every rank.
+"""The time, and what a rank measured: the same on every rank.
 
 SGLang runs a scheduler on each rank, and what they do must be equal.  Its requests
 carry no time that is: the front end's stamps stay there, and each rank takes its own.
-So the rank that receives the requests sends its time along when it broadcasts them.
+So the rank that receives the requests sends its time along when it broadcasts them,
+and how long its prefills take.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 RESOLUTION_SECONDS = 1.0
-"""The time is sent at most so often, because where no request came that costs a
-broadcast of its own.  TTLs are said in seconds."""
+"""Where no request comes, the time is sent at most so often unless somebody waits for a
+moment: it costs a broadcast of its own.  TTLs are said in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class TimeStamp:
     """Travels with requests."""
 
     seconds: float
+    token_seconds: float | None = None
+    """Prefill of one token on the rank that sent it; None before it was measured."""
 
 
 class RankClock:
@@ -37,32 +40,46 @@ class RankClock:
         self._source = source
         self._sent: float | None = None
         self._now = 0.0
+        self.is_fine = False
+        """Whether somebody waits for a moment: then every broadcast has the time."""
+        self.measured: Callable[[], float | None] = lambda: None
+        """Returns the time of one token's prefill on this rank, in seconds."""
+        self.token_seconds: float | None = None
+        """The same as of the last stamp."""
 
     def __call__(self) -> float:
         """The time in seconds, since a moment that is the same on all ranks."""
         return self._now
 
     def broadcast(
-        self, original: Callable[..., list[Any]], requests: list[Any] | None, *rest: Any
+        self,
+        original: Callable[..., list[Any]],
+        requests: list[Any] | None,
+        local: list[Any] | None = None,
     ) -> list[Any]:
         """Broadcast requests with the time, and read the time that came.
 
         Args:
             original: broadcasts what the first rank passes; returns it on all ranks.
             requests: of the rank that receives them; None on the others.
-            rest: passed on.
+            local: what that rank adds for those that share its queue.  With
+                data-parallel attention, only the first of all ranks can send anything
+                but new requests otherwise.
         """
         if requests is not None:
-            requests = [*self._stamps(), *requests]
-        received = original(requests, *rest)
+            local = list(local or ())
+            local += self._stamps(requests or local)
+        received = original(requests, local)
         for one in received:
             if isinstance(one, TimeStamp):
                 self._now = max(self._now, one.seconds)
+                self.token_seconds = one.token_seconds
         return [one for one in received if not isinstance(one, TimeStamp)]
 
-    def _stamps(self) -> list[TimeStamp]:
+    def _stamps(self, others: list[Any]) -> list[TimeStamp]:
         now = self._source()
-        if self._sent is not None and now - self._sent < RESOLUTION_SECONDS:
+        recent = self._sent is not None and now - self._sent < RESOLUTION_SECONDS
+        if recent and not others and not self.is_fine:
             return []
         self._sent = now
-        return [TimeStamp(now)]
+        return [TimeStamp(now, self.measured())]

@@ -358,7 +358,8 @@ CACHE_HOOKS = (
 SCHEDULER_HOOKS = (
     HookPoint(f"{_SCHEDULER}.get_prefill_adder_class", ("self",)),
     HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", ("running_batch", "last_batch")),
-    HookPoint(f"{_SCHEDULER}.on_idle", ("self",)),
+    HookPoint(f"{_SCHEDULER}.on_idle", ("self",), mentions=("maybe_sleep_on_idle",)),
+    HookPoint(f"{_SCHEDULER}.maybe_sleep_on_idle", ("self",)),
     HookPoint(
         f"{_SCHEDULER}.is_disable_overlap_for_batch",
         ("batch", "last_batch"),
@@ -394,7 +395,7 @@ SCHEDULER_HOOKS = (
         f"{_COMPONENTS}.request_receiver:SchedulerRequestReceiver"
         "._broadcast_reqs_across_ranks",
         ("recv_reqs", "local_reqs"),
-        mentions=("broadcast_pyobj",),
+        mentions=("broadcast_pyobj", "attn_cp_tp_broadcast_pyobj"),
     ),
     HookPoint(
         f"{_COMPONENTS}.request_receiver:SchedulerRequestReceiver.recv_requests",
@@ -461,7 +462,11 @@ SCHEDULER_HOOKS = (
     HookPoint(
         f"{_SRT}.mem_cache.allocation:alloc_for_decode", ("batch", "token_per_req")
     ),
-    HookPoint(f"{_BATCH}:ScheduleBatch.prepare_for_extend", mentions=("prefix_lens",)),
+    HookPoint(
+        f"{_BATCH}:ScheduleBatch.prepare_for_extend",
+        mentions=("prefix_lens", "extend_num_tokens"),
+    ),
+    HookPoint(f"{_BATCH}:Req.init_next_round_input", ("tree_cache",)),
     HookPoint(
         f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation", ("batch",)
     ),
@@ -718,8 +723,14 @@ KERNEL_HOOKS = (
     HookPoint(f"{_UPDATER}.record_weight_version_after_update"),
     HookPoint(
         f"{_UPDATER}.update_weights_from_disk",
+        ("recv_req",),
         mentions=("record_weight_version_after_update",),
     ),
+    HookPoint(f"{_UPDATER}.update_weights_from_ipc", ("recv_req",)),
+    HookPoint(f"{_UPDATER}.begin_weight_update", ("recv_req",)),
+    # Only between `begin_weight_update` and `end_weight_update`.
+    HookPoint(f"{_UPDATER}.update_weights_from_tensor", mentions=("_session",)),
+    HookPoint(f"{_UPDATER}.update_weights_from_distributed", mentions=("_session",)),
     HookPoint(f"{_UPDATER}.end_weight_update", ("recv_req",)),
 )
 """For state layers on our kernels: `kernels`."""

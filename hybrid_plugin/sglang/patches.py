@@ -72,7 +72,7 @@ def hook_engine() -> None:
     _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
     _find_chunks_on_the_host()
-    _build_cache(clock)
+    _build_cache(clock, memory)
     _send_time(clock)
     _admit_by_demand()
     _park_paused_requests()
@@ -341,25 +341,38 @@ def _find_chunks_on_the_host() -> None:
     _hook(f"{metadata}.prepare_mixed", "AROUND", prepare)
 
 
-def _build_cache(clock: RankClock) -> None:
-    """Register our prefix cache with SGLang's registry of radix cache backends."""
+def _build_cache(clock: RankClock, memory: PoolMemory) -> None:
+    """Register our prefix cache with SGLang's registry of radix cache backends.
+
+    It is built when the pools of all models are there, whose rows go to host memory.
+    """
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     from hybrid_plugin.sglang.arguments import BACKEND
 
+    @named()
     def build(context: Any) -> Any:
+        from hybrid_plugin.sglang import disk, host_copies
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
-        return HybridPrefixCache(context.params, clock)
+        allocator, outer = context.params.token_to_kv_pool_allocator, None
+        if allocator.cache.host is not None:
+            host_copies.attach(allocator.cache, allocator.executor)
+        options = activation.read_options().disk
+        if options is not None:
+            outer = disk.attach(context, memory.drafts, options)
+        return HybridPrefixCache(context.params, clock, outer)
 
     register_radix_cache_backend(BACKEND, build)
 
 
 def _send_time(clock: RankClock) -> None:
-    """Symptom: ranks would disagree on whether the TTL of a conversation is over.
+    """Symptom: ranks would disagree on whether the TTL of a conversation is over, on
+    what is worth a restore from host memory, and on when one should be.
 
     Cause: SGLang's ranks share no clock, and its requests bring no time along.
-    Fix: the rank that receives requests sends its time with them.
+    Fix: the rank that receives requests sends its time with them, and how long its
+    prefills take.
     Delete when: a request carries a time that is equal on all ranks.
     """
 
@@ -438,7 +451,7 @@ def _park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
 
     if _served_by(scheduler.tree_cache):
         park_paused(scheduler, running_batch, last_batch)
-        scheduler.tree_cache.plan_in_batch_sharing(scheduler.waiting_queue)
+        scheduler.tree_cache.plan_waits(scheduler.waiting_queue)
 
 
 def _retract(result: None, scheduler: Any, recv_req: Any) -> None:
@@ -536,11 +549,13 @@ def _place_tokens() -> None:
 
 
 def _run_commands() -> None:
-    """Symptom: a sequence starts on a state that nobody copied or cleared.
+    """Symptom: a sequence starts on a state that nobody copied or cleared; with
+    `--sleep-on-idle`, files are written one in a second.
 
-    Cause: SGLang copies and clears one state per request by its own records.
+    Cause: SGLang copies and clears one state per request by its own records, and sleeps
+    where nothing runs.
     Fix: run the cache's commands before each forward pass, on its stream, and
-    tell the cache once it is launched.
+    tell the cache once it is launched; stay awake while anything is written or fetched.
     Delete when: the worker runs device work of the radix cache backend.
     """
 
@@ -560,9 +575,16 @@ def _run_commands() -> None:
         if _served_by(scheduler.tree_cache):
             scheduler.tree_cache.idle()
 
+    def sleep(original: Callable[..., None], scheduler: Any) -> None:
+        cache = scheduler.tree_cache
+        if not _served_by(cache) or cache.may_sleep:
+            original(scheduler)
+
     worker = f"{_SRT}.managers.tp_worker.TpModelWorker"
     _hook(f"{worker}.forward_batch_generation", "AROUND", forward)
-    _hook(f"{_SRT}.managers.scheduler.Scheduler.on_idle", "AFTER", idle)
+    scheduler = f"{_SRT}.managers.scheduler.Scheduler"
+    _hook(f"{scheduler}.on_idle", "AFTER", idle)
+    _hook(f"{scheduler}.maybe_sleep_on_idle", "AROUND", sleep)
 
 
 def _verify_drafts() -> None:
@@ -725,11 +747,12 @@ def _or_else(
 
 
 def _follow_weights() -> None:
-    """Symptom: after weights were updated, state layers on our kernels decay as before.
+    """Symptom: after weights were updated, state layers on our kernels decay as before,
+    and what the new weights leave on disk counts as that of those that were loaded.
 
-    Cause: their rates are computed from the weights once.
-    Fix: compute them anew after each update.
-    Delete when: our kernels take what the checkpoint has.
+    Cause: the rates are computed from the weights once, and so is the model's name.
+    Fix: compute the rates anew after each update, and change the name before it.
+    Delete when: our kernels take what the checkpoint has, and SGLang tells its cache.
     """
     from hybrid_plugin.sglang.kernels import gated_delta_net, kda
 
@@ -737,8 +760,19 @@ def _follow_weights() -> None:
         gated_delta_net.DECAYS.refresh()
         kda.DECAYS.refresh()
 
+    def updating(updater: Any, *_: Any) -> None:
+        scheduler = updater.scheduler
+        if scheduler is not None and _served_by(scheduler.tree_cache):
+            scheduler.tree_cache.weights_change()
+
     updater = f"{_SRT}.managers.scheduler_components.weight_updater"
     manager = f"{updater}.SchedulerWeightUpdaterManager"
+    for update in (
+        "update_weights_from_disk",
+        "update_weights_from_ipc",
+        "begin_weight_update",
+    ):
+        _hook(f"{manager}.{update}", "BEFORE", updating)
     _hook(f"{manager}.record_weight_version_after_update", "AFTER", loaded)
     _hook(f"{manager}.end_weight_update", "AFTER", loaded)
 

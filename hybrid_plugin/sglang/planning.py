@@ -29,9 +29,10 @@ from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import chat_template, elastic_memory, sizing
 from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.host_memory import plan_tier
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.engine.sizing import EngineLimits, FixedCount
-from hybrid_plugin.sglang import elastic, known_pools, page_layout
+from hybrid_plugin.sglang import elastic, host_copies, known_pools, page_layout
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
@@ -80,7 +81,8 @@ def reserve_slots(
     device = torch.empty(0, device=configurator.device).device
     hindrance = elastic.hindrance(device.type)
     hindrance = hindrance or elastic.hindrance_of_pools(configurator)
-    available = elastic_memory.limited(int(memory_gib * _GIB), options)
+    available = int(memory_gib * _GIB) - host_copies.device_bytes(options, device)
+    available = elastic_memory.limited(available, options)
     available = elastic.least_of_all_ranks(available)
     model = configurator.model_config
     limits = limits_of(
@@ -106,6 +108,11 @@ def reserve_slots(
         fixed_layout=fixed_layout,
         beside=scratch_bytes(model, available, options, limits),
     )
+    if plan.shared is None and scratch.drafts_per_step():
+        # SGLang does not count all KV of a draft model, and rows must hold it.
+        pages = elastic_layout(configurator, kv, lay_out, options, limits).attention
+        rows = replace(plan.layout, attention=pages)
+        plan = replace(plan, host=plan_tier(rows, options))
     for line in plan.describe():
         logger.info("%s", line)
     memory.plan = plan
@@ -353,6 +360,7 @@ def share_draft_pages(
     states = target.mamba_pool.mamba_cache  # SGLang may name them there as well
     targets = [*states.conv, states.temporal, *scratch.scratch_tensors(states)]
     known_pools.require(kv_pool, (), [*kv_tensors(pages), *targets])
+    memory.drafts.append(pages)
     if memory.shared is None:
         memory.join_pages(page_rows(pages, get_schedule().page_size))
     elif not memory.shared.is_complete:

@@ -37,6 +37,8 @@ class PoolMemory:
         """Once the memory is divided."""
         self.shared: SharedPools | None = None
         """The memory of the pools, where they share it."""
+        self.drafts: list[Any] = []
+        """KV pools of draft models, whose pages are those of their target."""
         self._building = False
         self._executor: Executor | None = None
 

@@ -9,7 +9,7 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +27,17 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.memory.window_tables import WindowDemand
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.sglang.clock import RankClock
+from hybrid_plugin.sglang.host_steps import HostSteps
 from hybrid_plugin.sglang.kv_events import KvEvents
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.metrics import StepMetrics
+from hybrid_plugin.sglang.outer_steps import OuterSteps
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
 from hybrid_plugin.sglang.speculation.steps import DraftSteps
 
@@ -52,12 +56,18 @@ class HybridPrefixCache(BasePrefixCache):
 
     token_to_kv_pool_allocator: HybridTokenAllocator
 
-    def __init__(self, params: CacheInitParams, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        params: CacheInitParams,
+        clock: RankClock,
+        outer: OuterSteps | None = None,
+    ) -> None:
         """Wrap the core cache that the allocator carries.
 
         Args:
             params: of SGLang, with our allocator in it.
-            clock: returns the time in seconds, equal on all ranks.
+            clock: has the time, equal on all ranks.
+            outer: where there is something behind the host memory.
         """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -84,6 +94,11 @@ class HybridPrefixCache(BasePrefixCache):
         self.drafts = DraftSteps(self.cache, self._executor)
         self._chunk_tokens = params.chunked_prefill_size or 0
         """Arguments that the plugin serves have chunks."""
+        self._host: HostSteps | None = None
+        """Where there is host memory behind the pools."""
+        if self.cache.host is not None:
+            self._host = HostSteps(self.cache, clock, torch.device(self.device))
+        self._outer = outer
 
     @property
     def slot_ids(self) -> torch.Tensor:
@@ -193,13 +208,39 @@ class HybridPrefixCache(BasePrefixCache):
             del self._requests[_id(req)]
             self.front_door.withdraw(_id(req))
 
-    def plan_in_batch_sharing(self, queue: Iterable[Req]) -> None:
+    def plan_waits(self, queue: Sequence[Req]) -> None:
         """Decide which of the requests that wait follow another one."""
+        if self._host is not None:
+            self._host.plan(waiting=bool(queue))
+        if self._outer is not None:
+            self._outer.settle()
         self.front_door.plan_sharing(map(SGLangRequest, queue))
 
     def must_wait(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
         return self.front_door.must_wait(_id(req))
+
+    def must_wait_for_restore(self, req: Req) -> bool:
+        """Whether its prefix is on the way from host memory, or from behind it.
+
+        Args:
+            req: one that was looked up, and could be admitted in this step.  It is
+                looked up again where the device has more of it since then.
+        """
+        if self._host is None or self.is_live(req):
+            return False
+        if self.front_door.must_wait_for_restore(SGLangRequest(req)):
+            return True
+        if self.front_door.is_stale(_id(req)):
+            req.init_next_round_input(self)
+        return False
+
+    def is_fetching(self, req: Req) -> bool:
+        """Whether a request waits for what is on the way to host memory.
+
+        That may take any time, and no memory of the device.
+        """
+        return self.front_door.is_fetching(_id(req))
 
     # ---------------------------------------------------------------- progress
 
@@ -237,6 +278,8 @@ class HybridPrefixCache(BasePrefixCache):
         verifies = batch.forward_mode.is_decode()
         self.cache.trim_scratch(len(batch.reqs) if verifies else 0)
         self.run_commands(verifies=not batch.forward_mode.is_extend())
+        if self._host is not None:
+            self._host.begins()
 
     def run_commands(self, *, verifies: bool = False) -> None:
         """Run the commands that are queued.
@@ -244,11 +287,20 @@ class HybridPrefixCache(BasePrefixCache):
         Args:
             verifies: whether the pass behind them may write the scratch of drafts.
         """
-        commands = self.cache.drain_commands()
+        self._run(self.cache.drain_commands(), verifies=verifies)
+
+    def _run(self, commands: Sequence[Command], *, verifies: bool = False) -> None:
         self.drafts.precede(commands, verifies=verifies)
         self._executor.run(commands)
         if commands:
             self._tell_of_moves()
+
+    def _run_queued(self, host: HostSteps) -> None:
+        """Run commands behind the last pass, if there are any."""
+        commands = self.cache.drain_commands()
+        if commands:
+            with host.behind_the_last():
+                self._run(commands)
 
     def _tell_of_moves(self) -> None:
         broker = self.cache.broker
@@ -260,7 +312,10 @@ class HybridPrefixCache(BasePrefixCache):
     def step_launched(self, batch: ScheduleBatch) -> None:
         """Note how far the forward pass that was just launched takes each request."""
         self.resumes_parked = False
-        if batch.forward_mode.is_extend():
+        extends = batch.forward_mode.is_extend()
+        if self._host is not None:
+            self._host.launched(batch.extend_num_tokens if extends else 0)
+        if extends:
             for req in batch.reqs:
                 self.front_door.advance(_id(req), req.extend_end)
         if self._metrics is not None:
@@ -273,8 +328,22 @@ class HybridPrefixCache(BasePrefixCache):
     def idle(self) -> None:
         """Give back what no step needs, and publish the last counts before a pause."""
         self.cache.trim_scratch()
+        if self._host is not None:
+            self._run_queued(self._host)
+        if self._outer is not None:
+            self._outer.wait()
         if self._metrics is not None:
             self._metrics.publish_now_and_then()
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether nothing goes on that needs the scheduler's rounds."""
+        return self._outer is None or not self._outer.is_busy
+
+    def weights_change(self) -> None:
+        """Note that the model's weights are about to be updated."""
+        if self._outer is not None:
+            self._outer.weights_change()
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """The core inserts as steps are launched, and when a sequence ends."""
@@ -321,6 +390,9 @@ class HybridPrefixCache(BasePrefixCache):
                 f"SGLang flushes its cache while {', '.join(self._requests)} still "
                 "hold pages."
             )
+        if self._host is not None:  # a load may be under way, and the pools may go
+            self._run_queued(self._host)
+            self._host.wait()
 
     # ------------------------------------------------------------------- locks
 
@@ -411,8 +483,8 @@ class HybridPrefixCache(BasePrefixCache):
         return self.cache.slots.snapshots
 
     def mamba_protected_size(self) -> int:
-        """Slots of live sequences."""
-        return self.cache.live
+        """Slots of live sequences, and those that are filled from host memory."""
+        return self.cache.slots.running
 
     def total_size(self) -> int:
         """Tokens in pages that are not free."""

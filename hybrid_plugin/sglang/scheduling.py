@@ -30,14 +30,27 @@ class HybridPrefillAdder(PrefillAdder):
     tree_cache: HybridPrefixCache
     _resumes = False
     """Whether the request that is being added was parked: its prefix is its own."""
+    _restoring = 0
+    """Requests before it whose prefix is on the way from host memory."""
 
     def add_one_req(self, req: Req, *args: Any, **kwargs: Any) -> AddReqResult:
-        """Admit a waiting request, or leave everything as it was."""
+        """Admit a waiting request, or leave everything as it was.
+
+        Nobody overtakes a request that waits for host memory, which takes a step or
+        two.  Those behind it begin to restore their own prefixes, as many as can run.
+        Who waits for what is not even there yet may do so for long, and is overtaken.
+        """
         if self.tree_cache.must_wait(req):
             return AddReqResult.CONTINUE  # with the next one
         self._resumes = self.tree_cache.is_live(req)
-        if not self._resumes and not self._has_row():
-            return AddReqResult.OTHER
+        if not self._resumes:
+            if not self._has_row():
+                return AddReqResult.OTHER
+            if self.tree_cache.must_wait_for_restore(req):
+                self._restoring += not self.tree_cache.is_fetching(req)
+                return AddReqResult.CONTINUE
+            if self._restoring:  # it would take the memory that they need
+                return AddReqResult.OTHER
         verdict = super().add_one_req(req, *args, **kwargs)
         if self.can_run_list and self.can_run_list[-1] is req:
             self.tree_cache.unpark(req)
@@ -50,6 +63,7 @@ class HybridPrefillAdder(PrefillAdder):
     def _has_row(self) -> bool:
         """Whether a row of `req_to_token` is left for one more new request."""
         taken = sum(not req.kv.holds_kv for req in self.can_run_list)
+        taken += self._restoring
         free: int = self.tree_cache.req_to_token_pool.available_size()
         return taken < free
 

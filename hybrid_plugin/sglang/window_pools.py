@@ -25,9 +25,10 @@ from hybrid_plugin.core.memory.attention_windows import (
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.engine.cache_assembly import build_cache
+from hybrid_plugin.engine.host_memory import plan_tier
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.engine.sizing import CachePlan
-from hybrid_plugin.sglang import known_pools
+from hybrid_plugin.sglang import host_copies, known_pools
 from hybrid_plugin.sglang.allocator import HybridWindowAllocator
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.planning import delimiters
@@ -47,6 +48,8 @@ def limited(configurator: Any, available: int, options: HybridConfig) -> int:
         available: bytes that every rank has.
         options: of the plugin.
     """
+    device = torch.device(configurator.device)
+    available -= host_copies.device_bytes(options, device)
     if options.gpu_memory_budget is None:
         return available
     pools = create_memory_pool_configurator(configurator)
@@ -79,7 +82,8 @@ def take_over(
     kv_pool = stock.get_kvcache()
     copied = [*kv_tensors(kv_pool.full_kv_pool), *kv_tensors(kv_pool.swa_kv_pool)]
     known_pools.require(kv_pool, pools.req_to_token_pool, copied)
-    memory.plan = plan = _plan(configurator, stock)
+    plan = _plan(configurator, stock)
+    memory.plan = plan = replace(plan, host=plan_tier(plan.layout, options))
     for line in plan.describe():
         logger.info("%s", line)
     device = torch.device(stock.device).type

@@ -31,6 +31,7 @@ from hybrid_plugin.core.commands import Command
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.sglang import token_placement
 from hybrid_plugin.sglang.allocator import HybridSlotAllocator, HybridTokenAllocator
+from hybrid_plugin.sglang.clock import RankClock
 from hybrid_plugin.sglang.parking import park_paused, parked_first
 from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 from hybrid_plugin.sglang.scheduling import HybridPrefillAdder
@@ -104,6 +105,7 @@ class Batch:
         self.prefix_lens = [req.prefix_len for req in reqs]
         self.seq_lens_cpu = torch.tensor([req.extend_end for req in reqs])
         self.seq_lens = self.seq_lens_cpu
+        self.extend_num_tokens = sum(r.extend_end - r.prefix_len for r in reqs)
         self.req_to_token_pool = rows
 
     def filter_batch(self, reqs_to_exclude: Sequence[Req] = ()) -> None:
@@ -159,6 +161,16 @@ class FakeScheduler:
         self.waiting_queue.append(req)
 
 
+class Clock(RankClock):
+    """The time that a test sets."""
+
+    now = 0.0
+    """In seconds."""
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Bench:
     """A cache, its pools, and passes of a scheduler without a model."""
 
@@ -184,9 +196,8 @@ class Bench:
             kv_event_lora_names=None,
             chunked_prefill_size=self.chunk,
         )
-        self.now = 0.0
-        """The time in seconds."""
-        self.cache = HybridPrefixCache(params, lambda: self.now)
+        self.clock = Clock()
+        self.cache = HybridPrefixCache(params, self.clock)
         self.scheduler = FakeScheduler(self.cache, self.rows)
         self.adder = self.new_adder()
 
@@ -225,6 +236,7 @@ class Bench:
         scheduler = self.scheduler
         running: Any = scheduler.running_batch
         park_paused(scheduler, running, scheduler.last_batch)
+        self.cache.plan_waits(scheduler.waiting_queue)
         if scheduler.last_batch is not None:
             running.reqs += scheduler.last_batch.reqs
         running.filter_batch()

@@ -16,6 +16,7 @@ pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.sglang import arguments
 from hybrid_plugin.sglang.arguments import _page_size
 from hybrid_plugin.sglang.speculation import arguments as speculation
 from hybrid_plugin.sglang.speculation.arguments import (
@@ -266,3 +267,39 @@ def test_the_environment_gives_options_to_the_command_line() -> None:
     assert resolve(*flags, **variables) == ["hybrid", 64]
     more = ("--hybrid-config", '{"page_size": 32}')
     assert resolve(*flags, *more, **variables) == ["hybrid", 32]
+
+
+def test_host_memory_is_free_for_every_rank_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = Setup(options={"host_memory": "2GiB"}, flags=("--tp-size=2",))
+    monkeypatch.setattr(arguments.host_memory, "free_bytes", lambda: 4 << 30)
+    assert DRIVER.decide(setup).refusal is None
+    monkeypatch.setattr(arguments.host_memory, "free_bytes", lambda: 3 << 30)
+    refusal = DRIVER.decide(setup).refusal
+    assert refusal is not None
+    assert "host_memory of 2.00 GiB for each of 2 ranks" in refusal
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tp-size=2", "--dp-size=2", "--enable-dp-attention"), "one replica"),
+        (
+            ("--tp-size=2", "--nnodes=2", "--dist-init-addr=127.0.0.1:5"),
+            "one machine",
+        ),
+        (("--enable-lora", "--max-lora-rank=8", "--lora-target-modules=all"), "lora"),
+    ],
+    ids=["replicas", "machines", "adapters"],
+)
+def test_files_that_ranks_cannot_share_or_name_are_refused(
+    flags: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    disk = {"path": str(tmp_path), "size": "1GiB"}
+    options = {"host_memory": "1MiB", "disk": disk}
+    refusal = DRIVER.decide(Setup(options=options, flags=flags)).refusal
+    assert refusal is not None and refusal.startswith("hybrid-plugin: disk ")
+    assert words in refusal and "leave" in refusal
+    without = Setup(options={"host_memory": "1MiB"}, flags=flags)
+    assert "disk" not in str(DRIVER.decide(without).refusal)

@@ -122,7 +122,7 @@ def test_drafts_have_a_scratch_and_may_have_a_model(
 
     draft = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
     joined: list[list[torch.Tensor]] = []
-    memory: Any = SimpleNamespace(join_pages=joined.append, shared=None)
+    memory: Any = SimpleNamespace(join_pages=joined.append, shared=None, drafts=[])
     pools = SimpleNamespace(token_to_kv_pool=draft, req_to_token_pool=slots)
     model = torch.nn.Linear(1, 1)
     with get_context().override_server_args(page_size=16):

@@ -188,6 +188,43 @@ def test_fixed_pools_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert running.memory.shared is None
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+@needs_returned_memory
+def test_rows_of_host_memory_are_those_of_the_pools(
+    monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
+    running = Running(monkeypatch)
+    running.reserve(4 * MIB, elastic=elastic, host_memory=8 * MIB)
+    plan = running.memory.plan
+    assert plan is not None and plan.host is not None
+    assert plan.host.row_bytes == {
+        Pool.KV: plan.layout.page_bytes,
+        Pool.STATE: plan.layout.slot_bytes,
+    }
+    assert 7 * MIB < plan.host.budget <= 8 * MIB
+
+
+def test_rows_of_host_memory_hold_the_kv_of_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = Running(monkeypatch, max_running_requests=3)
+    running.verify(4, draft_layers=1)
+    running.reserve(4 * MIB, elastic=False, host_memory=8 * MIB)
+    plan = running.memory.plan
+    assert plan is not None and plan.host is not None and plan.shared is None
+    draft = 2 * 5 * 8 * 2 * PAGE
+    assert plan.host.row_bytes[Pool.KV] == TOKEN_BYTES * PAGE + draft
+
+
+def test_copies_to_the_host_leave_less_for_the_pools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without = Running(monkeypatch).reserve(4 * MIB, elastic=False)
+    monkeypatch.setattr(planning.host_copies, "device_bytes", lambda *_: 2 * MIB)
+    with_host = Running(monkeypatch).reserve(4 * MIB, elastic=False, host_memory=MIB)
+    assert 0.4 * without.pages < with_host.pages < 0.6 * without.pages
+
+
 def test_pages_and_slots_of_flags_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"max_total_tokens": 1024, "max_mamba_cache_size": 20}
     assert Running(monkeypatch, **flags).reserve(8 * MIB) == PoolSizes(65, 21)

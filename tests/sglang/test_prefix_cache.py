@@ -203,7 +203,7 @@ def test_no_value_that_a_client_sends_raises(field: str, value: Any) -> None:
     else:
         setattr(req, field, value)
     bench.queue(req)
-    bench.cache.plan_in_batch_sharing(bench.scheduler.waiting_queue)
+    bench.cache.plan_waits(bench.scheduler.waiting_queue)
     bench.step()
     while req.extend_end < 10:
         bench.step()

@@ -214,9 +214,10 @@ def test_the_budget_holds_for_both_pools_and_their_reserved_pages(
     )
     free = 1 << 30
     budget = HybridConfig(gpu_memory_budget=1 << 20)
-    assert window_pools.limited(None, free, HybridConfig()) == free
-    assert window_pools.limited(None, free, budget) == (1 << 20) - 120 * SIZE
-    assert window_pools.limited(None, 5000, budget) == 5000
+    on_cpu = SimpleNamespace(device="cpu")
+    assert window_pools.limited(on_cpu, free, HybridConfig()) == free
+    assert window_pools.limited(on_cpu, free, budget) == (1 << 20) - 120 * SIZE
+    assert window_pools.limited(on_cpu, 5000, budget) == 5000
 
 
 # ------------------------------------------------------------------- who waits

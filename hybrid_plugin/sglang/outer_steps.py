@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tiers behind the host take of SGLang's steps: reports, and time while it idles.
+
+Ranks finish writes and fetches at different times.  So in each round of the scheduler
+in which any are out, all ranks agree on which of them all have done.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.engine.disk import Disk
+from hybrid_plugin.engine.rank_files import RankFiles
+
+WAIT_SECONDS = 1e-3
+"""What a round without anything to run waits at most for a write or fetch: a request
+that comes meanwhile waits as long, and the round costs far less."""
+
+
+class OuterSteps:
+    """The rounds of one scheduler."""
+
+    def __init__(
+        self, cache: HybridCache, files: RankFiles, disk: Disk, mark: str
+    ) -> None:
+        """Nothing is out.
+
+        Args:
+            cache: with the disk behind its host tier.
+            files: of this rank.
+            disk: as a tier.
+            mark: a random text, equal on all ranks.
+        """
+        self._cache = cache
+        self._files = files
+        self._disk = disk
+        self._mark = mark
+        self._updates = count(1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way, or will be with the next commands."""
+        return bool(self._cache.fetching or self._cache.writing)
+
+    def settle(self) -> None:
+        """Report what all ranks have done; all of them call it once in each round."""
+        self._disk.take(self._files.settle())
+
+    def wait(self) -> None:
+        """Let time pass where nothing runs: what is out may be done by then."""
+        if self.is_busy:
+            self._files.wait(WAIT_SECONDS)
+
+    def weights_change(self) -> None:
+        """Note that weights are other ones from now on than those that were loaded.
+
+        No server will have them again, so neither will it find what they leave.
+        """
+        self._files.weights_changed()
+        self._disk.renew(f"{self._mark} {next(self._updates)}")
+
+
+def greatest_of_all_ranks(own: list[int]) -> list[int]:
+    """The greatest of each number among the ranks that call this at once."""
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return own
+    numbers = torch.tensor(own, dtype=torch.int64)
+    torch.distributed.all_reduce(
+        numbers,
+        op=torch.distributed.ReduceOp.MAX,
+        group=parallel.tp_group.cpu_group,
+    )
+    found: list[int] = numbers.tolist()
+    return found
