@@ -53,9 +53,22 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(estimate["running"] > 0 for estimate in found["estimates"])
 
 
+def test_host_memory_is_one_more_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, QWEN3_NEXT)
+    flags = ("--tensor-parallel", "4", "--host-memory", "64GiB", "--json")
+    assert main(plan(path, *flags)) == 0
+    host = json.loads(capsys.readouterr().out)["estimates"][-1]
+    assert (host["scheme"], host["running"]) == ("host memory", 0)
+    assert 0.95 * (64 << 30) < host["cached_sequences"] * 57.42 * 2**20 <= 64 << 30
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (("--weights", "20GiB", "--host-memory", "1MB"), "--host-memory: "),
+        (("--weights", "20GiB", "--host-memory", "some"), "'some' is no size"),
         (("--weights", "90GB"), "leave nothing for the cache"),
         (("--weights", "many"), "'many' is no size"),
         (("--gpu-memory", "-1"), "expected one argument|is no size"),

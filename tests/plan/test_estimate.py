@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hybrid_kernels.replay import record_size
 
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.tiers.host_plan import plan_host, rows_of
 from hybrid_plugin.tools.plan.estimate import (
     group_size,
+    host_memory,
     sglang_static,
     two_pools,
     vllm_aligned,
@@ -124,3 +129,35 @@ def test_layers_are_grouped_by_the_smallest_number_unless_nearly_equal() -> None
     assert group_size([12, 36]) == 12
     assert group_size([10, 52]) == 10
     assert group_size([10, 14]) == 14
+
+
+@pytest.mark.parametrize("config", [QWEN3_NEXT, NEMOTRON_H, GEMMA3], ids=str)
+def test_host_memory_holds_what_it_says_and_no_more(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = load_shape(write(tmp_path, config))
+    layout = shape.layout(16)
+    found = host_memory(shape, 64 * GIB, 4096, 16)
+    plan = plan_host(rows_of(layout), 64 * GIB)
+    rows = {Pool.KV: 256}
+    if layout.states:
+        rows[Pool.STATE] = 1
+    for index, window in enumerate(layout.attention_windows):
+        rows[Pool.window(index)] = layout.live_pages(window, 4096)
+    broker = plan.build(layout.attention_windows).broker
+    assert set(rows) == set(plan.row_bytes) and broker.moves_memory
+
+    def blocks(sequences: int) -> int:
+        return sum(
+            -(-(1 + sequences * count) // plan.rows_per_block(pool))
+            for pool, count in rows.items()
+        )
+
+    count = found.cached_sequences
+    assert found.cached_tokens == count * 4096 and found.running == 0
+    assert blocks(count) <= plan.blocks < blocks(count + 1)
+
+
+def test_host_memory_that_holds_nothing(next_shape: ModelShape) -> None:
+    with pytest.raises(ConfigError, match=r"^--host-memory: .* needs 3\.$"):
+        host_memory(next_shape, 1 << 20, 4096, 16)

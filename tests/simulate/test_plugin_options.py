@@ -24,7 +24,10 @@ HONOURED = {
     "in_batch_prefix_min_tokens": 0,
     "kernels": "ours",
     "deterministic": "prefix",
+    "host_memory": "2GB",
 }
+BESIDE = {"host_memory": ("--host-bandwidth", "50")}
+"""Flags that an option needs."""
 OF_POOLS = frozenset(
     {
         *("page_size", "elastic", "gpu_memory_budget", "state_memory_ratio"),
@@ -49,13 +52,16 @@ def test_each_changes_the_outcome_or_is_refused(name: str, tmp_path: Path) -> No
             "eviction_policy": "lru",
             "prefill_graphs": True,
             "draft_states": "replay",
+            "disk": {"path": "/var/cache/hybrid", "size": "1GiB"},
         }.get(name, 300)
-        found = ["simulate", *flags, *hybrid_config(**{name: value}), *SMALL]
+        needed = {"host_memory": "1GiB"} if name == "disk" else {}
+        found = ["simulate", *flags, *hybrid_config(**{name: value, **needed}), *SMALL]
         fails_with_one_sentence(found, f"Leave the option {name} out: ")
         return
     flags = (*flags, "--concurrency", "8", *SMALL)
     before = simulate(*flags)
-    after = simulate(*flags, *hybrid_config(**{name: HONOURED[name]}))
+    beside = BESIDE.get(name, ())
+    after = simulate(*flags, *hybrid_config(**{name: HONOURED[name]}), *beside)
     assert (before["capacity"] != after["capacity"]) == (name in OF_POOLS)
     # "enabled" is what a simulation is of anyway.
     assert (before["hit_tokens"] != after["hit_tokens"]) == (name != "enabled")

@@ -9,10 +9,11 @@ import sys
 from dataclasses import asdict
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
-from hybrid_plugin.sizes import gib
+from hybrid_plugin.sizes import gib, parse_bytes
 from hybrid_plugin.tools.plan.budget import CacheBudget
 from hybrid_plugin.tools.plan.estimate import (
     Estimate,
+    host_memory,
     sglang_static,
     two_pools,
     vllm_aligned,
@@ -58,6 +59,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="K",
         help="drafts that speculative decoding verifies at a time (%(default)s)",
     )
+    parser.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory of each rank that keeps what the device evicts, as the "
+        "option host_memory gives",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
     serving = argparse.ArgumentParser(add_help=False)
     add_recommendation_options(serving)
@@ -85,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
         estimates = estimate_all(
             shape, budget.bytes, args.sequence_tokens, args.page_size, args.drafts
         )
+        if args.host_memory is not None:
+            size = parse_bytes(args.host_memory)
+            estimates.append(
+                host_memory(shape, size, args.sequence_tokens, args.page_size)
+            )
         found = None
         if args.trace is not None:
             tried = candidates(args.page_size, args.max_running)

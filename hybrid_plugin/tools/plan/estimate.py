@@ -8,10 +8,15 @@ be kept, with all that resuming them takes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil
 
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, live_pages
+from hybrid_plugin.core.memory.layout import TooLittleMemoryError
+from hybrid_plugin.core.tiers.host_plan import plan_host, rows_of
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.plan.shape import ModelShape
 
@@ -255,3 +260,40 @@ def group_size(counts: list[int]) -> int:
     """Layers in a group, by vLLM's `_get_kv_cache_groups_uniform_page_size`."""
     least, most = min(counts), max(counts)
     return most if most < least * 1.5 else least
+
+
+def host_memory(
+    shape: ModelShape, budget: int, length: int, page_size: int
+) -> Estimate:
+    """What is kept in host memory when the device evicts it; nothing runs there.
+
+    Raises:
+        ConfigError: if it holds nothing.
+    """
+    layout = shape.layout(page_size)
+    try:
+        plan = plan_host(rows_of(layout), budget)
+    except (TooLittleMemoryError, ValueError) as error:
+        raise ConfigError(f"--host-memory: {error}.") from error
+    rows = {Pool.KV: layout.pages_for(length), Pool.STATE: 1}
+    for index, window in enumerate(layout.attention_windows):
+        rows[Pool.window(index)] = len(live_pages(window, length, page_size))
+    rows = {pool: count for pool, count in rows.items() if pool in plan.row_bytes}
+
+    def blocks(sequences: int) -> int:
+        # Row 0 of each pool is nobody's.
+        return sum(
+            -(-(1 + sequences * count) // plan.rows_per_block(pool))
+            for pool, count in rows.items()
+        )
+
+    most = plan.budget // max(plan.bytes_of(rows), 1) + 1
+    count = bisect_right(range(1, most + 1), plan.blocks, key=blocks)
+    steps = (
+        f"{plan.blocks} blocks of {gib(plan.block_bytes)}, each of "
+        + ", ".join(
+            f"{plan.rows_per_block(pool)} {Pool.noun(pool)} of {pool}" for pool in rows
+        ),
+        f"{count} sequences of {gib(plan.bytes_of(rows))} take {blocks(count)} blocks",
+    )
+    return Estimate("host memory", 0, count, count * length, page_size, steps)

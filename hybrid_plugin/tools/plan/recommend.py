@@ -11,10 +11,15 @@ from pathlib import Path
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.engine.cache_assembly import policy_for
+from hybrid_plugin.sizes import parse_bytes
 from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.compare import Comparison
 from hybrid_plugin.tools.simulate.compared import Compared, as_lines
+from hybrid_plugin.tools.simulate.host_options import (
+    add_bandwidth_option,
+    read_bandwidth,
+)
 from hybrid_plugin.tools.simulate.request import Request
 from hybrid_plugin.tools.simulate.serving_options import (
     add_serving_options,
@@ -63,6 +68,8 @@ class Recommendation:
     stock: Sequence[Compared]
     costs: str
     by_goodput: bool
+    host_memory: int | None = None
+    """Bytes that all settings had behind the device's; None for none."""
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -71,12 +78,15 @@ class Recommendation:
             "refused": [asdict(s) | {"why": why} for s, why in self.refused],
             "stock": [asdict(one) for one in self.stock],
             "costs": self.costs,
+            "host_memory": self.host_memory,
         }
 
     def as_lines(self) -> list[str]:
         """For people."""
         best = self.settings[0][0]
         options = [f'"page_size": {best.page_size}']
+        if self.host_memory is not None:
+            options.append(f'"host_memory": {self.host_memory}')
         if best.state_memory_ratio is not None:
             options.append(f'"state_memory_ratio": {best.state_memory_ratio:g}')
         measure = "goodput" if self.by_goodput else "p95 of the time to the first token"
@@ -100,6 +110,7 @@ def add_recommendation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed", type=int, default=0, help="of arrivals and samples (%(default)s)"
     )
+    add_bandwidth_option(group)
     add_serving_options(parser)
     add_session_options(parser)
 
@@ -138,19 +149,23 @@ def recommend(
         on_run: called after each simulation.
 
     Raises:
-        ConfigError: if no setting fits, or for a model whose caches have no model here.
+        ConfigError: if no setting fits, for host memory without its bandwidth, or for
+            a model whose caches have no model here.
         TraceError: for a trace that cannot be read.
     """
     form = args.format or format_of(args.trace)
     sample = read_sample(args, form)
     requests = read_trace(form, args.trace, seed=args.seed, requests=0, sample=sample)
     serving = read_serving(args, shape, requests)
+    host = None if args.host_memory is None else parse_bytes(args.host_memory)
+    bandwidth = read_bandwidth(args, host)
     stock = Comparison(shape, budget, serving)
     found, refused = [], []
     for settings in tried:
         try:
-            served = _serve(settings, shape, budget, requests, serving)
-            found.append((settings, served))
+            simulation = _simulation(settings, shape, budget, requests, serving, host)
+            simulation = replace(simulation, host_bandwidth=bandwidth)
+            found.append((settings, _serve(settings, simulation, requests)))
         except ConfigError as error:
             refused.append((settings, str(error)))
         on_run()
@@ -160,7 +175,12 @@ def recommend(
     by_goodput = min(targets.ttft, targets.tpot) < inf
     found.sort(key=lambda one: _rank(one[1], by_goodput=by_goodput))
     return Recommendation(
-        found, refused, stock.run(requests), serving.costs.title, by_goodput
+        found,
+        refused,
+        stock.run(requests),
+        serving.costs.title,
+        by_goodput,
+        host,
     )
 
 
@@ -173,18 +193,20 @@ def candidates(page_size: int, max_running: int) -> list[Settings]:
     return list(dict.fromkeys([first, *others]))
 
 
-def _serve(
+def _simulation(
     settings: Settings,
     shape: ModelShape,
     budget: int,
     requests: Sequence[Request],
     serving: Serving,
-) -> Compared:
+    host_memory: int | None,
+) -> Simulation:
     ratio = settings.state_memory_ratio
     options = HybridConfig(
         page_size=settings.page_size,
         elastic=None if ratio is None else False,
         state_memory_ratio=ratio,
+        host_memory=host_memory,
     )
     serving = replace(serving, max_running=settings.max_running)
     layout = shape.layout(settings.page_size)
@@ -202,7 +224,13 @@ def _serve(
         has_states=bool(layout.states),
         keeps_states_inside=options.wanted_kernels == "ours",
     )
-    outcome = Simulation(capacity, rules, serving=serving).run(requests)
+    return Simulation(capacity, rules, serving=serving)
+
+
+def _serve(
+    settings: Settings, simulation: Simulation, requests: Sequence[Request]
+) -> Compared:
+    outcome = simulation.run(requests)
     return Compared(
         settings.title,
         outcome.hit_rate,

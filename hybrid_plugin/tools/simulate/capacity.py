@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import PoolId
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
 from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
@@ -16,6 +17,10 @@ from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tiers.host_plan import HostPlan
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.restores import TransferRates
+from hybrid_plugin.engine.host_memory import plan_tier
 from hybrid_plugin.engine.memory_blocks import block_bytes, pool_budget
 from hybrid_plugin.tools.simulate.request import Request
 
@@ -41,6 +46,8 @@ class Capacity:
     """Bytes of a page and a slot, where they are known."""
     elastic: ElasticPlan | None = None
     """How memory moves between pages and slots; None where each pool has its own."""
+    host: HostPlan | None = None
+    """Of the host memory behind them; None without any."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.pages <= MOST_PAGES:
@@ -77,8 +84,8 @@ class Capacity:
             concurrency: sequences that are live at once.
 
         Raises:
-            ConfigError: if the longest request does not fit, or if elastic pools are
-                asked for where an engine would refuse them.
+            ConfigError: if the longest request does not fit, or if elastic pools or
+                host memory are asked for where an engine would refuse them.
         """
         longest = max(request.length + len(request.answer) for request in requests)
         if options.gpu_memory_budget is not None:
@@ -91,6 +98,7 @@ class Capacity:
                 slots=elastic.sizes.slots - 1 if layout.slot_bytes else None,
                 layout=elastic.layout,
                 elastic=elastic,
+                host=plan_tier(elastic.layout, options),
             )
         try:
             sizes = layout.split(
@@ -108,6 +116,7 @@ class Capacity:
             slots=sizes.slots - 1 if layout.slot_bytes else None,
             windows=tuple((window, pages - 1) for window, pages in windows),
             layout=layout,
+            host=plan_tier(layout, options),
         )
 
     @classmethod
@@ -144,8 +153,21 @@ class Capacity:
         """What a snapshot keeps besides that KV; 0 where no size is known."""
         return 0.0 if self.layout is None else self.layout.snapshot_bytes
 
-    def build(self, policy: SnapshotPolicy, eviction: LeastRecentlyUsed) -> HybridCache:
-        """An empty cache on pools of these sizes."""
+    def build(
+        self,
+        policy: SnapshotPolicy,
+        eviction: LeastRecentlyUsed,
+        host: HostTier | None = None,
+        rates: TransferRates | None = None,
+    ) -> HybridCache:
+        """An empty cache on pools of these sizes.
+
+        Args:
+            policy: where snapshots are taken.
+            eviction: what is evicted first.
+            host: what `host_tier` made, if the cache is to have it.
+            rates: of loads from there.
+        """
         pools: CachePools
         if self.elastic is not None:
             pools = self.elastic.build()
@@ -166,7 +188,27 @@ class Capacity:
             page_size=self.page_size,
             policy=policy,
             eviction=eviction,
+            host=host,
+            rates=rates,
         )
+
+    def host_tier(self, eviction: LeastRecentlyUsed) -> HostTier | None:
+        """Host memory, empty; None where there is none.
+
+        Args:
+            eviction: what is evicted first there; an object of its own.
+        """
+        if self.host is None:
+            return None
+        assert self.layout is not None, "host memory was divided by it"
+        windows = self.layout.attention_windows
+        return HostTier(self.host, self.page_size, eviction, windows)
+
+    def host_rows(self, pool: PoolId) -> int:
+        """Rows of host memory, if it keeps nothing but those of this pool."""
+        if self.host is None or pool not in self.host.row_bytes:
+            return 0
+        return self.host.rows(pool)
 
     def held_bytes(self, cache: HybridCache) -> int | None:
         """Bytes of what is in use or cached; None where no size is known."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.tools.simulate.bound import PageTrace, bound_hit_tokens
 from hybrid_plugin.tools.simulate.calibration import Equation, Measured
 from hybrid_plugin.tools.simulate.options import (
@@ -91,7 +92,9 @@ def _bound(simulation: Simulation, requests: Sequence[Request]) -> int:
     capacity = simulation.capacity
     return bound_hit_tokens(
         PageTrace.of(requests, capacity.page_size),
-        pages=capacity.pages,
-        slots=capacity.slots,
+        pages=capacity.pages + capacity.host_rows(Pool.KV),
+        slots=None
+        if capacity.slots is None
+        else capacity.slots + capacity.host_rows(Pool.STATE),
         first=simulation.serving.first_measured,
     )

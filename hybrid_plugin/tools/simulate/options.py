@@ -15,6 +15,10 @@ from hybrid_plugin.tools.plan.shape import ModelShape
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.compare import Comparison
 from hybrid_plugin.tools.simulate.drafting import Speculation
+from hybrid_plugin.tools.simulate.host_options import (
+    add_bandwidth_option,
+    read_bandwidth,
+)
 from hybrid_plugin.tools.simulate.mooncake import BLOCK
 from hybrid_plugin.tools.simulate.plugin_options import read_plugin_options
 from hybrid_plugin.tools.simulate.policies import DEFAULT_POLICY, POLICIES
@@ -116,6 +120,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help=f"tokens in a page; by default {DEFAULT_PAGE_SIZE}, or the {BLOCK} of a "
         "block of a Mooncake trace with --kv-only",
     )
+    group.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="host memory that keeps what the device evicts, with --gpu-memory, as the "
+        "option host_memory gives",
+    )
+    add_bandwidth_option(group)
     group.add_argument(
         "--hybrid-config",
         metavar="JSON",
@@ -257,6 +268,7 @@ def read_simulation(
         policy=args.policy,
         serving=serving,
         speculation=_speculation(args),
+        host_bandwidth=read_bandwidth(args, options.host_memory),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.tools.simulate.compared import Compared, as_lines
 from hybrid_plugin.tools.simulate.drafting import Drafted
+from hybrid_plugin.tools.simulate.host_totals import HostTotals
 from hybrid_plugin.tools.simulate.latency import Times
 from hybrid_plugin.tools.simulate.request import Request
 
@@ -60,6 +61,8 @@ class Outcome:
     """Granules that got memory or lost it; None where pools are not elastic."""
     drafts: Drafted | None = None
     """What became of drafts; None without speculation."""
+    host: HostTotals | None = None
+    """What host memory did; None without any."""
     bound_hit_tokens: int | None = None
     """What no policy can exceed, knowing the whole trace."""
     costs: str = ""
@@ -107,6 +110,7 @@ class Outcome:
         }
         values["compared"] = [asdict(one) for one in self.compared]
         values["drafts"] = None if self.drafts is None else asdict(self.drafts)
+        values["host"] = None if self.host is None else asdict(self.host)
         values["times"] = None if self.times is None else asdict(self.times)
         return {
             "hit_rate": self.hit_rate,
@@ -143,6 +147,8 @@ class Outcome:
         ]
         if self.memory_moves is not None:
             lines.append(f"elastic pools      {self.memory_moves:,} granules moved")
+        if self.host is not None:
+            lines += self.host.as_lines()
         if self.drafts is not None:
             lines += self.drafts.as_lines()
         if self.too_long:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid_plugin.config import ConfigError, HybridConfig, parse_options
+from hybrid_plugin.sizes import parse_bytes
 from hybrid_plugin.tools.plan.shape import ModelShape
 
 _HONOURED = frozenset(
@@ -23,22 +24,24 @@ _HONOURED = frozenset(
         "in_batch_prefix_min_tokens",
         "kernels",
         "deterministic",
+        "host_memory",
     }
 )
 _REASONS = {
+    "disk": "files behind host memory are not simulated",
     "draft_states": "drafts are simulated with a state each: --drafts",
     "eviction_policy": "--policy says what is evicted first",
     "prefill_graphs": "it changes how long a pass takes, and nothing in the cache",
     "system_snapshot_min_tokens": "a trace does not tell where messages end",
 }
-_OF_MEMORY = ("elastic", "gpu_memory_budget", "state_memory_ratio")
+_OF_MEMORY = ("elastic", "gpu_memory_budget", "state_memory_ratio", "host_memory")
 """Options that divide the memory of a model."""
 
 
 def read_plugin_options(
     args: argparse.Namespace, shape: ModelShape | None
 ) -> HybridConfig:
-    """The options that --hybrid-config, --page-size and --elastic amount to.
+    """The options that --hybrid-config and the flags for some of them amount to.
 
     Args:
         args: parsed.
@@ -52,6 +55,10 @@ def read_plugin_options(
     _check_honoured(given)
     for name in ("page_size", "elastic"):
         options = _with_flag(options, name, getattr(args, name))
+    if args.host_memory is not None:
+        size = parse_bytes(args.host_memory)
+        options = _with_flag(options, "host_memory", size)
+    _check_calibration(args, options)
     if args.gpu_memory is None:
         _check_without_memory(options)
     if options.state_memory_ratio is not None and (
@@ -91,6 +98,15 @@ def _with_flag(options: HybridConfig, name: str, value: object) -> HybridConfig:
             "give one of them."
         )
     return replace(options, **{name: value})  # type: ignore[arg-type]
+
+
+def _check_calibration(args: argparse.Namespace, options: HybridConfig) -> None:
+    """Refuse host memory where costs are fitted."""
+    if options.host_memory is not None and args.calibrate is not None:
+        raise ConfigError(
+            "--calibrate fits what passes cost, and not what they wait for: leave "
+            "--host-memory out."
+        )
 
 
 def _check_without_memory(options: HybridConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Map, Unmap
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.tools.simulate.host_link import HostLink
 from hybrid_plugin.tools.simulate.job import Job
 
 
@@ -50,6 +51,10 @@ class ServedCache(Protocol):
     def page_size(self) -> int:
         """Tokens for which memory is allocated at once."""
 
+    @property
+    def link(self) -> HostLink | None:
+        """To host memory behind it; None without any."""
+
 
 class PluginCache:
     """The plugin's cache, in the calls of vLLM's adapter.
@@ -57,9 +62,24 @@ class PluginCache:
     As there, a prompt is admitted if all of it fits, and no watermark is kept.
     """
 
-    def __init__(self, cache: HybridCache) -> None:
-        """Serve from a cache, empty or warm."""
+    def __init__(self, cache: HybridCache, max_running: int = 64) -> None:
+        """Serve from a cache, empty or warm.
+
+        Args:
+            cache: of the plugin.
+            max_running: sequences that run at once, at most: as many are restored.
+        """
         self.cache = cache
+        self.link: HostLink | None = None
+        """To the host memory behind the cache; None without any."""
+        if cache.host is not None:
+            assert cache.rates is not None, "a cache with a host tier has them"
+            self.link = HostLink(cache.host.plan, cache.rates)
+        self._max_running = max_running
+        self._restoring = 0
+        """Jobs of this step that wait for their prefix from host memory."""
+        self._may_begin = True
+        """Whether one behind them may begin to restore its own."""
         self._clock: Callable[[], float] = lambda: 0.0
         logger = logging.getLogger(__name__)
         self._front_door = FrontDoor(cache, logger, lambda: self._clock())
@@ -77,11 +97,35 @@ class PluginCache:
 
     def plan(self, waiting: Iterable[Job]) -> None:
         """Decide who waits for another one's prefix."""
+        self._restoring, self._may_begin = 0, True
+        self._front_door.pass_time()
+        if not self.cache.live:
+            self.cache.end_restores()
         self._front_door.plan_sharing(waiting)
 
     def must_wait(self, job: Job) -> bool:
-        """Whether it waits for another one's prefix."""
-        return self._front_door.must_wait(job.seq_id)
+        """Whether it waits for another one's prefix, or for its own from host memory.
+
+        Nobody overtakes a job that waits for host memory; those behind it are restored
+        meanwhile, as many as can run.
+        """
+        if self._front_door.must_wait(job.seq_id):
+            return True
+        if not self._restoring:
+            self._restoring += self._front_door.must_wait_for_restore(job)
+            return self._restoring > 0
+        if self._may_begin:
+            self._may_begin = self._restores_behind(job)
+            self._restoring += self._may_begin
+        return True
+
+    def _restores_behind(self, job: Job) -> bool:
+        """Whether a job is restored while others before it are, too."""
+        if self._front_door.is_restoring(job.seq_id):
+            return True
+        if self.cache.live + self._restoring == self._max_running:
+            return False
+        return self._front_door.must_wait_for_restore(job)
 
     def look_up(self, job: Job) -> int:
         """Tokens up to the deepest snapshot."""
@@ -114,6 +158,8 @@ class PluginCache:
         for job in jobs:
             self._front_door.cross(job.seq_id, job.computed)
         commands = self.cache.drain_commands()
+        if self.link is not None:
+            self.link.take(commands, self._clock())
         for job in jobs:
             self._front_door.advance(job.seq_id, job.computed)
         self.on_step(self.cache)

@@ -268,6 +268,7 @@ class Server:
     def _compute(self, scheduled: dict[Job, int], passes: int) -> None:
         work = self._decodes(passes) if passes > 1 else self._pass(scheduled)
         before_last = self._decodes(passes - 1)
+        prompts = sum(n for job, n in scheduled.items() if job.is_prefilling)
         drafts: dict[Job, int] = {}
         for job, tokens in scheduled.items():
             if job.is_prefilling:
@@ -276,12 +277,17 @@ class Server:
             elif self.drafting is not None:
                 drafts[job], tokens = tokens - 1, 1
             job.computed += tokens if passes == 1 else passes
-        self.seen = self.now + self.costs.seconds(before_last)
         moved = self.cache.step_scheduled(list(scheduled))
+        link = self.cache.link
+        if link is not None:
+            self.now = max(self.now, link.ready)
+        self.seen = self.now + self.costs.seconds(before_last)
         accepted = {} if self.drafting is None else self.drafting.verify(drafts)
         work += Work(moves=moved)
         self.work += work
         self.now += self.costs.seconds(work)
+        if link is not None:
+            link.measure(prompts, self.costs.seconds(work))
         if self.history is not None:
             self.history.append((self.now, self.work))
         for job in scheduled:

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.policy.divergence import Divergences
+from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tiers.restores import TransferRates
 from hybrid_plugin.tools.simulate.arrivals import Pace
 from hybrid_plugin.tools.simulate.attention_reach import AttentionReach
 from hybrid_plugin.tools.simulate.calibration import Equation, Measured, calibrate
 from hybrid_plugin.tools.simulate.capacity import Capacity
 from hybrid_plugin.tools.simulate.cost_model import CostModel, Costs
 from hybrid_plugin.tools.simulate.drafting import Drafted, Drafting, Speculation
+from hybrid_plugin.tools.simulate.host_totals import HostTotals
 from hybrid_plugin.tools.simulate.job import Job
 from hybrid_plugin.tools.simulate.known_costs import DEFAULT_COSTS
 from hybrid_plugin.tools.simulate.latency import Targets, Times
@@ -70,6 +74,8 @@ class Simulation:
     serving: Serving = field(default_factory=Serving)
     speculation: Speculation | None = None
     """Of an engine that drafts."""
+    host_bandwidth: float = math.inf
+    """Bytes in a second that come back from host memory, where the capacity has it."""
 
     def run(
         self,
@@ -78,7 +84,7 @@ class Simulation:
     ) -> Outcome:
         """Serve `requests`; calls `on_request` after each."""
         begin = time.perf_counter()
-        served = PluginCache(self._build())
+        served = self._served()
         outcome = Outcome(
             self.policy, requests=len(requests), costs=self.serving.costs.title
         )
@@ -109,7 +115,7 @@ class Simulation:
         """
 
         def simulate(costs: Costs) -> Sequence[Equation]:
-            server = self._server(PluginCache(self._build()))
+            server = self._server(self._served())
             server.costs, server.history = costs, []
             for _ in serve(server, requests, self.serving.pace):
                 pass
@@ -125,15 +131,20 @@ class Simulation:
             server.drafting = Drafting(served.cache, self.speculation)
         return server
 
-    def _build(self) -> HybridCache:
+    def _served(self) -> PluginCache:
         """A cache that has learned nothing yet."""
-        eviction = build_policy(
+        snapshots = replace(self.snapshots, divergences=Divergences())
+        host = self.capacity.host_tier(self._eviction())
+        rates = None if host is None else TransferRates(self.host_bandwidth)
+        cache = self.capacity.build(snapshots, self._eviction(), host, rates)
+        return PluginCache(cache, self.serving.max_running)
+
+    def _eviction(self) -> LeastRecentlyUsed:
+        return build_policy(
             self.policy,
             token_bytes=self.capacity.token_bytes,
             slot_bytes=self.capacity.slot_bytes,
         )
-        snapshots = replace(self.snapshots, divergences=Divergences())
-        return self.capacity.build(snapshots, eviction)
 
     def _count(self, outcome: Outcome, server: Server, cache: HybridCache) -> None:
         jobs = self.serving.measured(server)
@@ -152,6 +163,8 @@ class Simulation:
             outcome.drafts = Drafted.of(server.drafting, cache.stats)
         if cache.broker.moves_memory:
             outcome.memory_moves = int(cache.broker.stats.moves)
+        if cache.host is not None:
+            outcome.host = HostTotals.of(cache.host, self.capacity.page_size)
 
 
 class _Peaks:

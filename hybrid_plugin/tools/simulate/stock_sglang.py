@@ -70,6 +70,9 @@ class _Sequence:
 class SglangModel:
     """Serves by SGLang's rules."""
 
+    link = None
+    """There is no host memory behind it."""
+
     page_size = 1
 
     def __init__(self, pools: StaticPools, *, states: bool = True) -> None:

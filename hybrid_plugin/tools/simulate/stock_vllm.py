@@ -43,6 +43,9 @@ class _Sequence:
 class VllmModel:
     """Serves by vLLM's rules."""
 
+    link = None
+    """There is no host memory behind it."""
+
     def __init__(self, pool: AlignedBlocks) -> None:
         """Start empty."""
         self._pool = pool
