@@ -24,13 +24,14 @@ DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang test test-vllm test-sglang test-gpu kernels units-vllm \
+.PHONY: help demo demo-sglang demo-tiers test test-vllm test-sglang test-gpu kernels units-vllm \
 	units-sglang engines-vllm engines-sglang soak soak-gpu lint contracts clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   serve a small hybrid model with and without the plugin; compare"
 	@echo "make demo-sglang  the same on SGLang"
+	@echo "make demo-tiers  chats are evicted, and come back from host memory, after a restart from disk"
 	@echo "make test   check style and types, run all tests"
 	@echo "make test-gpu  test kernels and moving memory on this machine's GPU (GPU_PYTHON=...)"
 	@echo "make soak   the core's property tests for hours, not minutes"
@@ -48,6 +49,9 @@ demo: $(READY)
 
 demo-sglang: $(SGLANG_READY)
 	$(SGLANG_BIN)/python -m hybrid_plugin.tools.demo --engine sglang $(DEMO_FLAGS)
+
+demo-tiers: $(READY)
+	$(BIN)/python -m hybrid_plugin.tools.demo --tiers $(DEMO_FLAGS)
 
 # Two at a time, the long ones first, and all of them, whatever fails.
 test: $(DEV_READY) $(SGLANG_DEV_READY)
@@ -71,6 +75,8 @@ engines-vllm: $(DEV_READY)
 units-sglang: $(SGLANG_DEV_READY)
 	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/sglang_cpu
 
+# What the other engine left in files is resumed from too, where it is installed.
+engines-sglang: export HYBRID_OTHER_PYTHON = $(abspath $(wildcard $(BIN)/python))
 engines-sglang: $(SGLANG_DEV_READY)
 	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/engines
 

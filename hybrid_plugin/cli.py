@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from hybrid_plugin.tools.demo.engines import Engine
+    from hybrid_plugin.tools.demo.tiers import TiersDemo
 
 MIB = 2**20
 DRAFTS = 2
 """Of the demo: the bundled model accepts 0.8 of 2, and 1.0 of 3, on held-out text."""
+HOST_MIB, DISK_MIB = 128, 1024
+"""Of the demo: all chats that come back fit."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,6 +85,24 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help=f"both servers draft {DRAFTS} tokens at a time with the model's MTP head "
         "(vLLM)",
     )
+    demo.add_argument(
+        "--tiers",
+        action="store_true",
+        help="both servers run with the plugin, one of them with host memory and files "
+        "behind its cache, and long chats come back, after a restart too (vLLM)",
+    )
+    demo.add_argument(
+        "--host-mib",
+        type=int,
+        default=HOST_MIB,
+        help="host memory with --tiers (%(default)s)",
+    )
+    demo.add_argument(
+        "--disk-mib",
+        type=int,
+        default=DISK_MIB,
+        help="files with --tiers (%(default)s)",
+    )
     demo.set_defaults(run=_demo)
 
 
@@ -96,20 +117,40 @@ def _demo(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    if args.speculate and args.engine != "vllm":
-        print("--speculate needs vLLM: leave --engine out.", file=sys.stderr)
+    for option in ("speculate", "tiers"):
+        if getattr(args, option) and args.engine != "vllm":
+            print(f"--{option} needs vLLM: leave --engine out.", file=sys.stderr)
+            return 2
+    if args.tiers and (args.speculate or args.stock_flag is not None):
+        print(
+            "--tiers has no stock server, and no drafts: leave --stock-flag and "
+            "--speculate out.",
+            file=sys.stderr,
+        )
         return 2
     name = "demo.json" if args.engine == "vllm" else f"demo-{args.engine}.json"
-    out = args.out or Path("build", name)
+    out = args.out or Path("build", "demo-tiers.json" if args.tiers else name)
     try:
-        model = args.model or bundled_model()
-        return 0 if Demo(_engine(args), model.resolve(), out).run() else 1
+        model = (args.model or bundled_model()).resolve()
+        demo = (
+            _tiers(args, model, out) if args.tiers else Demo(_engine(args), model, out)
+        )
+        return 0 if demo.run() else 1
     except (DemoError, RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted; both servers were ended.", file=sys.stderr)
         return 130
+
+
+def _tiers(args: argparse.Namespace, model: Path, out: Path) -> TiersDemo:
+    from hybrid_plugin.tools.demo.engines import VllmEngine
+    from hybrid_plugin.tools.demo.tiers import TiersDemo
+
+    engine = VllmEngine(cache_bytes=args.cache_mib * MIB)
+    host, disk = args.host_mib * MIB, args.disk_mib * MIB
+    return TiersDemo(engine, host, disk, model, out)
 
 
 def _engine(args: argparse.Namespace) -> Engine:

@@ -35,6 +35,10 @@ class Levels:
     """Of drafts, since the server started."""
     accepted: int | None = None
     """Drafts, likewise."""
+    host_hit_tokens: int | None = None
+    """Tokens of prompts that came from host memory, likewise."""
+    disk_hit_tokens: int | None = None
+    """And those that came from disk."""
 
 
 class Engine(Protocol):
@@ -98,6 +102,8 @@ class VllmEngine:
     """What the machine calls for; CUDA graphs take long to capture for a demo."""
     drafts: int = 0
     """Tokens that the model's MTP head drafts at a time; 0 for no speculation."""
+    plugin_options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the server with the plugin."""
 
     name: str = "vllm"
     request_extra: Mapping[str, Any] = field(
@@ -127,6 +133,7 @@ class VllmEngine:
             "max_num_seqs": self.max_num_seqs,
             "stock_flags": list(self.stock_flags),
             "drafts": self.drafts,
+            "plugin_options": dict(self.plugin_options),
         }
 
     def launch(self, model: Path, port: int, *, plugin: bool) -> Launch:
@@ -147,7 +154,7 @@ class VllmEngine:
             "--enable-prompt-tokens-details",
             "--uvicorn-log-level=warning",
             *self._speculation(),
-            *(() if plugin else self.stock_flags),
+            *(self._options() if plugin else self.stock_flags),
         ]
         return Launch(
             command,
@@ -171,7 +178,15 @@ class VllmEngine:
             preemptions=whole(metrics.total("vllm:num_preemptions_total")),
             verifications=whole(metrics.total("vllm:spec_decode_num_drafts_total")),
             accepted=whole(metrics.total("vllm:spec_decode_num_accepted_tokens_total")),
+            host_hit_tokens=whole(metrics.total("hybrid_cache_host_hit_tokens_total")),
+            disk_hit_tokens=whole(metrics.total("hybrid_cache_disk_hit_tokens_total")),
         )
+
+    def _options(self) -> Sequence[str]:
+        if not self.plugin_options:
+            return ()
+        config = {"hybrid_plugin": dict(self.plugin_options)}
+        return (f"--additional-config={json.dumps(config)}",)
 
     def _speculation(self) -> Sequence[str]:
         if not self.drafts:

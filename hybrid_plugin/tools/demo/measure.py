@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -83,6 +83,16 @@ class Peaks:
         accepted = last.accepted - (first.accepted or 0)
         return 1 + accepted / count if count else None
 
+    @property
+    def host_hit_tokens(self) -> int | None:
+        """Tokens of prompts that came from host memory."""
+        return _since(self.first.host_hit_tokens, self.last.host_hit_tokens)
+
+    @property
+    def disk_hit_tokens(self) -> int | None:
+        """Tokens of prompts that came from disk."""
+        return _since(self.first.disk_hit_tokens, self.last.disk_hit_tokens)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -104,6 +114,10 @@ class Result:
     preemptions: int | None
     acceptance_length: float | None = None
     """Tokens of a verification, on average; None without speculation."""
+    host_hit_tokens: int | None = None
+    """Of the cached tokens, those that came from host memory."""
+    disk_hit_tokens: int | None = None
+    """Of the cached tokens, those that came from disk."""
 
     @property
     def cached_share(self) -> float:
@@ -151,6 +165,8 @@ def summarise(
         peak_running=peaks.running,
         preemptions=peaks.preemptions,
         acceptance_length=_rounded(peaks.acceptance_length, 2),
+        host_hit_tokens=peaks.host_hit_tokens,
+        disk_hit_tokens=peaks.disk_hit_tokens,
     )
 
 
@@ -168,27 +184,114 @@ def measure(target: Target, workload: Workload, tick: Callable[[], None]) -> Run
     return asyncio.run(_measure(target, workload, tick))
 
 
+def measure_turns(
+    target: Target, workload: Workload, tick: Callable[[], None], *, forget: bool = True
+) -> Sequence[Run]:
+    """Ask every conversation's first question, then every one's second, and so on.
+
+    Args:
+        target: as for `measure`.
+        workload: whose conversations have equal numbers of questions.
+        tick: called after every answer.
+        forget: whether the server forgets first what it has cached.
+
+    Returns:
+        The numbers of each turn.
+
+    Raises:
+        DemoError: as `measure`.
+    """
+    return asyncio.run(_measure_turns(target, workload, tick, forget=forget))
+
+
+def continued(workload: Workload, runs: Sequence[Run]) -> Workload:
+    """What is left to ask, after all that was said.
+
+    Args:
+        workload: of which the first questions were asked.
+        runs: one for each of them.
+    """
+    openings = [conversation.opening for conversation in workload.conversations]
+    asked = [conversation.questions for conversation in workload.conversations]
+    for turn, run in enumerate(runs):
+        openings = [
+            (
+                *opening,
+                message("user", questions[turn].text),
+                message("assistant", answers[0].text),
+            )
+            for opening, questions, answers in zip(
+                openings, asked, run.answers, strict=True
+            )
+        ]
+    return replace(
+        workload,
+        conversations=tuple(
+            Conversation(opening, questions[len(runs) :])
+            for opening, questions in zip(openings, asked, strict=True)
+        ),
+    )
+
+
 async def _measure(target: Target, workload: Workload, tick: Callable[[], None]) -> Run:
+    async with _prepared(target) as (client, admin):
+        return await _run(target, workload, client, admin, tick)
+
+
+async def _measure_turns(
+    target: Target, workload: Workload, tick: Callable[[], None], *, forget: bool
+) -> Sequence[Run]:
+    runs: list[Run] = []
+    async with _prepared(target, forget=forget) as (client, admin):
+        left = workload
+        while all(one.questions for one in left.conversations):
+            turn = replace(
+                left,
+                conversations=tuple(
+                    Conversation(one.opening, one.questions[:1])
+                    for one in left.conversations
+                ),
+            )
+            runs.append(await _run(target, turn, client, admin, tick))
+            left = continued(left, runs[-1:])
+    return runs
+
+
+@asynccontextmanager
+async def _prepared(
+    target: Target, *, forget: bool = True
+) -> AsyncIterator[tuple[Client, httpx.AsyncClient]]:
+    """Connections to a server that is awake, and has forgotten if it is to."""
     client = Client(target.server.url, target.model, target.engine.request_extra)
-    gate = asyncio.Semaphore(workload.concurrency)
-
-    async def one(conversation: Conversation) -> list[Answer]:
-        async with gate:
-            return await converse(client, conversation, workload.max_tokens, tick)
-
     async with httpx.AsyncClient(
         base_url=target.server.url, timeout=LEAST_LIMIT_S
     ) as admin:
         await asyncio.sleep(SETTLE_S)
         await _wake_up(client)
-        await _forget(target, admin)
-        peaks = Peaks()
-        async with _watch(target, admin, peaks, client.patience):
-            begin = time.monotonic()
-            answers = await asyncio.gather(*(one(c) for c in workload.conversations))
-            seconds = time.monotonic() - begin
+        if forget:
+            await _forget(target, admin)
+        yield client, admin
     await client.close()
     target.server.check_alive()
+
+
+async def _run(
+    target: Target,
+    workload: Workload,
+    client: Client,
+    admin: httpx.AsyncClient,
+    tick: Callable[[], None],
+) -> Run:
+    gate, peaks = asyncio.Semaphore(workload.concurrency), Peaks()
+
+    async def one(conversation: Conversation) -> list[Answer]:
+        async with gate:
+            return await converse(client, conversation, workload.max_tokens, tick)
+
+    async with _watch(target, admin, peaks, client.patience):
+        begin = time.monotonic()
+        answers = await asyncio.gather(*(one(c) for c in workload.conversations))
+        seconds = time.monotonic() - begin
     return Run(summarise(workload, answers, peaks, seconds), answers)
 
 
@@ -270,6 +373,11 @@ def _right(workload: Workload, answers: Sequence[Sequence[Answer]]) -> int:
 
 def _rounded(value: float | None, digits: int = 1) -> float | None:
     return None if value is None else round(value, digits)
+
+
+def _since(first: int | None, last: int | None) -> int | None:
+    """By how much a counter grew; it appears with the first admission."""
+    return None if last is None else last - (first or 0)
 
 
 def _most(a: int | None, b: int | None) -> int | None:

@@ -21,6 +21,10 @@ _Row = tuple[str, Callable[[Result], str]]
 """A heading, and how its number is shown."""
 
 
+STOCK_AND_PLUGIN = ("stock", "plugin")
+"""Names of the two servers."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A workload on both servers."""
@@ -32,15 +36,19 @@ class Outcome:
 
 
 def to_json(
-    engine: str, version: str, outcomes: Sequence[Outcome], settings: dict[str, Any]
+    engine: str,
+    version: str,
+    outcomes: Sequence[Outcome],
+    settings: dict[str, Any],
+    servers: tuple[str, str] = STOCK_AND_PLUGIN,
 ) -> dict[str, Any]:
-    """The form of `build/demo.json`."""
+    """The form of `build/demo.json`; each server's numbers by its name."""
     return {
         "engine": engine,
         "engine_version": version,
         "machine": machine(),
         "settings": settings,
-        "workloads": [_workload_json(outcome) for outcome in outcomes],
+        "workloads": [_workload_json(outcome, servers) for outcome in outcomes],
     }
 
 
@@ -54,13 +62,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
+def to_table(
+    title: str,
+    outcomes: Sequence[Outcome],
+    page_note: str,
+    servers: tuple[str, str] = STOCK_AND_PLUGIN,
+) -> Table:
     """One table: a row for each number, two columns for each workload.
 
     Args:
         title: above it.
         outcomes: one for each workload.
         page_note: what a page is; half a sentence.
+        servers: the names of the two.
     """
     drafts = _speculation_rows(outcomes)
     caption = _CAPTION.format(page_note=page_note, near_tie=NEAR_TIE)
@@ -71,9 +85,11 @@ def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
     table.title_justify = table.caption_justify = "left"
     table.add_column("", no_wrap=True)
     for outcome in outcomes:
-        table.add_column(f"{outcome.workload.label}\nstock", justify="right")
-        table.add_column("\nplugin", justify="right", style="bold")
-    for heading, show in (*_ROWS, *drafts):
+        head = f"{outcome.workload.label}\n{servers[0]}"
+        table.add_column(head, justify="right")
+        table.add_column(f"\n{servers[1]}", justify="right", style="bold")
+    rows = (*_CACHED, *_host_rows(outcomes), *_ROWS, *drafts)
+    for heading, show in rows:
         pairs = ((show(outcome.stock), show(outcome.plugin)) for outcome in outcomes)
         table.add_row(heading, *(cell for pair in pairs for cell in pair))
     verdicts = ((_verdict(o.tally), _verdict_detail(o.tally)) for o in outcomes)
@@ -81,15 +97,15 @@ def to_table(title: str, outcomes: Sequence[Outcome], page_note: str) -> Table:
     return table
 
 
-def _workload_json(outcome: Outcome) -> dict[str, Any]:
+def _workload_json(outcome: Outcome, servers: tuple[str, str]) -> dict[str, Any]:
     return {
         "name": outcome.workload.name,
         "title": outcome.workload.title,
         "concurrency": outcome.workload.concurrency,
         "outputs_equal": outcome.tally.acceptable,
         "comparison": {**asdict(outcome.tally), "near_tie_bound_nats": NEAR_TIE},
-        "stock": _result_json(outcome.stock),
-        "plugin": _result_json(outcome.plugin),
+        servers[0]: _result_json(outcome.stock),
+        servers[1]: _result_json(outcome.plugin),
     }
 
 
@@ -119,6 +135,22 @@ def _speculation_rows(outcomes: Sequence[Outcome]) -> Sequence[_Row]:
     return (("tokens a step", lambda r: _length(r.acceptance_length)),)
 
 
+def _host_rows(outcomes: Sequence[Outcome]) -> Sequence[_Row]:
+    """What came from host memory and from disk, where anything did."""
+    rows: Sequence[tuple[_Row, Callable[[Result], int | None]]] = (
+        (
+            ("from the host", lambda r: _count(r.host_hit_tokens)),
+            lambda r: r.host_hit_tokens,
+        ),
+        (
+            ("from the disk", lambda r: _count(r.disk_hit_tokens)),
+            lambda r: r.disk_hit_tokens,
+        ),
+    )
+    results = [result for o in outcomes for result in (o.stock, o.plugin)]
+    return [row for row, value in rows if any(map(value, results))]
+
+
 def _length(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -127,10 +159,12 @@ def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-_ROWS: Sequence[_Row] = (
+_CACHED: Sequence[_Row] = (
     ("prompt tokens", lambda r: _count(r.prompt_tokens)),
     ("cached tokens", lambda r: _count(r.cached_tokens)),
     ("cached share", lambda r: f"{r.cached_share:.1%}"),
+)
+_ROWS: Sequence[_Row] = (
     ("TTFT p50, ms", lambda r: _milliseconds(r.ttft_ms_p50)),
     ("TTFT p95, ms", lambda r: _milliseconds(r.ttft_ms_p95)),
     ("time, s", lambda r: f"{r.seconds:.1f}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,23 +48,11 @@ class Demo:
         title = f"{self.engine.name} {version}, stock and with hybrid-plugin"
         self.console.print(to_table(title, outcomes, self.engine.page_note))
         self.console.print(f"The same as JSON: {self.out}")
-        return not self._complain(outcomes)
+        return not complain(self.console, outcomes)
 
-    @contextmanager
-    def _servers(self) -> Iterator[Sequence[Target]]:
-        """Start both at once; while one is measured, the other is idle."""
+    def _servers(self) -> AbstractContextManager[Sequence[Target]]:
         targets = [self._target(plugin=False), self._target(plugin=True)]
-        try:
-            text = "Starting both servers (a minute or more)"
-            with Display(self.console).waiting(text) as tell:
-                for target in targets:
-                    target.server.start()
-                for target in targets:
-                    target.server.wait_until_ready(tell)
-            yield targets
-        finally:
-            for target in targets:
-                target.server.stop()
+        return running(targets, self.console)
 
     def _target(self, *, plugin: bool) -> Target:
         name = "plugin" if plugin else "stock"
@@ -97,24 +85,56 @@ class Demo:
         )
         return Outcome(workload, stock.result, plugin.result, tally)
 
-    def _complain(self, outcomes: Sequence[Outcome]) -> bool:
-        """Say what went wrong, if anything did."""
-        problems = [
-            f"{outcome.workload.name}: {problem}"
-            for outcome in outcomes
-            for problem in _problems(outcome)
-        ]
-        for problem in problems:
-            self.console.print(f"[bold red]{problem}[/]")
-        return bool(problems)
+
+@contextmanager
+def running(targets: Sequence[Target], console: Console) -> Iterator[Sequence[Target]]:
+    """Start both at once, and end them; while one is measured, the other is idle.
+
+    Raises:
+        DemoError: if one does not start.
+    """
+    try:
+        text = "Starting both servers (a minute or more)"
+        with Display(console).waiting(text) as tell:
+            for target in targets:
+                target.server.start()
+            for target in targets:
+                target.server.wait_until_ready(tell)
+        yield targets
+    finally:
+        for target in targets:
+            target.server.stop()
 
 
-def _problems(outcome: Outcome) -> Iterator[str]:
+def complain(
+    console: Console,
+    outcomes: Sequence[Outcome],
+    servers: tuple[str, str] = ("stock", "the plugin"),
+) -> bool:
+    """Say what went wrong; whether anything did.
+
+    Args:
+        console: where to.
+        outcomes: one for each workload.
+        servers: the names of the two.
+    """
+    problems = [
+        f"{outcome.workload.name}: {problem}"
+        for outcome in outcomes
+        for problem in _problems(outcome, *servers)
+    ]
+    for problem in problems:
+        console.print(f"[bold red]{problem}[/]")
+    return bool(problems)
+
+
+def _problems(outcome: Outcome, stock: str, plugin: str) -> Iterator[str]:
     if outcome.plugin.failed:
-        yield f"{outcome.plugin.failed} requests failed with the plugin."
+        yield f"{outcome.plugin.failed} requests failed with {plugin}."
     if outcome.tally.wrong and not outcome.stock.failed:
         yield (
-            f"{outcome.tally.wrong} answers differ from stock by more than a near tie."
+            f"{outcome.tally.wrong} answers differ from {stock} by more than a near "
+            "tie."
         )
 
 

@@ -131,9 +131,20 @@ def chats(count: int = 10, turns: int = 6) -> Workload:
     )
 
 
-def _chat(seed: int, turns: int) -> Conversation:
+def returning(count: int = 16, turns: int = 3) -> Workload:
+    """Long chats that all come back, each after all others have had their turn."""
+    return Workload(
+        "returning_chats",
+        "chats",
+        f"{count} long chats that come back",
+        tuple(_chat(seed, turns, 900) for seed in range(200, 200 + count)),
+        concurrency=2,
+    )
+
+
+def _chat(seed: int, turns: int, filler: int = 200) -> Conversation:
     facts = Facts(seed)
-    first = f"{facts.state(4)}\n{facts.filler(200)}\n"
+    first = f"{facts.state(4)}\n{facts.filler(filler)}\n"
     questions = [facts.ask() for _ in range(turns)]
     questions[0] = Question(first + questions[0].text, questions[0].answer)
     return Conversation((), tuple(questions))
