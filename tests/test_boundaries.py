@@ -35,7 +35,13 @@ RULES = (
     Rule(f"{PROJECT}.device", allowed=(f"{PROJECT}.core",), forbidden=ENGINES),
     Rule(
         f"{PROJECT}.engine",
-        allowed=(f"{PROJECT}.config", f"{PROJECT}.core", f"{PROJECT}.device"),
+        allowed=(
+            f"{PROJECT}.config",
+            f"{PROJECT}.core",
+            f"{PROJECT}.device",
+            f"{PROJECT}.sizes",
+            f"{PROJECT}.tiers",
+        ),
         forbidden=ENGINES,
     ),
     Rule(f"{PROJECT}.upstream", forbidden=(*ENGINES, *ADAPTERS, "torch")),

@@ -99,7 +99,7 @@ class Server:
         """The `hybrid_cache_*` metrics by name.
 
         Of gauges that pools have: `POOL{KIND}` counts ids, such as `kv{used}`, and
-        `NAME{POOL}` is another number of a pool.
+        `NAME{POOL}` is another number of a pool.  Failures are `NAME{REASON}`.
         """
         found: dict[str, float] = {}
         for line in self._driver.metrics(self.url).splitlines():
@@ -112,6 +112,8 @@ class Server:
                 name = f"{labels['pool']}{{{labels['kind']}}}"
             elif "pool" in labels:
                 name += f"{{{labels['pool']}}}"
+            elif "reason" in labels:
+                name = f"{name.removesuffix('_total')}{{{labels['reason']}}}"
             found[name.removesuffix("_total")] = float(value)
         return found
 

@@ -176,7 +176,8 @@ CONFLICTS = {
     ),
     "another cache": (
         ("--enable-hierarchical-cache",),
-        "--enable-hierarchical-cache is not supported yet; drop it.",
+        "--enable-hierarchical-cache is for SGLang's own cache; drop it, and give the "
+        "plugin's option host_memory a size.",
     ),
     "no chunked prefill": (
         ("--chunked-prefill-size=-1",),

@@ -108,6 +108,10 @@ REFUSALS = {
         "elastic pools do not fit: ",
         {"elastic": True, "gpu_memory_budget": 1 << 20},
     ),
+    "more host memory than the machine has": Refusal(
+        "host_memory of 1048576.00 GiB is more than this machine has free, ",
+        {"host_memory": "1024TiB"},
+    ),
     "plugin excluded from the workers": Refusal(
         "hybrid-plugin is loaded in the server but not in", fault="exclude_workers"
     ),

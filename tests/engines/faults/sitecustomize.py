@@ -8,6 +8,8 @@ accepted one; a server that must refuse to run half-patched proves it under
 `exclude_workers`.
 Under `grid_of_16` deterministic prompts are split, and resumed, at multiples of 16
 tokens instead of 64, which must move their bits.
+Under `zero_restored_states` what comes from host memory has no state, and under
+`slow_restores` it takes seconds to come.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -95,6 +97,39 @@ def _wrong_drafts() -> None:
     ReplayScratch._cut = wrong_cut  # type: ignore[method-assign]
 
 
+def _zero_restored_states() -> None:
+    """States that come from host memory are zeros once they are there."""
+    from hybrid_plugin.core.cache import HybridCache
+    from hybrid_plugin.core.commands import Await, Load, Pool, Zero
+
+    drain = HybridCache.drain_commands
+    slots: dict[int, tuple[int, ...]] = {}
+
+    def forgetful(self):  # type: ignore[no-untyped-def]
+        commands = []
+        for command in drain(self):
+            commands.append(command)
+            if isinstance(command, Load) and command.pool == Pool.STATE:
+                slots[command.ticket] = command.destinations
+            elif isinstance(command, Await):
+                loaded = slots.pop(command.ticket)
+                commands += [Zero(Pool.STATE, slot) for slot in loaded]
+        return commands
+
+    HybridCache.drain_commands = forgetful  # type: ignore[method-assign]
+
+
+def _slow_restores() -> None:
+    """Loads seem to take seconds, and prefills longer."""
+    from hybrid_plugin.core.tiers.restores import TransferRates
+
+    def repays(self, size: int, tokens: int, queued: float) -> bool:  # type: ignore[no-untyped-def]
+        self.load_bytes_per_second = size / 3.0
+        return True
+
+    TransferRates.repays = repays  # type: ignore[method-assign]
+
+
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
@@ -149,4 +184,6 @@ if "HYBRID_TEST_POOLS" in os.environ:
     "wrong_column": _wrong_column,
     "wrong_drafts": _wrong_drafts,
     "exclude_workers": _exclude_workers,
+    "zero_restored_states": _zero_restored_states,
+    "slow_restores": _slow_restores,
 }.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()
