@@ -27,16 +27,18 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from hybrid_plugin.tiers.bundle import Bundle, Destination, Layouts, PageRows
+from hybrid_plugin.tiers.bundle import Bundle, Layouts, PageBytes
+from hybrid_plugin.tiers.disk import DiskTier
 from hybrid_plugin.tiers.failure import Failure
 from hybrid_plugin.tiers.fields import convolution, delta_state, selective_state
-from hybrid_plugin.tiers.folder import BundleFolder
 from hybrid_plugin.tiers.identity import Identity
-from hybrid_plugin.tiers.manifest import Manifest
+from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.row_layout import Field, RowLayout
 from hybrid_plugin.tiers.sglang_fields import tensor
-from hybrid_plugin.tiers.shelf import SUFFIX
+from hybrid_plugin.tiers.shelf import BundleShelf
+from hybrid_plugin.tiers.stock import TierFolder
 from hybrid_plugin.tiers.vllm_fields import PageOrder, attention
 
 PAGE = 16
@@ -153,6 +155,36 @@ def identity(model: Model) -> Identity:
     return Identity(model.name, "0" * 64, ("benchmark",), "bfloat16")
 
 
+class Disk:
+    """A tier with one rank, opened as a server does."""
+
+    def __init__(self, place: Path, model: Model, layouts: Layouts) -> None:
+        own = identity(model)
+        ranks = {own.rank_name: layouts}
+        self.folder = TierFolder(place, ranks)
+        self.tier = DiskTier(self.folder.entries(), ROOM, own, ranks, 1e9)
+        self.shelf = BundleShelf(place, own.rank_name, layouts)
+
+    def store(
+        self,
+        namespace: str,
+        tokens: array[int],
+        start: int,
+        pages: list[npt.NDArray[np.uint8]],
+        state: npt.NDArray[np.uint8],
+    ) -> Bundle:
+        """Write a bundle; returns it."""
+        size = sum(row.nbytes for row in pages) + state.nbytes
+        storing = self.tier.begin_store(namespace, tokens, start, size)
+        assert storing is not None
+        run = {"kv": PageBytes(start, pages)}
+        bundle = Bundle(storing.key, tokens, start, run, state)
+        written = self.shelf.write(bundle)
+        assert not isinstance(written, Failure), written
+        self.tier.stored(storing.key, None)
+        return bundle
+
+
 class Pages:
     """Memory of a bundle, as a host pool has it: rows here and there in one block."""
 
@@ -194,19 +226,15 @@ def measure(model: Model, place: Path, repeats: int) -> Row:
     pages = Pages(own, model.turn)
     tokens = array("q", range(model.turn))
     names = count()
-    folder = BundleFolder(place / "own", ROOM, identity(model), own)
+    disk = Disk(place / "own", model, own)
 
-    def store() -> Manifest:
-        made = Bundle(
-            str(next(names)), tokens, 0, {"kv": PageRows(0, pages.rows)}, pages.state
-        )
-        stored = folder.store(made)
-        assert isinstance(stored, Manifest), stored
-        return stored
+    def store() -> Bundle:
+        return disk.store(str(next(names)), tokens, 0, pages.rows, pages.state)
 
-    manifest = store()
-    row = Row(model.name, manifest.data_bytes / 2**20, pages.state.nbytes / 2**20)
-    path = folder.path / (manifest.key + SUFFIX)
+    bundle = store()
+    moved = sum(row.nbytes for row in pages.rows) + pages.state.nbytes
+    row = Row(model.name, moved / 2**20, pages.state.nbytes / 2**20)
+    path = disk.shelf.place(BundleName.from_text(bundle.key).key)
     plain = place / "plain"
     buffers = [*pages.rows, pages.state]
 
@@ -221,10 +249,8 @@ def measure(model: Model, place: Path, repeats: int) -> Row:
             for start in range(0, len(buffers), 1000):
                 os.readv(file.fileno(), buffers[start : start + 1000])
 
-    def load(from_: BundleFolder) -> None:
-        failure = from_.load(
-            manifest, tokens, Destination({"kv": pages.rows}, pages.state)
-        )
+    def load(from_: BundleShelf) -> None:
+        failure = from_.read(bundle)
         assert failure is None, failure
 
     nothing = lambda: None  # noqa: E731
@@ -236,19 +262,18 @@ def measure(model: Model, place: Path, repeats: int) -> Row:
     )
     times["store"] = median_seconds(store, repeats, nothing)
     times["read a plain file"] = median_seconds(read_plain, repeats, nothing)
-    times["load"] = median_seconds(lambda: load(folder), repeats, nothing)
+    times["load"] = median_seconds(lambda: load(disk.shelf), repeats, nothing)
     times["read a plain file, cold"] = median_seconds(
         read_plain, repeats, lambda: drop(plain)
     )
     times["load, cold"] = median_seconds(
-        lambda: load(folder), repeats, lambda: drop(path)
+        lambda: load(disk.shelf), repeats, lambda: drop(path)
     )
-    folder.close()
-    converting = BundleFolder(place / "own", ROOM, identity(model), other)
+    disk.folder.close()
+    converting = BundleShelf(place / "own", identity(model).rank_name, other)
     times["load and convert"] = median_seconds(
         lambda: load(converting), repeats, nothing
     )
-    converting.close()
     return row
 
 
@@ -259,18 +284,14 @@ def measure_index(
     model = MANY_LAYERS
     own = vllm_layouts(model)
     pages = Pages(own, model.turn)
-    folder = BundleFolder(place / "many", ROOM, identity(model), own)
+    disk = Disk(place / "many", model, own)
     path = array("q", range(length))
     starts = [length * i // 20 for i in range(20)]
     rows = pages.rows * (length // 20 // PAGE + 2)
 
     def store(namespace: str, tokens: array[int], start: int) -> None:
         used = rows[: -(-len(tokens) // PAGE) - start // PAGE]
-        made = Bundle(
-            namespace, tokens, start, {"kv": PageRows(start, used)}, pages.state
-        )
-        stored = folder.store(made)
-        assert not isinstance(stored, Failure), stored
+        disk.store(namespace, tokens, start, used, pages.state)
 
     for start, end in zip(starts, [*starts[1:], length], strict=True):
         store("path", path[:end], start)
@@ -279,16 +300,16 @@ def measure_index(
     other = array("q", [-1, *path[1:]])
     times = {
         f"look up {length} tokens, all stored": median_seconds(
-            lambda: folder.find("path", path, length), repeats, lambda: None
+            lambda: disk.tier.find("path", path, length), repeats, lambda: None
         ),
         f"look up {length} tokens, none stored": median_seconds(
-            lambda: folder.find("path", other, length), repeats, lambda: None
+            lambda: disk.tier.find("path", other, length), repeats, lambda: None
         ),
     }
-    folder.close()
+    disk.folder.close()
 
     def start_() -> None:
-        BundleFolder(place / "many", ROOM, identity(model), own).close()
+        Disk(place / "many", model, own).folder.close()
 
     times[f"start with {bundles} bundles"] = median_seconds(
         start_, max(repeats // 3, 1), lambda: None
