@@ -126,14 +126,16 @@ def test_evictions_move_the_averages() -> None:
         assert found[name] > before[name]
 
 
-@pytest.mark.parametrize("name", CacheStats().as_dict())
+@pytest.mark.parametrize(
+    "name", CacheStats().as_dict().keys() - metrics_module._BY_REASON.keys()
+)
 def test_every_total_is_published(name: str, labels: dict[str, str]) -> None:
     CacheMetrics(labels).publish(numbers(**{name: 3}))
     assert value(f"{name}_total", labels) == 3
 
 
 @pytest.mark.parametrize(
-    "name", OuterStats().as_dict("disk").keys() - metrics_module._FAILURES.keys()
+    "name", OuterStats().as_dict("disk").keys() - metrics_module._BY_REASON.keys()
 )
 def test_every_total_of_the_disk_is_published(
     name: str, labels: dict[str, str]
@@ -157,6 +159,18 @@ def test_failures_are_counted_by_their_reason(labels: dict[str, str]) -> None:
     assert failed == 4
     assert value("disk_store_failures_total", labels, reason="disk_full") == 2
     assert value("disk_load_failures_total", labels, reason="torn") is None
+
+
+def test_computed_tokens_are_counted_by_their_reason(labels: dict[str, str]) -> None:
+    cache = make_cache(pages=9, slots=5)
+    metrics = CacheMetrics(labels)
+    metrics.publish(snapshot_of(cache))
+    assert value("computed_tokens_total", labels, reason="kv_evicted") == 0
+    serve(cache, "a", span(0, 10))
+    serve(cache, "b", (1, 2))
+    metrics.publish(snapshot_of(cache))
+    assert value("computed_tokens_total", labels, reason="new") == 10
+    assert value("computed_tokens_total", labels, reason="too_short") == 2
 
 
 def test_engines_of_one_process_are_told_apart(labels: dict[str, str]) -> None:

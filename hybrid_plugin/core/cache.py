@@ -36,6 +36,7 @@ from hybrid_plugin.core.memory.window_tables import (
     WindowGroup,
     WindowTable,
 )
+from hybrid_plugin.core.misses import missed_tokens
 from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import Prefill
@@ -126,6 +127,8 @@ class HybridCache:
             needs_snapshots=self.slots.needed or bool(self.windows),
             eviction=self.eviction,
         )
+        # As many as there could have been: a cache of twice the size had kept them.
+        self.tree.remember_evicted(self.pages.capacity * self.page_size)
         self.promises = Promises(self.tree, self.stats)
         self.memory = CacheMemory(
             self.pages,
@@ -214,7 +217,8 @@ class HybridCache:
         if not self._sequences and self._is_too_scattered(match, length):
             match = NO_MATCH
         if not self.tree.needs_snapshots:
-            return LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
+            version = self.tree.version
+            return LookUp(length, namespace, match, {}, version, ids, ttl, (), most)
         repays = self.tree.eviction.repays_pass
         planned = self.policy.snapshot_positions_of(
             ids,
@@ -243,7 +247,16 @@ class HybridCache:
         the tree all the same: under `namespace`.
         """
         ids = as_tokens(tokens)
-        return LookUp(len(tokens), namespace, NO_MATCH, {}, self.tree.version, ids, ttl)
+        return LookUp(
+            len(tokens),
+            namespace,
+            NO_MATCH,
+            {},
+            self.tree.version,
+            ids,
+            ttl,
+            may_hit=False,
+        )
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -480,6 +493,8 @@ class HybridCache:
             self.memory.unshare(match)
             self.stats.refusals += 1
             return None
+        if not resumed:
+            self.stats.computed_tokens.update(missed_tokens(self.tree, found))
         self.tree.begin_admission()
         self.promises.pace.admitted()
         self._learn_divergence(found)
@@ -525,7 +540,15 @@ class HybridCache:
             promise=_promise_of(found) if cacheable else None,
             admitted_at=self.tree.clock,
         )
-        return Admission(pages[:], room.slot, match.length)
+        source, fetched = brought
+        return Admission(
+            pages[:],
+            room.slot,
+            match.length,
+            from_host=restored - fetched,
+            fetched=fetched,
+            fetched_from=source,
+        )
 
     def grow(self, seq_id: str, num_tokens: int) -> Pages | None:
         """Give a live sequence pages for `num_tokens` tokens in all.

@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.misses import MissReason
 from hybrid_plugin.core.stats import HostStats, OuterStats
 
 _POOLS = {
@@ -70,7 +71,8 @@ _TOTALS = {
     "disk_loaded_bytes": "Bytes of host memory that each rank filled from disk.",
     "disk_loads_refused": "Prefixes on disk for which the host had no room worth less.",
 }
-_FAILURES = {
+_BY_REASON = {
+    "computed_tokens": "Tokens of admitted prompts that were not restored, by reason.",
     "disk_store_failures": "Prefixes that could not be written to disk, by reason.",
     "disk_load_failures": "Prefixes that could not be read from disk, by reason.",
 }
@@ -88,7 +90,7 @@ _COUNTS = {
     "disk_used_bytes": "Bytes of all files on disk.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
-_FAILED = "failed"
+_REASON = "reason"
 _FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
 """What is sent as whole numbers of a smaller unit, and that unit."""
 _GIB = 1 << 30
@@ -99,8 +101,7 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
 
     `level/POOL/KIND` counts ids; `mapped/POOL`, bytes, is there where pools share
     memory; `average/NAME` is an average of late, `count/NAME` a number of now,
-    `failed/NAME/REASON` a total that is there once anything failed; the others are
-    totals.
+    `reason/NAME/REASON` a total; the others are totals.
     """
     levels = {
         f"{_LEVEL}/{pool}/{kind}": getattr(level, kind)
@@ -127,23 +128,28 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
     host = HostStats() if cache.host is None else cache.host.stats
-    totals = cache.stats.as_dict() | host.as_dict()
-    return levels | totals | moved | sizes | sent | _disk_numbers(cache)
+    totals = cache.stats.as_dict() | host.as_dict() | _disk_numbers(cache)
+    # With those that are 0: a rate needs a counter's beginning.
+    reasons: dict[str, int] = {
+        why: cache.stats.computed_tokens[why] for why in MissReason
+    }
+    computed = _by_reason("computed_tokens", reasons)
+    return levels | totals | moved | sizes | sent | computed
 
 
 def _disk_numbers(cache: HybridCache) -> dict[str, int]:
     disk = next((tier for tier in cache.tiers if tier.name == _DISK), None)
     stats = OuterStats() if disk is None else disk.stats
     found = stats.as_dict(_DISK)
-    for name, failures in (
-        ("disk_store_failures", stats.store_failures),
-        ("disk_load_failures", stats.load_failures),
-    ):
-        del found[name]
-        found |= {f"{_FAILED}/{name}/{why}": n for why, n in failures.items()}
+    found |= _by_reason("disk_store_failures", stats.store_failures)
+    found |= _by_reason("disk_load_failures", stats.load_failures)
     if disk is not None:
         found[f"{_COUNT}/disk_used_bytes"] = disk.used_bytes
     return found
+
+
+def _by_reason(name: str, counts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{_REASON}/{name}/{why}": count for why, count in counts.items()}
 
 
 def _gauge_of(pool: str) -> str:
@@ -163,7 +169,7 @@ class CacheMetrics:
         self._gauges, self._counters = _collectors(tuple(labels))
         self._labels = dict(labels)
         self._published = dict.fromkeys(_TOTALS, 0)
-        self._failed: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
 
     def publish(self, numbers: Mapping[str, int]) -> None:
         """Set gauges, and advance counters to the totals in `numbers`."""
@@ -180,10 +186,10 @@ class CacheMetrics:
                 gauge.set(value * _FRACTIONS[place])
             elif what == _COUNT:
                 self._gauges[place].labels(**self._labels).set(value)
-            elif what == _FAILED:
-                failed = self._counters[pool].labels(**self._labels, reason=kind)
-                failed.inc(value - self._failed.get(name, 0))
-                self._failed[name] = value
+            elif what == _REASON:
+                counter = self._counters[pool].labels(**self._labels, reason=kind)
+                counter.inc(value - self._reasons.get(name, 0))
+                self._reasons[name] = value
         for name, before in self._published.items():
             grown = (numbers[name] - before) * _FRACTIONS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
@@ -219,6 +225,6 @@ def _collectors(
         name: Counter(f"hybrid_cache_{name}", text, label_names)
         for name, text in _TOTALS.items()
     }
-    for name, text in _FAILURES.items():
+    for name, text in _BY_REASON.items():
         counters[name] = Counter(f"hybrid_cache_{name}", text, [*label_names, "reason"])
     return gauges, counters

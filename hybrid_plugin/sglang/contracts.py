@@ -349,6 +349,10 @@ CACHE_HOOKS = (
             "multimodal_inputs",
             "cache_request_handle",
             "sampling_params",
+            "cached_tokens_device",
+            "cached_tokens_host",
+            "cached_tokens_storage",
+            "_cache_breakdown_computed",
         ),
     ),
     HookPoint(f"{_BATCH}:Req.finished", ("self",)),
@@ -464,7 +468,7 @@ SCHEDULER_HOOKS = (
     ),
     HookPoint(
         f"{_BATCH}:ScheduleBatch.prepare_for_extend",
-        mentions=("prefix_lens", "extend_num_tokens"),
+        mentions=("prefix_lens", "extend_num_tokens", "_cache_breakdown_computed"),
     ),
     HookPoint(f"{_BATCH}:Req.init_next_round_input", ("tree_cache",)),
     HookPoint(

@@ -191,6 +191,7 @@ class HybridPrefixCache(BasePrefixCache):
         if admission is None:
             return False
         self._requests[request.seq_id] = req
+        request.note_sources(admission)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:

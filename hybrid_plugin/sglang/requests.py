@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
+    from hybrid_plugin.core.sequence import Admission
+
 
 def sequence_id(handle: CacheRequestHandle) -> str:
     """Name of a request's sequence in the core.
@@ -103,6 +105,20 @@ class SGLangRequest:
     def resumed(self) -> bool:
         """Whether it ran before and was retracted."""
         return bool(self.req.retracted_stain)
+
+    def note_sources(self, admission: Admission) -> None:
+        """Tell the client where its cached tokens were: SGLang's own answer has fields.
+
+        SGLang finds it out itself when the first chunk is prepared, for its own
+        hierarchical cache, unless it is known by then.
+        """
+        if self.resumed:
+            return
+        brought = admission.from_host + admission.fetched
+        self.req.cached_tokens_device = admission.hit - brought
+        self.req.cached_tokens_host = admission.from_host
+        self.req.cached_tokens_storage = admission.fetched
+        self.req._cache_breakdown_computed = True
 
     @property
     def is_over(self) -> bool:

@@ -279,6 +279,7 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
     assert cache.stats.as_dict() == {
         "queried_tokens": 29,
         "hit_tokens": 11,
+        "computed_tokens": 18,
         "resumed_queried_tokens": 0,
         "resumed_hit_tokens": 0,
         "snapshots_taken": 2,

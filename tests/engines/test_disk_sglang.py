@@ -163,6 +163,8 @@ def test_a_server_that_was_started_again_resumes_from_disk(
     prompts = sum(answer.prompt_tokens for answer in answers)
     assert levels["disk_hit_tokens"] > 0.5 * prompts
     assert levels["disk_loads"] > CHATS / 2
+    from_disk = [answer.cached_from.get("storage", 0) for answer in answers]
+    assert sum(from_disk) == levels["disk_hit_tokens"]
     assert not failures(levels)
     assert again[0].cached_tokens == 0, "a flush forgets what is on disk as well"
     assert compare(copied.expected[-1:], again, 0.0).wrong == ()

@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MOST_LIVE = "HYBRID_TEST_MOST_LIVE"
+"""Names a file, for servers with something planted; see `sitecustomize`."""
+
 
 def planted(fault: str | None, pools: tuple[int, int] | None = None) -> dict[str, str]:
     """The environment variables that plant a fault, or sizes of fixed pools.

@@ -18,6 +18,9 @@ the metadata beside this file.
 
 HYBRID_TEST_POOLS has pools of an exact size, for tests that count what is evicted; for
 users there is memory to divide.
+
+HYBRID_TEST_MOST_LIVE names a file that is to hold the most sequences that were live at
+once: whoever asks for metrics now and then may miss them.
 """
 
 import os
@@ -180,6 +183,26 @@ def _fix_pools(pages: int, slots: int) -> None:
 
     CacheLayout.split = exactly  # type: ignore[method-assign]
 
+
+def _count_live(path: str) -> None:
+    from hybrid_plugin.core.cache import HybridCache
+
+    admit, most = HybridCache.admit, 0
+
+    def counted(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal most
+        found = admit(self, *args, **kwargs)
+        if self.live > most:
+            most = self.live
+            with open(path, "w") as file:
+                file.write(str(most))
+        return found
+
+    HybridCache.admit = counted  # type: ignore[method-assign]
+
+
+if "HYBRID_TEST_MOST_LIVE" in os.environ:
+    _count_live(os.environ["HYBRID_TEST_MOST_LIVE"])
 
 if "HYBRID_TEST_ORACLE" in os.environ and os.path.dirname(__file__) not in sys.path:
     sys.path.insert(0, os.path.dirname(__file__))  # a process that is forked
