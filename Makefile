@@ -92,10 +92,12 @@ soak-gpu:
 soak: $(DEV_READY)
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/core
 
+# The documentation too: as a site, in which every link between pages leads somewhere.
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
 
 contracts: $(DEV_READY)
 	$(BIN)/python ci/run_matrix.py --all --contracts-only --compare

@@ -358,7 +358,7 @@ def switched_off_by_environment() -> bool:
 
 
 def options_table() -> str:
-    """The options as Markdown, for the README."""
+    """The options as Markdown, for docs/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for option in fields(HybridConfig):
         default = "" if option.default is None else f"`{option.default}`"
