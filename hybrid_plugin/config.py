@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hybrid_plugin.core.policy.costs import PASS_TOKENS, SHARED_TOKENS
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.disk_options import DiskOptions as DiskOptions
@@ -81,10 +82,11 @@ class HybridConfig:
         "that saves at least this many tokens, so that the second chat with the same "
         "system message hits. By default the third does.",
     )
-    in_batch_prefix_min_tokens: int = _option(
-        256,
+    in_batch_prefix_min_tokens: int | None = _option(
+        None,
         "A request waits for another one that is computing the prefix that both "
-        "share, if that saves at least this many tokens; 0 for never.",
+        "share, if that saves at least this many tokens; 0 for never. By default 256, "
+        "and 64 on a CPU, where a forward pass of few tokens costs less.",
     )
     kernels: str = _option(
         "auto",
@@ -201,17 +203,24 @@ class HybridConfig:
         return "ours" if self.is_deterministic else self.kernels
 
     def snapshot_policy(
-        self, page_size: int, delimiters: Delimiters | None = None
+        self,
+        page_size: int,
+        delimiters: Delimiters | None = None,
+        pass_tokens: int = PASS_TOKENS,
     ) -> SnapshotPolicy:
         """The policy these options describe.
 
         Args:
             page_size: tokens in a page.
             delimiters: what ends a message, if the options want to know.
+            pass_tokens: what a forward pass costs; see `core/policy/costs.py`.
         """
+        fewest = self.in_batch_prefix_min_tokens
         return SnapshotPolicy(
             page_size=page_size,
-            in_batch_prefix_min_tokens=self.in_batch_prefix_min_tokens,
+            in_batch_prefix_min_tokens=min(pass_tokens, SHARED_TOKENS)
+            if fewest is None
+            else fewest,
             delimiters=delimiters,
             system_min_tokens=self.system_snapshot_min_tokens or 1,
         )
