@@ -15,6 +15,7 @@ from prometheus_client import Counter, Gauge
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.stats import HostStats, OuterStats
+from hybrid_plugin.tiers.disk import DiskTier
 
 _POOLS = {
     "pages": "KV pages",
@@ -86,6 +87,8 @@ _COUNTS = {
     "announced_pages": "KV pages in events: a request can resume at their end or "
     "behind.",
     "disk_used_bytes": "Bytes of all files on disk.",
+    "disk_sessions": "Saved sessions on disk.",
+    "disk_pinned_bytes": "Bytes of their files, which nothing makes room of.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
 _FAILED = "failed"
@@ -143,6 +146,9 @@ def _disk_numbers(cache: HybridCache) -> dict[str, int]:
         found |= {f"{_FAILED}/{name}/{why}": n for why, n in failures.items()}
     if disk is not None:
         found[f"{_COUNT}/disk_used_bytes"] = disk.used_bytes
+    if isinstance(disk, DiskTier):
+        found[f"{_COUNT}/disk_sessions"] = disk.sessions
+        found[f"{_COUNT}/disk_pinned_bytes"] = disk.pinned_bytes
     return found
 
 

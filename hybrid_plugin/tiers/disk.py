@@ -76,6 +76,8 @@ class DiskTier:
         """Keys of pinned bundles that nobody finds since a flush."""
         self.reserved_bytes = 0
         """Bytes of what else lies in the folder and counts, which never goes."""
+        self.sessions = 0
+        """That are saved; `SessionBook` counts them."""
         # A second of reading, as much as the first fetches are worth.
         self._reads = deque([(read_bytes_per_second, 1.0)], maxlen=_TRANSFERS)
         entries = list(entries)

@@ -35,6 +35,7 @@ class SessionBook:
         for session in self:
             tier.pin(session.keys)
             tier.reserved_bytes += self._size(session)
+        tier.sessions = len(self)
         if tier.pinned_bytes > tier.budget:
             raise ConfigError(
                 f"saved sessions keep {gib(tier.pinned_bytes)}, more than disk.size "
@@ -106,6 +107,7 @@ class SessionBook:
         """Have a session that was begun, in the place of any other of its name."""
         old = self._sessions.get(session.key)
         self._sessions[session.key] = session
+        self._tier.sessions = len(self)
         if old is not None:
             self.withdraw(old)
 
@@ -118,6 +120,7 @@ class SessionBook:
         session = self._sessions.pop(key, None)
         if session is None:
             return ()
+        self._tier.sessions = len(self)
         self.withdraw(session)
         return self._tier.drop(session.keys)
 
