@@ -42,7 +42,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "contract", _used(contracts.COMMAND_LINE_HOOKS, contracts.HOOKS)
+    "contract", _used(contracts.COMMAND_LINE_HOOKS, contracts.ENGINE_HOOKS)
 )
 def test_server_does_not_start(
     contract: Contract, asked_for: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
