@@ -182,13 +182,13 @@ class SessionDesk:
         }
 
     def _save(self, order: Mapping[str, Any], namespace: Hashable) -> _Task:
-        name, tokens = _name(order), _tokens(order)
+        name, tokens, created = _name(order), _tokens(order), int(order["created"])
         digest = self._digest(namespace)
         self.book.reveal(digest, tokens)
         saving = self.cache.save(tokens, namespace)
         if saving is None:
             raise _RefusedError(404, _NOTHING)
-        return _Save(self, name, digest, int(order["created"]), saving, len(tokens))
+        return _Save(self, name, digest, created, saving, len(tokens))
 
     def _load(self, order: Mapping[str, Any], namespace: Hashable) -> _Task:
         session = self._named(order)

@@ -966,7 +966,7 @@ SAVED_SESSION_HOOKS = (
         ("self", "obj"),
     ),
     HookPoint(f"{_SRT}.utils.auth:auth_level", ("level",)),
-    HookPoint(f"{_SRT}.utils.auth:AuthLevel.ADMIN_OPTIONAL"),
+    HookPoint(f"{_SRT}.utils.auth:decide_request_auth", mentions=("ADMIN_OPTIONAL",)),
     # What is asked of the server itself.
     HookPoint(f"{_SERVER}:openai_v1_tokenize", ("request", "raw_request")),
     HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeRequest.prompt"),
