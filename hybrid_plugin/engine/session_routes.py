@@ -50,17 +50,21 @@ class _Refusal:
 class SessionRoutes:
     """The endpoints of one server."""
 
-    def __init__(self, app: Any, ask: Ask, describe: Describe) -> None:
+    def __init__(
+        self, app: Any, ask: Ask, describe: Describe, longest: Callable[[], int]
+    ) -> None:
         """Add them to a server.
 
         Args:
             app: FastAPI's application.
             ask: reaches the cache.
             describe: reads what else than tokens must be equal.
+            longest: tokens that a request of the server may have.
         """
         self._app = app
         self._ask = ask
         self._describe = describe
+        self._longest = longest
         self.handlers: list[Handler] = []
         """Of all endpoints."""
         one = PREFIX + "/{name:path}"
@@ -86,6 +90,9 @@ class SessionRoutes:
         tokens = await self._tokens(request, body)
         if isinstance(tokens, _Refusal):
             return _answer(tokens)
+        if len(tokens) > self._longest():
+            sentence = f"this server's requests have up to {self._longest()} tokens"
+            return _answer(_Refusal(400, f"{sentence}, unlike {len(tokens)}"))
         order |= {"tokens": tokens, "created": int(time.time())}
         return await self._take(order)
 

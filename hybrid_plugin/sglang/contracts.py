@@ -965,6 +965,10 @@ SAVED_SESSION_HOOKS = (
         f"{_SRT}.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control",
         ("self", "obj"),
     ),
+    HookPoint(
+        f"{_SRT}.managers.tokenizer_manager:TokenizerManager",
+        mentions=("model_config", "context_len"),
+    ),
     HookPoint(f"{_SRT}.utils.auth:auth_level", ("level",)),
     HookPoint(f"{_SRT}.utils.auth:decide_request_auth", mentions=("ADMIN_OPTIONAL",)),
     # What is asked of the server itself.

@@ -47,7 +47,10 @@ def attach() -> None:
         answer: Answer = answers[0].response[0]
         return answer
 
-    for handler in SessionRoutes(app, ask, _describe).handlers:
+    def longest() -> int:
+        return int(get_global_state().tokenizer_manager.model_config.context_len)
+
+    for handler in SessionRoutes(app, ask, _describe, longest).handlers:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(handler)  # they are about all users
 
 

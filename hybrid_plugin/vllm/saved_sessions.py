@@ -51,7 +51,10 @@ def attach(app: FastAPI) -> None:
         answer: dict[str, Any] = json.loads(text)
         return answer
 
-    SessionRoutes(app, ask, _describe)
+    def longest() -> int:
+        return int(app.state.engine_client.vllm_config.model_config.max_model_len)
+
+    SessionRoutes(app, ask, _describe, longest)
 
 
 def take(engine_core: Any, order: str) -> str:

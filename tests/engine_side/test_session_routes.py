@@ -31,7 +31,7 @@ class Server:
         self.tokenized: list[tuple[Any, str | None]] = []
         self.app = FastAPI()
         self.app.add_route("/tokenize", self._tokenize, methods=["POST"])
-        self.routes = SessionRoutes(self.app, self._ask, self._describe)
+        self.routes = SessionRoutes(self.app, self._ask, self._describe, lambda: 9)
 
     async def _tokenize(self, request: Request) -> Any:
         body = await request.json()
@@ -130,6 +130,7 @@ def test_a_name_is_anything_but_a_path(server: Server, name: str) -> None:
         (b"{}", "messages or its prompt"),
         (b'{"prompt": [1], "messages": []}', "messages or its prompt"),
         (b'{"prompt": [1], "cache_salt": 3}', "cache_salt must be a string"),
+        (b'{"prompt": [1,2,3,4,5,6,7,8,9,0]}', "up to 9 tokens, unlike 10"),
     ],
 )
 def test_a_body_that_is_none(server: Server, content: bytes, words: str) -> None:

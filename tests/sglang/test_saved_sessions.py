@@ -58,7 +58,10 @@ class Api:
         )
         self.app = FastAPI()
         monkeypatch.setattr(http_server, "app", self.app)
-        manager = SimpleNamespace(dumper_control=self._control)
+        manager = SimpleNamespace(
+            dumper_control=self._control,
+            model_config=SimpleNamespace(context_len=100),
+        )
         state = SimpleNamespace(tokenizer_manager=manager)
         monkeypatch.setattr(http_server, "get_global_state", lambda: state)
         saved_sessions.attach()

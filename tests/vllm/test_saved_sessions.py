@@ -43,7 +43,8 @@ class Api:
         if keys:
             self.app.add_middleware(AuthenticationMiddleware, tokens=list(keys))
         config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(scheduler_cls=scheduler)
+            scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+            model_config=SimpleNamespace(max_model_len=100),
         )
         core = SimpleNamespace(call_utility_async=self._call)
         self.app.state.engine_client = SimpleNamespace(
