@@ -36,7 +36,6 @@ Describe: TypeAlias = Callable[[Request, Mapping[str, Any]], Order]
 Raises:
     ValueError: with a sentence, for what cannot be read.
 """
-Handler: TypeAlias = Callable[[Request], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +64,11 @@ class SessionRoutes:
         self._ask = ask
         self._describe = describe
         self._longest = longest
-        self.handlers: list[Handler] = []
-        """Of all endpoints."""
         one = PREFIX + "/{name:path}"
-        self._add(one + "/save", "POST", self._save)
-        self._add(one + "/load", "POST", self._load)
-        self._add(PREFIX, "GET", self._list)
-        self._add(one, "DELETE", self._remove)
-
-    def _add(self, path: str, method: str, handle: Handler) -> None:
-        async def handler(request: Request) -> Any:
-            return await handle(request)
-
-        self.handlers.append(handler)
-        self._app.add_route(path, handler, methods=[method])
+        app.add_route(one + "/save", self._save, methods=["POST"])
+        app.add_route(one + "/load", self._load, methods=["POST"])
+        app.add_route(PREFIX, self._list, methods=["GET"])
+        app.add_route(one, self._remove, methods=["DELETE"])
 
     # --------------------------------------------------------------- endpoints
 

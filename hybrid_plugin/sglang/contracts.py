@@ -969,8 +969,6 @@ SAVED_SESSION_HOOKS = (
         f"{_SRT}.managers.tokenizer_manager:TokenizerManager",
         mentions=("model_config", "context_len"),
     ),
-    HookPoint(f"{_SRT}.utils.auth:auth_level", ("level",)),
-    HookPoint(f"{_SRT}.utils.auth:decide_request_auth", mentions=("ADMIN_OPTIONAL",)),
     # What is asked of the server itself.
     HookPoint(f"{_SERVER}:openai_v1_tokenize", ("request", "raw_request")),
     HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeRequest.prompt"),
