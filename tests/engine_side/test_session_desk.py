@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import Discard, Fetch, Write, WriteRecord
+from hybrid_plugin.core.commands import Command, Discard, Fetch, Write, WriteRecord
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.tiers.host_tier import HostTier
@@ -73,6 +73,8 @@ class Server:
         self.desk = SessionDesk(self.cache, self.tier, book, serving)
         self.records: dict[str, str] = {}
         self.bundles: set[str] = set()
+        self.ran: list[Command] = []
+        """All commands."""
         self.fails: dict[type, str] = {}
         """Reasons for which commands of a kind fail."""
 
@@ -80,6 +82,7 @@ class Server:
         """A step: commands, what ranks did, and what the desk makes of it."""
         self.desk.step()
         for command in self.cache.drain_commands():
+            self.ran.append(command)
             match command:
                 case Discard(keys):
                     self.bundles -= {BundleName.from_text(key).key for key in keys}
@@ -407,6 +410,32 @@ def test_a_session_that_is_saved_while_it_is_removed_stays() -> None:
         server.step()
     assert server.listed() == {"tea": 12} and len(server.records) == 1
     assert server.restarted().listed() == {"tea": 12}
+
+
+def test_ranks_that_take_the_same_orders_command_the_same() -> None:
+    """Where each has a cache: nothing depends on how a process hashes or numbers."""
+
+    def scenario(server: Server) -> list[Answer]:
+        answers = []
+        for first in range(0, 300, 30):
+            turn = (*span(first, first + 10), 1000 + first, 1001, 1002)
+            server.chat(turn)
+            server.chat((*span(first + 5000, first + 5010), 1001, 1002))
+            name = f"chat {first % 120}"
+            answers.append(server.save(name, turn))
+            answers.append(server.take("load", name="chat 0"))
+            if first % 90 == 60:
+                answers.append(server.take("remove", name=name))
+                server.cache.flush()
+                server.step()  # or serving the next chat drops what was ordered
+                answers.append(server.take("list"))
+        return answers
+
+    one, other = Server(8 * FILE), Server(8 * FILE)
+    assert scenario(one) == scenario(other)
+    assert one.ran == other.ran
+    kinds = {type(command) for command in one.ran}
+    assert {Write, WriteRecord, Discard, Fetch} <= kinds
 
 
 def test_where_there_are_no_files_it_says_so() -> None:
