@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     from hybrid_plugin.tools.bundle import command as bundle
     from hybrid_plugin.tools.doctor import command as doctor
     from hybrid_plugin.tools.plan import command as plan
+    from hybrid_plugin.tools.session import command as session
     from hybrid_plugin.tools.simulate import command as simulate
     from hybrid_plugin.tools.top import command as top
 
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_parser(commands)
     bundle.add_parser(commands)
     top.add_parser(commands)
+    session.add_parser(commands)
     return parser
 
 

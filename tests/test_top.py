@@ -16,16 +16,14 @@ from hybrid_plugin.tools.top.command import NoMetricsError, show
 from tests.core.elastic import ElasticSetup
 from tests.core.support import make_cache, serve, span, start
 
-_NAMES = (f"model-{number}" for number in itertools.count())
-
 
 @pytest.fixture
 def published() -> Iterator[CacheMetrics]:
-    """Metrics of a model that no other test has; others' are taken off the page."""
+    """Metrics of an engine; those of other tests are taken off the page."""
     for collector, names in list(REGISTRY._collector_to_names.items()):
         if names[0].startswith("hybrid_cache_"):
             collector.clear()  # type: ignore[attr-defined]
-    yield CacheMetrics({"model_name": next(_NAMES), "engine": "0"})
+    yield CacheMetrics({"engine": "top"})
 
 
 def page(metrics: CacheMetrics, cache: object) -> str:

@@ -46,9 +46,10 @@ from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.stats import CacheStats, PoolLevel
 from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.host_tier import HostTier
-from hybrid_plugin.core.tiers.outer import Awaited, OuterTiers
+from hybrid_plugin.core.tiers.outer import Awaited, OuterTiers, Recording
 from hybrid_plugin.core.tiers.outer_tier import OuterTier
 from hybrid_plugin.core.tiers.restores import Restore, Restores, TransferRates
+from hybrid_plugin.core.tiers.saves import Saving
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
@@ -398,6 +399,90 @@ class HybridCache:
         now = self.promises.pace.now
         self._outer.done(ticket, ok, now, reason=reason, bundle=bundle, seconds=seconds)
 
+    # ------------------------------------------------------- kept in an outer tier
+
+    def save(self, tokens: Sequence[int], namespace: Hashable = None) -> Saving | None:
+        """Have what can be resumed of a sequence in the outer tier, before all others.
+
+        It goes on while steps are made; what it takes of the host's memory is in use
+        until it is over.
+
+        Args:
+            tokens: of the sequence; all of them may be resumed.
+            namespace: what besides tokens must be equal.
+
+        Returns:
+            What becomes of the longest prefix that device, host or outer tier can
+            resume; None if there is none.
+
+        Raises:
+            ValueError: if no outer tier keeps bundles.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        ids = as_tokens(tokens)
+        match = self.tree.match(namespace, ids, len(ids))
+        return self._outer.save(namespace, ids, match.length)
+
+    def bring(
+        self, tokens: Sequence[int], namespace: Hashable = None
+    ) -> Fetching | None:
+        """Begin to fetch a sequence to the host before anybody needs it there.
+
+        Args:
+            tokens: of the sequence; all of them may be resumed.
+            namespace: what besides tokens must be equal.
+
+        Returns:
+            The fetch; None if no tier has more of it than device and host, or if all of
+            the host's memory is in use.
+
+        Raises:
+            ValueError: if there is no outer tier.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        ids, length = as_tokens(tokens), len(tokens)
+        match = self.tree.match(namespace, ids, length)
+        found = LookUp(
+            length, namespace, match, {}, self.tree.version, ids, limit=length
+        )
+        return self._outer.bring(found, self.promises.pace.now)
+
+    def resumable(self, tokens: Sequence[int], namespace: Hashable = None) -> int:
+        """Tokens of a sequence that device or host can resume."""
+        ids = as_tokens(tokens)
+        on_device = self.tree.match(namespace, ids, len(ids)).length
+        if self.host is None:
+            return on_device
+        return max(on_device, self.host.match(namespace, ids, len(ids)).length)
+
+    def record(
+        self, name: str, text: str | None, discard: Sequence[str] = ()
+    ) -> Recording:
+        """Have a text kept beside the bundles, on all ranks, behind what is written.
+
+        Args:
+            name: hexadecimal digits; another text of that name goes.
+            text: to keep; None removes it.
+            discard: keys of bundles that go before, which nobody finds any more.
+
+        Raises:
+            ValueError: if no outer tier keeps bundles.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        return self._outer.record(name, text, discard)
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove bundles that an outer tier does not find any more.
+
+        Args:
+            keys: of them, as the tier calls them.
+        """
+        if self._outer is not None:
+            self._outer.discard(keys)
+
     @property
     def fetching(self) -> int:
         """Fetches that are out: sequences wait, though nothing may run."""
@@ -407,7 +492,7 @@ class HybridCache:
     def writing(self) -> int:
         """Writes that are out, or begin with the next commands if the host keeps them.
 
-        Nobody waits for them; but they go on only while steps are made.
+        No sequence waits for them; but they go on only while steps are made.
         """
         outer = self._outer
         return 0 if outer is None else outer.writing + outer.to_write
@@ -871,6 +956,8 @@ class HybridCache:
         for node, snapshot in unstored:
             if node.snapshot is snapshot:
                 self._store(node)
+        if self._outer is not None:
+            self._outer.go_on_saving(self._store_at_any_price)
         return commands
 
     # ------------------------------------------------------------- inspection
@@ -1329,6 +1416,18 @@ class HybridCache:
             return
         namespace, tokens, pages = self.tree.path_of(node)
         self.host.store(namespace, tokens, pages, _snapshot(node))
+
+    def _store_at_any_price(self, namespace: Hashable, tokens: Tokens) -> None:
+        """Have the host keep a prefix that the device can resume, if it has the memory.
+
+        No pass is planned: the device has what its tree says.
+        """
+        assert self.host is not None and not self._crosses
+        match = self.tree.match(namespace, tokens, len(tokens))
+        if match.node is not None and match.length == len(tokens):
+            _, _, pages = self.tree.path_of(match.node)
+            snapshot = _snapshot(match.node)
+            self.host.store(namespace, tokens, pages, snapshot, at_any_price=True)
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
         """Whether a sequence without states can be resumed at `length`.

@@ -316,6 +316,23 @@ class Discard:
     keys: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    """Begin to keep a small text beside the bundles, in the place of any other of its
+    name, or to remove it.
+
+    It comes behind the writes before it, so a text that names bundles is there only if
+    they are.
+    """
+
+    ticket: int
+    """Its outcome is reported under this number, which no other command has."""
+    name: str
+    """Hexadecimal digits."""
+    text: str | None
+    """None removes it, if it is there."""
+
+
 Command = (
     Zero
     | Copy
@@ -331,4 +348,5 @@ Command = (
     | Write
     | Fetch
     | Discard
+    | WriteRecord
 )

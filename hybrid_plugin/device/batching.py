@@ -20,10 +20,11 @@ from hybrid_plugin.core.commands import (
     Take,
     Unmap,
     Write,
+    WriteRecord,
     Zero,
 )
 
-_Alone = Await | Write | Fetch | Discard
+_Alone = Await | Write | Fetch | Discard | WriteRecord
 """Of no pool, or of several."""
 
 
@@ -73,6 +74,6 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
             return {slot}, {destination}
         case Map() | Unmap() | Store() | Load():
             return set(), set()
-        case Await() | Write() | Fetch() | Discard():
+        case Await() | Write() | Fetch() | Discard() | WriteRecord():
             return set(), set()
     raise TypeError(f"{command!r} is not a command")

@@ -27,6 +27,7 @@ from hybrid_plugin.core.commands import (
     Take,
     Unmap,
     Write,
+    WriteRecord,
     Zero,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
@@ -42,7 +43,7 @@ from hybrid_plugin.device.virtual_arena import Refusal
 class Transfers(Protocol):
     """Writes host rows to files, and fills them from files or peers."""
 
-    def run(self, command: Write | Fetch | Discard) -> None:
+    def run(self, command: Write | Fetch | Discard | WriteRecord) -> None:
         """Begin what a command asks for, and wait for nothing."""
 
 
@@ -140,7 +141,7 @@ class Executor:
             if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
                 continue
-            if isinstance(first, Write | Fetch | Discard):
+            if isinstance(first, Write | Fetch | Discard | WriteRecord):
                 self._beyond_host(batch)
                 continue
             if isinstance(first, Store | Load | Await) or Pool.is_host(first.pool):

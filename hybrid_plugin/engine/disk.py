@@ -9,11 +9,13 @@ from uuid import uuid4
 from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.engine.rank_files import RanksOnDisk
+from hybrid_plugin.engine.session_desk import Serving, SessionDesk
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.tiers.agreement import Outcome
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.disk import DiskTier
-from hybrid_plugin.tiers.stock import Gather, TierFolder
+from hybrid_plugin.tiers.session_book import SessionBook
+from hybrid_plugin.tiers.stock import Gather, TierFolder, alone
 
 
 class Disk:
@@ -24,9 +26,10 @@ class Disk:
         disk: DiskOptions,
         ranks: RanksOnDisk,
         cache: HybridCache,
+        serving: Serving,
         *,
         own: Mapping[str, Layouts] | None = None,
-        gather: Gather | None = None,
+        gather: Gather = alone,
         make: Callable[..., DiskTier] = DiskTier,
     ) -> None:
         """Read what the folder holds, and put it behind the cache's host memory.
@@ -35,16 +38,19 @@ class Disk:
             disk: the option.
             ranks: whose files they are.
             cache: that has no outer tier yet.
+            serving: what sessions that are saved say of this server.
             own: layouts of the ranks for which this process decides, by their names;
                 by default all.
             gather: exchanges what ranks have, where each decides for itself.
             make: the tier, of the arguments of `DiskTier`.
 
         Raises:
-            ConfigError: if a folder cannot be used, or is used by another process.
+            ConfigError: if a folder cannot be used, or is used by another process, or
+                if saved sessions do not fit into it any more.
         """
         self._folder = TierFolder(disk.folder, ranks.layouts if own is None else own)
-        entries = self._folder.entries(*(() if gather is None else (gather,)))
+        entries = self._folder.entries(gather)
+        sessions = self._folder.sessions(gather)
         self.tier = make(
             entries,
             disk.size,
@@ -53,12 +59,17 @@ class Disk:
             ranks.read_bytes_per_second,
         )
         self._cache = cache
+        book = SessionBook(self.tier, sessions, len(ranks.layouts))
+        self.sessions = SessionDesk(cache, self.tier, book, serving)
         self._folder.discard(self.tier.trim())
         cache.use_tiers([self.tier])
 
     def found(self) -> str:
         """What was there at the start, for the log."""
-        return f"{self.tier.count} bundles, {gib(self.tier.used_bytes)}, are on disk"
+        sessions = len(self.sessions.book)
+        kept = f", {sessions} saved sessions among them" if sessions else ""
+        used = gib(self.tier.used_bytes)
+        return f"{self.tier.count} bundles, {used}, are on disk{kept}"
 
     def take(self, outcomes: Iterable[Outcome]) -> None:
         """Tell the cache what became of writes and fetches.
@@ -78,6 +89,8 @@ class Disk:
                     bundle=lost.bundle,
                     seconds=outcome.seconds,
                 )
+            # What is saved is kept before anything makes room.
+            self.sessions.step()
 
     def renew(self, update: str | None = None) -> None:
         """Find and store for other weights from now on, which no restart has.

@@ -16,6 +16,7 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.misses import MissReason
 from hybrid_plugin.core.stats import HostStats, OuterStats
+from hybrid_plugin.tiers.disk import DiskTier
 
 _POOLS = {
     "pages": "KV pages",
@@ -88,6 +89,8 @@ _COUNTS = {
     "announced_pages": "KV pages in events: a request can resume at their end or "
     "behind.",
     "disk_used_bytes": "Bytes of all files on disk.",
+    "disk_sessions": "Saved sessions on disk.",
+    "disk_pinned_bytes": "Bytes of their files, which nothing makes room of.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
 _REASON = "reason"
@@ -145,6 +148,9 @@ def _disk_numbers(cache: HybridCache) -> dict[str, int]:
     found |= _by_reason("disk_load_failures", stats.load_failures)
     if disk is not None:
         found[f"{_COUNT}/disk_used_bytes"] = disk.used_bytes
+    if isinstance(disk, DiskTier):
+        found[f"{_COUNT}/disk_sessions"] = disk.sessions
+        found[f"{_COUNT}/disk_pinned_bytes"] = disk.pinned_bytes
     return found
 
 

@@ -73,6 +73,10 @@ class FilesOfWeights:
         """See `Sink.discard`."""
         self._shelf.discard(keys)
 
+    def record(self, name: str, text: str | None) -> Failure | None:
+        """See `Sink.record`: what is named was written, of whatever weights it is."""
+        return self._shelf.record(name, text)
+
     def _is_outdated(self, bundle: Bundle) -> bool:
         name = BundleName.from_text(bundle.key)
         return self.updates > 0 and name.fingerprint == self._fingerprint

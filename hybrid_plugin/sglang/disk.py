@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from sglang import __version__
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import DiskOptions
@@ -28,6 +29,7 @@ from hybrid_plugin.engine.rank_files import (
     describe,
     try_folder,
 )
+from hybrid_plugin.engine.session_desk import Serving
 from hybrid_plugin.sglang import bundle_layouts
 from hybrid_plugin.sglang.bundle_identity import identity_of, kept_layers
 from hybrid_plugin.sglang.log import logger
@@ -109,6 +111,7 @@ def attach(context: Any, drafts: Sequence[Any], options: DiskOptions) -> OuterSt
             least.read_bytes_per_second,
         ),
         cache,
+        Serving(str(context.server_args.model_path), f"SGLang {__version__}"),
         own={rank: own},
         gather=of_all_ranks,
         make=partial(TextOnly, vocabulary=model.vocab_size),

@@ -7,7 +7,9 @@ in which any are out, all ranks agree on which of them all have done.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
+from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel
@@ -15,6 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.rank_files import RankFiles
+from hybrid_plugin.engine.session_desk import Answer
+from hybrid_plugin.sglang.requests import namespace
 
 WAIT_SECONDS = 1e-3
 """What a round without anything to run waits at most for a write or fetch: a request
@@ -44,11 +48,18 @@ class OuterSteps:
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way, or will be with the next commands."""
-        return bool(self._cache.fetching or self._cache.writing)
+        ordered = self._disk.sessions.is_busy
+        return bool(self._cache.fetching or self._cache.writing or ordered)
 
     def settle(self) -> None:
         """Report what all ranks have done; all of them call it once in each round."""
         self._disk.take(self._files.settle())
+        self._disk.sessions.step()
+
+    def take_session_order(self, order: Mapping[str, Any]) -> Answer:
+        """Take an order about saved sessions; all ranks take the same at once."""
+        space = namespace(order.get("extra_key"), order.get("salt"))
+        return self._disk.sessions.take(order, space)
 
     def wait(self) -> None:
         """Let time pass where nothing runs: what is out may be done by then."""

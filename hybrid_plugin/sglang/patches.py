@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.refusals import ending_the_server, named
 from hybrid_plugin.sglang import activation
-from hybrid_plugin.sglang.contracts import COMMAND_LINE_HOOKS, HOOKS
+from hybrid_plugin.sglang.contracts import (
+    COMMAND_LINE_HOOKS,
+    ENGINE_HOOKS,
+    SAVED_SESSION_HOOKS,
+)
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.upstream.hookpoints import LiveView, problems
 from hybrid_plugin.upstream.standing import untested
@@ -62,7 +66,7 @@ def hook_engine() -> None:
     if _ENGINE_HOOKED:
         return
     activation.read_options()
-    _require(HOOKS)
+    _require(ENGINE_HOOKS)
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
@@ -84,6 +88,7 @@ def hook_engine() -> None:
     _fold_drafts(replay)
     _capture_prefills(layers)
     _follow_weights()
+    _take_session_orders()
     _apply()
     _ENGINE_HOOKED = True
 
@@ -775,6 +780,34 @@ def _follow_weights() -> None:
         _hook(f"{manager}.{update}", "BEFORE", updating)
     _hook(f"{manager}.record_weight_version_after_update", "AFTER", loaded)
     _hook(f"{manager}.end_weight_update", "AFTER", loaded)
+
+
+def _take_session_orders() -> None:
+    """Symptom: saved sessions have no endpoint, and nobody but a scheduler reaches the
+    cache.
+
+    Cause: SGLang's application and its kinds of control requests are closed lists.
+    Fix: where a process has the server, add endpoints when its tokenizer is made, which
+    is before it is served; and take control requests of our method in the schedulers.
+    Delete when: plugins can add endpoints and control requests.
+    """
+    from hybrid_plugin.sglang import saved_sessions
+
+    @named()
+    def made(result: None, *_: Any, **__: Any) -> None:
+        if saved_sessions.server_is_loaded():
+            _require(SAVED_SESSION_HOOKS)
+            saved_sessions.attach()
+
+    def take(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+        if request.method != saved_sessions.METHOD:
+            return original(scheduler, request)
+        cache = scheduler.tree_cache
+        return saved_sessions.answer(cache if _served_by(cache) else None, request.body)
+
+    managers = f"{_SRT}.managers"
+    _hook(f"{managers}.tokenizer_manager.TokenizerManager.__init__", "AFTER", made)
+    _hook(f"{managers}.scheduler.Scheduler.handle_dumper_control", "AROUND", take)
 
 
 # -------------------------------------------------------------------- internal

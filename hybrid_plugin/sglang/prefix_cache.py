@@ -9,7 +9,7 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from hybrid_plugin.core.memory.window_tables import WindowDemand
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.engine.session_desk import Answer, without_disk
 from hybrid_plugin.sglang.clock import RankClock
 from hybrid_plugin.sglang.host_steps import HostSteps
 from hybrid_plugin.sglang.kv_events import KvEvents
@@ -340,6 +341,12 @@ class HybridPrefixCache(BasePrefixCache):
     def may_sleep(self) -> bool:
         """Whether nothing goes on that needs the scheduler's rounds."""
         return self._outer is None or not self._outer.is_busy
+
+    def take_session_order(self, order: Mapping[str, Any]) -> Answer:
+        """Take an order about saved sessions; see `SessionDesk.take`."""
+        if self._outer is None:
+            return without_disk()
+        return self._outer.take_session_order(order)
 
     def weights_change(self) -> None:
         """Note that the model's weights are about to be updated."""

@@ -18,6 +18,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from functools import partial
 from typing import Protocol
 
 from hybrid_plugin.core.commands import (
@@ -27,6 +28,7 @@ from hybrid_plugin.core.commands import (
     Pool,
     PoolId,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.tiers.agreement import Lost, Outcome, Reduce, agree
 from hybrid_plugin.tiers.bundle import Bundle, Layouts, PageBytes, Row
@@ -83,9 +85,12 @@ class Sink(Protocol):
     def discard(self, keys: Sequence[str]) -> None:
         """Remove bundles, where they are there."""
 
+    def record(self, name: str, text: str | None) -> Failure | None:
+        """Keep a text, in the place of any other of its name; None removes it."""
+
 
 class RankTransfers:
-    """Runs `Write`, `Fetch` and `Discard` on one rank.
+    """Runs `Write`, `Fetch`, `Discard` and `WriteRecord` on one rank.
 
     `run` and `poll` are called by one thread, and do not wait for any disk or peer.
     """
@@ -121,12 +126,12 @@ class RankTransfers:
         """Whether no outcome is still to be polled: the same on all ranks."""
         return not self._out
 
-    def run(self, command: Write | Fetch | Discard) -> None:
+    def run(self, command: Write | Fetch | Discard | WriteRecord) -> None:
         """Begin what a command asks for.
 
         Raises:
             KeyError: for a source that there is not.
-            TypeError: for a `Write` or `Discard` where nothing is kept.
+            TypeError: where nothing is kept, for anything but a `Fetch`.
             ValueError: for a row without memory, and a ticket that is out.
         """
         match command:
@@ -137,6 +142,10 @@ class RankTransfers:
                 source, bundles = self._sources[name], [self._bundle(r) for r in many]
                 thread = self._readers[name]
                 self._begin(ticket, thread, lambda: _fetch(source, bundles))
+            case WriteRecord(ticket, name, text):
+                sink = self._keeper()
+                work = partial(_record, sink, name, text)
+                self._begin(ticket, self._writer, work)
             case Discard(keys):
                 # Behind all that came before; the thread itself only has the writes.
                 sink, before = self._keeper(), list(self._out.values())
@@ -273,6 +282,11 @@ def _write(sink: Sink, bundle: Bundle) -> Lost | int:
 
 def _fetch(source: Source, bundles: Sequence[Bundle]) -> Lost | int:
     return source.fetch(bundles) or sum(_bytes(bundle) for bundle in bundles)
+
+
+def _record(sink: Sink, name: str, text: str | None) -> Lost | int:
+    failure = sink.record(name, text)
+    return Lost(0, failure) if failure is not None else len(text or "")
 
 
 def _discard(sink: Sink, keys: Sequence[str], before: list[Future[Outcome]]) -> None:

@@ -24,6 +24,8 @@ from hybrid_plugin.engine.bundle_identity import AdapterNames
 from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.engine.session_desk import Answer, Serving, opening, without_disk
+from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
@@ -83,6 +85,7 @@ class HybridKVCacheManager:
         records_drafts: bool = False,
         kv_events: KvEvents | None = None,
         max_running: int | None = None,
+        serving: Serving | None = None,
     ) -> None:
         """Create the cache.
 
@@ -98,6 +101,7 @@ class HybridKVCacheManager:
             records_drafts: as in `HybridCache`.
             kv_events: publishes what the cache can resume; None publishes nothing.
             max_running: requests that run at once, at most; None for any number.
+            serving: what saved sessions say of this server.
         """
         device = current_platform.device_type
         self.cache = build_cache(
@@ -122,6 +126,7 @@ class HybridKVCacheManager:
         """Requests of this step that wait for their prefix from host memory."""
         self._may_begin = True
         """Whether one behind them may begin to restore its own."""
+        self._serving = serving or Serving("", "vLLM")
         self._disk_options = options.disk
         self._disk: Disk | None = None
         """Opened when the workers have said what they have."""
@@ -201,6 +206,8 @@ class HybridKVCacheManager:
         """A step will be planned."""
         self._restoring, self._may_begin = 0, True
         self.front_door.pass_time()
+        if self._disk is not None:
+            self._disk.sessions.step()
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request that waits should go on waiting: for another one, for its
@@ -248,7 +255,17 @@ class HybridKVCacheManager:
             or self._was_flushed
             or self.cache.writing > 0
             or self.cache.fetching > 0
+            or (self._disk is not None and self._disk.sessions.is_busy)
         )
+
+    def take_session_order(self, order: Mapping[str, Any]) -> Answer:
+        """Take an order about saved sessions; see `SessionDesk.take`."""
+        if self._disk_options is None:
+            return without_disk()
+        if self._disk is None:
+            return opening()
+        namespace = saved_sessions.namespace(order, self._adapters)
+        return self._disk.sessions.take(order, namespace)
 
     def close(self) -> None:
         """Let another server have the files."""
@@ -263,7 +280,9 @@ class HybridKVCacheManager:
         """
         self.new_measurements(report)
         if report.disk is not None and self._disk_options is not None:
-            self._disk = Disk(self._disk_options, report.disk, self.cache)
+            self._disk = Disk(
+                self._disk_options, report.disk, self.cache, self._serving
+            )
             logger.info("hybrid-plugin: %s.", self._disk.found())
         if self._disk is None:
             return

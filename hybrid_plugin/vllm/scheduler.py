@@ -6,12 +6,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm import __version__
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.engine.refusals import cannot_serve
+from hybrid_plugin.engine.session_desk import Serving
 from hybrid_plugin.vllm import deterministic, patches, reports
 from hybrid_plugin.vllm.activation import (
     carried_chat_template,
@@ -83,6 +85,9 @@ class _OnTwoPools(Scheduler):
                 records_drafts=serving.replays(vllm_config, options),
                 kv_events=events,
                 max_running=vllm_config.scheduler_config.max_num_seqs,
+                serving=Serving(
+                    str(vllm_config.model_config.model), f"vLLM {__version__}"
+                ),
             )
 
         with patches.manager_factory(create_manager):

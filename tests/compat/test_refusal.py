@@ -94,6 +94,20 @@ def test_drafts_are_refused_by_name(
     assert contract.target in str(refusal.value)
 
 
+@pytest.mark.parametrize("contract", _used(contracts.SAVED_SESSION_HOOKS))
+def test_a_server_whose_endpoints_moved_is_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    import_module("vllm.entrypoints.launchers.app")  # of a process with an API
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
 @pytest.mark.parametrize("contract", _used(contracts.CONFIG_HOOKS))
 def test_plugin_stays_idle_and_says_why(
     contract: Contract,

@@ -31,6 +31,7 @@ from hybrid_plugin.core.commands import (
     Take,
     Unmap,
     Write,
+    WriteRecord,
     Zero,
 )
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
@@ -109,9 +110,9 @@ class HostMemory:
         self.loads: dict[int, list[tuple[PoolId, int, int]]] = {}
         """By ticket, what is being loaded: pool, row, and where to."""
         self.tickets: set[int] = set()
-        self.queue: list[Write | Fetch | Discard] = []
+        self.queue: list[Write | Fetch | Discard | WriteRecord] = []
         """What the ranks have yet to do for outer tiers."""
-        self.out: dict[int, Write | Fetch] = {}
+        self.out: dict[int, Write | Fetch | WriteRecord] = {}
         """By ticket, what was ordered and not reported."""
 
     def clone(self) -> HostMemory:
@@ -124,14 +125,14 @@ class HostMemory:
         twin.queue, twin.out = list(self.queue), dict(self.out)
         return twin
 
-    def order(self, command: Write | Fetch | Discard) -> None:
+    def order(self, command: Write | Fetch | Discard | WriteRecord) -> None:
         """Take what is to be done for an outer tier."""
         self.queue.append(command)
         if isinstance(command, Discard):
             return
         if command.ticket in self.out:
             raise ContentError(f"ticket {command.ticket} is out already")
-        for pool, row in rows_of(command):
+        for pool, row in () if isinstance(command, WriteRecord) else rows_of(command):
             if isinstance(command, Write):
                 self.read(pool, row)
                 continue
@@ -409,7 +410,7 @@ class FakeDevice:
                 group[destination] = list(group[source])
             case Store() | Load() | Await():
                 self._copy_rows(command)
-            case Write() | Fetch() | Discard():
+            case Write() | Fetch() | Discard() | WriteRecord():
                 self._require(self.host is not None, f"{command}: there is no host")
                 assert self.host is not None
                 self.host.order(command)

@@ -32,6 +32,7 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
 )
 from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.outer import Awaited
+from hybrid_plugin.core.tiers.saves import Saving
 from hybrid_plugin.core.tree.tokens import Pages
 from tests.core.audit import audit, cached_content, full_state, restores_of
 from tests.core.device import FakeDevice, Forward, Prefixes
@@ -79,6 +80,10 @@ class FakeEngine:
         self.counts_ends = True
         """Whether to check that the cache keeps each last state that there is."""
         self.now = 0.0
+        self.saves: list[Saving] = []
+        """Those that are not over."""
+        self.saved = 0
+        """Saves that were over, and had what they should."""
         self._submitted = 0
         self._work: dict[Request, int] = {}
         self._drafts: dict[Request, int] = {}
@@ -144,7 +149,9 @@ class FakeEngine:
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
         self.cache.trim_scratch(len(self._work))
-        self.device.run(self.cache.drain_commands())
+        commands = self.cache.drain_commands()
+        self._check_saves()
+        self.device.run(commands)
         self._do_io()
         work = enumerate(self._work.items())
         parts = {one: self._forward(one, end, row) for row, (one, end) in work}
@@ -205,6 +212,30 @@ class FakeEngine:
         if self.ranks is not None:
             for _ in range(self.ranks.rng.choice((0, 1, 1, 2))):
                 self.ranks.report(self.cache)
+                self._check_saves()
+
+    def save(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Have what can be resumed of a sequence in the outer tier."""
+        saving = self.cache.save(tokens, namespace)
+        if saving is not None:
+            self.saves.append(saving)
+        self._check_saves()
+
+    def bring(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Have what the outer tier has of a sequence on the host."""
+        fetch = self.cache.bring(tokens, namespace)
+        assert fetch is None or fetch.length > self.cache.resumable(tokens, namespace)
+
+    def _check_saves(self) -> None:
+        """What is saved is found, and what is not says why."""
+        for saving in [one for one in self.saves if one.is_over]:
+            self.saves.remove(saving)
+            if saving.reason:
+                continue
+            (tier,) = self.cache.tiers
+            found = tier.find(saving.namespace, saving.tokens, saving.length)
+            assert found and found[-1].end == saving.length, "it is not there"
+            self.saved += 1
 
     @property
     def has_io(self) -> bool:
@@ -220,7 +251,8 @@ class FakeEngine:
             return
         (tier,) = self.cache.tiers
         assert isinstance(tier, FakeTier)
-        assert not tier.begun and not self.ranks.reports, "somebody waits for ever"
+        waits = tier.begun or self.ranks.reports or self.saves
+        assert not waits, "somebody waits for ever"
         assert set(tier.entries) == set(self.ranks.files), "files leak, or are missing"
 
     def pass_time(self, seconds: float) -> None:

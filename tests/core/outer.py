@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import BundleRows, Discard, Fetch, Pool, PoolId, Write
+from hybrid_plugin.core.commands import (
+    BundleRows,
+    Discard,
+    Fetch,
+    Pool,
+    PoolId,
+    Write,
+    WriteRecord,
+)
 from hybrid_plugin.core.stats import OuterStats
 from hybrid_plugin.core.tiers.outer_tier import StoredBundle, Storing
 from hybrid_plugin.core.tree.tokens import Tokens
@@ -168,6 +176,8 @@ class FakeRanks:
     """The name of the file that has the bundle of a key."""
     files: dict[str, _File] = field(default_factory=dict)
     """By their names."""
+    records: dict[str, str] = field(default_factory=dict)
+    """Texts beside them."""
     reports: list[tuple[int, bool, dict[str, Any]]] = field(default_factory=list)
     """Ticket, whether it was done, and what else is said of it."""
 
@@ -177,7 +187,10 @@ class FakeRanks:
         while queue and isinstance(queue[0], Discard):
             for key in queue.pop(0).keys:  # type: ignore[union-attr]
                 self.files.pop(self.file_of(key), None)
-        kinds = [isinstance(one, Discard) for one in queue]
+        kinds = [isinstance(one, Discard | WriteRecord) for one in queue]
+        if queue and isinstance(queue[0], WriteRecord):
+            self._record(queue.pop(0))  # type: ignore[arg-type]
+            return
         free = kinds.index(True) if True in kinds else len(queue)
         if not free:
             return
@@ -194,6 +207,15 @@ class FakeRanks:
         ticket, ok, details = self.reports.pop(self.rng.randrange(len(self.reports)))
         del self.host.out[ticket]
         cache.outer_done(ticket, ok, **details)
+
+    def _record(self, command: WriteRecord) -> None:
+        if self._fails():
+            self.reports.append((command.ticket, False, {"reason": "disk full"}))
+            return
+        self.records.pop(command.name, None)
+        if command.text is not None:
+            self.records[command.name] = command.text
+        self.reports.append((command.ticket, True, {}))
 
     def _fails(self) -> bool:
         return self.rng.random() < self.trouble

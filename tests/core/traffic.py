@@ -147,6 +147,8 @@ class Traffic:
     seen: list[Tokens] = field(default_factory=list)
     side: random.Random = field(default_factory=lambda: random.Random(2))
     """For TTLs and the time, so that the rest is that of the seed."""
+    order: random.Random = field(default_factory=lambda: random.Random(3))
+    """For what somebody orders to be saved and brought, likewise."""
 
     @classmethod
     def seeded(
@@ -201,6 +203,8 @@ class Traffic:
             engine.pass_time(self.side.choice((0.1, 1, 15, 400)))
         if engine.ranks is not None and self.side.random() < 0.04:
             engine.evict_all()
+        if engine.ranks is not None and self.seen:
+            self.order_something()
         if roll < 0.25 and len(engine.waiting) < 6:
             self.submit()
         elif roll < 0.93:
@@ -214,6 +218,14 @@ class Traffic:
             engine.preempt(self.rng.choice(engine.running))
         else:
             engine.flush()
+
+    def order_something(self) -> None:
+        """Have a sequence saved, or brought to the host, now and then."""
+        what, tokens = self.order.random(), self.order.choice(self.seen)
+        if what < 0.06:
+            self.engine.save(tokens, self.order.choice(NAMESPACES))
+        elif what < 0.1:
+            self.engine.bring(tokens, self.order.choice(NAMESPACES))
 
     def submit(self) -> None:
         """Queue a request that often budgets a prefix with an earlier one."""

@@ -21,6 +21,7 @@ from hybrid_plugin.core.commands import (
     Pool,
     PoolId,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.tiers.agreement import Outcome, Reduce
@@ -189,7 +190,7 @@ class DiskMirror(Mirror):
             first = rng.choice([0, ALIGNMENT]) % len(content)  # of the header, or data
             content[rng.randrange(first, len(content))] ^= 1 << rng.randrange(8)
 
-    def _follow_outer(self, command: Write | Fetch | Discard) -> None:
+    def _follow_outer(self, command: Write | Fetch | Discard | WriteRecord) -> None:
         self._transfers.run(command)
         assert self._device.host is not None
         self._device.host.queue.clear()

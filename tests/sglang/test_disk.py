@@ -21,6 +21,7 @@ from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.commands import Await, Discard, Fetch, Load, Pool, Write
 from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.rank_files import RanksOnDisk
+from hybrid_plugin.engine.session_desk import Serving
 from hybrid_plugin.sglang import outer_steps
 from hybrid_plugin.sglang.disk import TextOnly, of_all_ranks
 from hybrid_plugin.sglang.outer_steps import OuterSteps, greatest_of_all_ranks
@@ -76,6 +77,7 @@ class DiskBench(HostBench):
             DiskOptions(str(folder), 1 << 20),
             RanksOnDisk(IDENTITY, {IDENTITY.rank_name: LAYOUTS}, 1e6),
             self.core,
+            Serving("model", "SGLang"),
             make=lambda *args: TextOnly(*args, vocabulary=VOCABULARY),
         )
         self.cache._outer = OuterSteps(self.core, self.files, self.disk, "mark")

@@ -19,6 +19,7 @@ from hybrid_plugin.core.commands import (
     PageRows,
     Pool,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.tiers.agreement import Lost, Outcome
 from hybrid_plugin.tiers.bundle import Bundle
@@ -75,6 +76,10 @@ class Keeper:
         self._pass(f"write {bundle.key}")
         rows = bundle.pages[Pool.KV].rows
         self.kept[bundle.key] = b"".join(row.tobytes() for row in rows)
+        return self.failure
+
+    def record(self, name: str, text: str | None) -> Any:
+        self._pass(f"record {name} {text}")
         return self.failure
 
     def discard(self, keys: Sequence[str]) -> None:
@@ -348,3 +353,22 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_a_record_comes_behind_the_bundles_that_it_names(rank: Rank) -> None:
+    rank.keeper.gate.clear()
+    rank.write(1, "a")
+    rank.transfers.run(WriteRecord(2, "tea", "of a"))
+    rank.transfers.run(WriteRecord(3, "tea", None))
+    assert not rank.transfers.poll()
+    rank.keeper.gate.set()
+    done = rank.outcomes(3)
+    assert [done[ticket].is_ok for ticket in (1, 2, 3)] == [True] * 3
+    assert rank.keeper.order == ["write a", "record tea of a", "record tea None"]
+
+
+def test_a_record_that_is_not_kept_is_told_of(rank: Rank) -> None:
+    rank.keeper.failure = Failure(Reason.DISK_FULL)
+    rank.transfers.run(WriteRecord(1, "tea", "of a"))
+    (done,) = rank.outcomes(1).values()
+    assert done.lost is not None and done.lost.failure.reason == Reason.DISK_FULL

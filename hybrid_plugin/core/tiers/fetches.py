@@ -53,6 +53,8 @@ class Fetching:
     """Whether the host has it, or nobody will bring it."""
     is_flushed: bool = False
     """Whether nobody may find it when it is over."""
+    reason: str = ""
+    """Why nobody will bring it."""
 
     @property
     def length(self) -> int:
@@ -130,6 +132,30 @@ class Fetches:
             return self._begin(offer, found, host, have, now)
         return None
 
+    def bring(self, found: LookUp, now: float) -> Fetching | None:
+        """Begin to fetch a prefix before any sequence needs it, whatever it is worth.
+
+        Args:
+            found: look-up of a sequence that begins with it.
+            now: the time.
+
+        Returns:
+            The fetch, or one that runs already; None if no tier has more of it than
+            device and host, or if the host's memory is in use.
+        """
+        host = self._host.match(found.namespace, found.tokens, found.limit)
+        have = max(host.length, found.match.length)
+        offers = [
+            offer
+            for tier, finds in self._finds
+            if (offer := self._offer(tier, finds, found, host, have)) is not None
+        ]
+        if not offers:
+            return None
+        offer = max(offers, key=lambda one: one.end)
+        running = self._running_for(found, offer.end)
+        return running or self._begin(offer, found, host, have, now, at_any_price=True)
+
     def _offer(
         self,
         tier: OuterTier,
@@ -170,7 +196,14 @@ class Fetches:
         return self._rates.repays(size, offer.end - have, reading + queued)
 
     def _begin(
-        self, offer: _Offer, found: LookUp, host: Match, have: int, now: float
+        self,
+        offer: _Offer,
+        found: LookUp,
+        host: Match,
+        have: int,
+        now: float,
+        *,
+        at_any_price: bool = False,
     ) -> Fetching | None:
         tier, tokens = offer.tier, found.tokens[: offer.end]
         size = self._host.tree.page_size
@@ -180,7 +213,11 @@ class Fetches:
         first = offer.bundles[0].start // size
         planned = Snapshot(0, kind=SnapshotKind.TURN_END)
         rows = self._host.obtain(
-            found.namespace, tokens, planned, -(-offer.end // size) - first
+            found.namespace,
+            tokens,
+            planned,
+            -(-offer.end // size) - first,
+            at_any_price=at_any_price,
         )
         if rows is None:
             if base is not None:
@@ -274,6 +311,7 @@ class Fetches:
             Keys to discard.
         """
         fetch = self._end(ticket, now)
+        fetch.reason = reason
         self._host.drop(fetch.rows)
         if fetch.base is not None:
             self._host.tree.unlock(fetch.base)

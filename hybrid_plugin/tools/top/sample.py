@@ -59,9 +59,10 @@ class Sample:
 def read(text: str) -> Sample | None:
     """Read what `/metrics` gave; None if there is nothing of the plugin in it."""
     metrics = Metrics(text)
-    model = metrics.label(f"{_PREFIX}queried_tokens_total", "model_name")
-    if model is None:
+    counter = f"{_PREFIX}queried_tokens_total"
+    if metrics.total(counter) is None:
         return None
+    model = metrics.label(counter, "model_name") or "a model without a name"
     totals = {name: metrics.total(f"{_PREFIX}{name}_total") or 0.0 for name in COUNTERS}
     computed = metrics.by(f"{_PREFIX}computed_tokens_total", "reason")
     return Sample(
