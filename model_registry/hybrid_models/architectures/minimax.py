@@ -184,7 +184,7 @@ def decays(config: Any, layer: int) -> torch.Tensor:
     The slopes are those of ALiBi (Press et al. 2022, arXiv:2108.12409).
     """
     heads, last = config.num_attention_heads, config.num_hidden_layers - 1
-    slopes = torch.exp2(-8.0 / heads * (torch.arange(heads, device="cpu") + 1))
+    slopes = torch.exp2(-8.0 / heads * (torch.arange(heads) + 1))
     factor: float = 1 - layer / (last + TINY) + TINY
     return -slopes * factor
 

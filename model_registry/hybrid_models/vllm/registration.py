@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybrid_models import fitting
-from hybrid_models.catalogue import BY_NAME, CATALOGUE, check_names
+from hybrid_models.catalogue import BY_NAME, CATALOGUE, Entry, check_names
 from hybrid_models.own_configs import register_configs
 from hybrid_models.vllm import contracts
 from hybrid_plugin.config import OPTIONS_VARIABLE, HybridConfig, environment_options
@@ -66,6 +66,11 @@ def prefer(names: Iterable[str]) -> None:
     names = tuple(names)
     check_names(names)
     _name(names)
+
+
+def chosen() -> tuple[Entry, ...]:
+    """Architectures that our classes serve, after `register_missing`."""
+    return tuple(entry for entry in CATALOGUE if is_ours(entry.name))
 
 
 def is_ours(name: str) -> bool:
