@@ -49,6 +49,7 @@ CATALOGUE = (
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "recurrent_gemma:RecurrentGemma"
     ),
     Entry("Zamba2ForCausalLM", "zamba2", "zamba2:Zamba2"),
+    Entry("ZayaForCausalLM", "zaya", "zaya:Zaya"),
 )
 
 

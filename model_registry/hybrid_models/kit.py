@@ -59,6 +59,11 @@ class Placed:
     state_dtype: torch.dtype
 
 
+Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of a router's output ``[T, ...]``: weights ``[T, top]``, float32, and numbers of
+experts, as many."""
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How a token's experts are chosen, and weighed."""
@@ -78,6 +83,8 @@ class Routing:
     bias: nn.Parameter | None = None
     """``[experts]``, float32: added to the scores by which experts are chosen, not to
     their weights."""
+    choose: Choose | None = None
+    """Does all of that itself, but for `top`; None for as the other fields say."""
 
 
 class Mix(Protocol):

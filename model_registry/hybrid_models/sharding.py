@@ -27,10 +27,11 @@ def sharded(
         kit: of the model.
         sizes: of the parts in the checkpoint, along dimension 0.  It may have one
             tensor for all of them, or one for each.
-        tail: the other dimensions; the checkpoint may have more of size 1.
+        tail: the other dimensions; the checkpoint may have others, of as many elements.
         dtype: of the parameter; by default the model's.
         whole: for each part, whether every rank has all of it; no part by default.
-        of: makes the parameter of what the checkpoint has, in the parameter's type.
+        of: makes rows of the parameter, or as many elements, of rows ``[n, -1]`` of the
+            checkpoint, in the parameter's type.
 
     Raises:
         ValueError: if ranks cannot share a part.
@@ -46,13 +47,13 @@ def sharded(
         parameter: torch.Tensor, loaded: torch.Tensor, shard: int | None = None
     ) -> None:
         given = range(len(sizes)) if shard is None else (shard,)
-        tensor = loaded.to(kind).reshape(sum(sizes[n] for n in given), *tail)
+        tensor = loaded.to(kind).reshape(sum(sizes[n] for n in given), -1)
         pieces = torch.split(tensor, [sizes[n] for n in given])
         targets = torch.split(parameter.data, own)
         for number, piece in zip(given, pieces, strict=True):
             if not kept[number]:
                 piece = piece.narrow(0, kit.rank * own[number], own[number])
-            targets[number].copy_(of(piece))
+            targets[number].copy_(of(piece).reshape(targets[number].shape))
 
     parameter.weight_loader = load  # type: ignore[attr-defined]
     setattr(parameter, REQUIRED, True)

@@ -39,7 +39,11 @@ def tile(
 
 
 def _tiled(
-    outs: Sequence[int], times: Sequence[int], dimension: int, loaded: torch.Tensor
+    outs: Sequence[int],
+    times: Sequence[int],
+    dimension: int,
+    loaded: torch.Tensor,
+    shard: int | None = None,
 ) -> torch.Tensor:
     """A tensor of the checkpoint, with parts repeated along a dimension.
 
@@ -48,6 +52,8 @@ def _tiled(
     """
     if loaded.dim() == 0 or loaded.numel() == 1:  # a scale of the whole tensor
         return loaded
+    if shard is not None:
+        outs, times = outs[shard : shard + 1], times[shard : shard + 1]
     if loaded.shape[dimension] != sum(outs):
         raise ValueError(
             f"a tensor with {loaded.shape[dimension]} rows for {sum(outs)} outputs is "

@@ -36,8 +36,8 @@ REQUIRED = "hybrid_models_required"
 
 TILES = "hybrid_models_tiles"
 """Attribute of a `column` module some of whose parts every rank has whole: a function
-from the dimension of the outputs and a tensor of the checkpoint to the tensor that the
-engine's loader cuts."""
+from the dimension of the outputs, a tensor of the checkpoint, and which part it is or
+None for all, to the tensor that the engine's loader cuts."""
 
 EXPERTS = "hybrid_models_experts"
 """Attribute of a module of experts: an `ExpertLoader`."""
@@ -154,7 +154,7 @@ class _Loading:
         parameter = self._parameters[target]
         tiles = getattr(self._modules.get(target.rpartition(".")[0]), TILES, None)
         if tiles is not None:
-            tensor = tiles(getattr(parameter, "output_dim", 0), tensor)
+            tensor = tiles(getattr(parameter, "output_dim", 0), tensor, shard)
         _place(parameter, tensor, shard)
         self.loaded.add(target)
 

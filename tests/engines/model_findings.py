@@ -47,4 +47,5 @@ def check(found: dict[str, Any], engine: str) -> None:
     assert stats["preemptions"] > stats["before"]["preemptions"]
     assert min(found["cached"]["crowd again"]) > 0
     assert found["cached"]["zeroed"] == whole
-    assert max(found["gaps"]["zeroed"]) > 100 * ROUNDING
+    zeroed = found["gaps"]["zeroed"]
+    assert max(zeroed) > 100 * ROUNDING, (zeroed, "states hardly matter")

@@ -297,6 +297,43 @@ def write_zamba2(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed)
 
 
+def write_zaya(folder: Path, seed: int = 4) -> Path:
+    """Write a Zaya (compressed convolutional attention, experts) of that size."""
+    from transformers import ZayaConfig
+
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    config = ZayaConfig(
+        **SMALL,
+        num_hidden_layers=4,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid", "hybrid"],
+        sliding_window=WINDOW,
+        moe_intermediate_size=64,
+        num_experts=4,
+        router_hidden_size=32,
+        tie_word_embeddings=False,
+        cca_time0=2,
+        cca_time1=2,
+        rope_parameters={
+            "hybrid": rope | {"rope_theta": 5e6},
+            "hybrid_sliding": rope | {"rope_theta": 1e4},
+        },
+    )
+    _write(config, folder, seed)
+
+    def vary(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("_scale", "temp")):
+                tensor.uniform_(0.7, 1.3)
+            elif name.endswith(("states_bias", "residual_bias")):
+                tensor.uniform_(-0.005, 0.005)
+            elif name.endswith("balancing_biases"):
+                tensor.uniform_(-1.05, -0.95)
+                tensor[-1] = -1.0  # transformers sets it so, whatever a file has
+
+    _rewrite(folder, vary)
+    return folder
+
+
 def _write(config: PretrainedConfig, folder: Path, seed: int, **changes: Any) -> Path:
     from transformers import AutoModelForCausalLM
 

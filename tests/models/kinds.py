@@ -29,6 +29,8 @@ class Kind:
     """Engines that have a class of their own: ours is asked for by an option there."""
     converted: str | None = None
     """What transformers calls the same model, where it takes it only converted."""
+    is_short: bool = False
+    """Whether its states hold the last few tokens only."""
     on_engines: bool = True
     """Whether it is served by them; not where another kind differs in names only."""
 
@@ -92,6 +94,7 @@ KINDS = (
     Kind("olmo_hybrid", "OlmoHybridForCausalLM", ("vllm",)),
     Kind("recurrent_gemma", "RecurrentGemmaForCausalLM"),
     Kind("zamba2", "Zamba2ForCausalLM", ("vllm",)),
+    Kind("zaya", "ZayaForCausalLM", ("sglang",), is_short=True),
 )
 
 SERVED = tuple(kind.name for kind in KINDS if kind.on_engines)

@@ -249,6 +249,7 @@ class Experts(nn.Module):
         super().__init__()
         assert routing.groups is None or routing.top_groups is not None
         self._routing, self._rank, self._inner = routing, rank, inner
+        self._count = count
         for part_name in ("gate", "up", "down"):
             shape = (hidden, inner) if part_name == "down" else (inner, hidden)
             empty = torch.full((count, *shape), torch.nan)
@@ -266,6 +267,11 @@ class Experts(nn.Module):
     def weights(self, logits: torch.Tensor) -> torch.Tensor:
         """Of each expert, ``[T, count]``."""
         routing = self._routing
+        if routing.choose is not None:
+            chosen, experts = routing.choose(logits)
+            return torch.zeros(len(logits), self._count).scatter(
+                -1, experts.long(), chosen
+            )
         scores = (
             logits.float().softmax(-1)
             if routing.scoring == "softmax"

@@ -106,7 +106,8 @@ def test_states_matter_and_can_be_resumed(kind: Kind, checkpoint: Path) -> None:
             for pool in pools:
                 pool[3] = 0
     forgotten = model.run({3: tokens[150:]})[3]
-    assert (forgotten[-1] - resumed[-1]).abs().max() > 100 * EXACT
+    row = 0 if kind.is_short else -1
+    assert (forgotten[row] - resumed[row]).abs().max() > 100 * EXACT
 
 
 def test_two_ranks_compute_the_same(kind: Kind, checkpoint: Path) -> None:

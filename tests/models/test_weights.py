@@ -106,6 +106,8 @@ def test_parts_that_every_rank_has_are_repeated() -> None:
     assert tiled(0, torch.arange(6)).tolist() == [0, 1, 2, 3, 4, 5, 4, 5]
     assert tiled(1, torch.arange(6)[None]).tolist() == [[0, 1, 2, 3, 4, 5, 4, 5]]
     assert tiled(0, torch.tensor(3.0)).item() == 3.0
+    assert tiled(0, torch.arange(4), 0).tolist() == [0, 1, 2, 3]
+    assert tiled(0, torch.arange(2), 1).tolist() == [0, 1, 0, 1]
     with pytest.raises(ValueError, match="is packed"):
         tiled(0, torch.arange(3))
     assert not hasattr(tile(1, [4, 2], [False, True], build), TILES)

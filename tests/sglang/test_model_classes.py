@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from sglang.srt.configs import linear_attn_model_registry as hybrids
 from sglang.srt.utils.hf_transformers import common
 from transformers import BambaConfig
 
-from hybrid_plugin.config import OPTIONS_VARIABLE, ConfigError
+from hybrid_plugin.config import ENABLE_VARIABLE, OPTIONS_VARIABLE, ConfigError
+from hybrid_plugin.sglang import activation
 from hybrid_plugin.upstream.hookpoints import HookPoint
 
 OURS = "BambaForCausalLM"
@@ -63,8 +65,16 @@ def test_a_class_of_sglang_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unless_an_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "classes_of_sglang", lambda: frozenset({OURS}))
-    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"models": [OURS]}))
-    registration._parsed(None)  # what the command line says is there by then
+    monkeypatch.setattr(activation, "_LISTENERS", [])
+    monkeypatch.setattr(registration, "register_configs", lambda: None)
+    monkeypatch.setenv(registration.PACKAGE_VARIABLE, registration._OURS)
+    monkeypatch.setenv(ENABLE_VARIABLE, "")
+    monkeypatch.setenv(OPTIONS_VARIABLE, "")
+    registration.register_missing()
+    assert BY_NAME[OURS] not in registration.chosen()
+    options = json.dumps({"models": [OURS]})
+    arguments = argparse.Namespace(enable_hybrid_plugin=True, hybrid_config=options)
+    activation.take_arguments(object, arguments)
     assert BY_NAME[OURS] in registration.chosen()
 
 
@@ -72,8 +82,6 @@ def test_an_unknown_name_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"models": ["NoSuchModel"]}))
     with pytest.raises(ConfigError, match='"models" names NoSuchModel'):
         registration._choose_by_options()
-    with pytest.raises(SystemExit, match="NoSuchModel"):
-        registration._parsed(None)
 
 
 def test_classes_are_found_in_the_source_of_sglang(

@@ -53,7 +53,6 @@ REGISTRY_HOOKS: tuple[Contract, ...] = (
         ("model_config",),
         mentions=("resolve_model_cls",),
     ),
-    HookPoint(f"{_SRT}.server_args:ServerArgs.from_cli_args", ("args",)),
 )
 """How it finds them, and our classes: looked at when it asks for one."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
-from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopK
 from torch import nn
 
 from hybrid_models.kit import Routing
@@ -33,6 +33,7 @@ class Experts(nn.Module):
     ) -> None:
         """Build it as `Kit.experts` says."""
         super().__init__()
+        self._choose = routing.choose
         self.topk = TopK(
             top_k=routing.top,
             layer_id=layer,
@@ -60,8 +61,14 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` to the same."""
-        result: torch.Tensor = self.fused(x, self.topk(x, logits))
+        result: torch.Tensor = self.fused(x, self._chosen(x, logits))
         return result
+
+    def _chosen(self, x: torch.Tensor, logits: torch.Tensor) -> Any:
+        if self._choose is None:
+            return self.topk(x, logits)
+        weights, experts = self._choose(logits)
+        return StandardTopKOutput(weights.float(), experts.int(), logits)
 
     def _give(self, expert: int, part: str, kind: str, tensor: torch.Tensor) -> None:
         """A `weights.ExpertLoader`."""

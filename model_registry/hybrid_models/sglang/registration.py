@@ -21,7 +21,7 @@ from hybrid_models.catalogue import BY_NAME, CATALOGUE, Entry, check_names
 from hybrid_models.own_configs import register_configs
 from hybrid_models.sglang import contracts
 from hybrid_plugin.config import HybridConfig, environment_options
-from hybrid_plugin.engine.refusals import ending_the_server
+from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.log import logger
 
 PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -51,7 +51,8 @@ def register_missing() -> None:
     register_configs()
     _choose_by_options()
     _offer_classes()
-    _read_command_line()
+    # This process reads its options before its command line.
+    activation.when_taken(_choose_by_options)
 
 
 def _choose_by_options() -> None:
@@ -128,26 +129,6 @@ def _offer_classes() -> None:
         _add_classes,
         HookType.BEFORE,
     )
-
-
-def _read_command_line() -> None:
-    """Symptom: the option `models` of `--hybrid-config` comes too late.
-
-    Cause: this process reads its options before its command line.
-    Fix: read them again once that was parsed; the adapter has left what it says in the
-    environment by then.
-    Delete when: SGLang loads plugins with its arguments.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.server_args.ServerArgs.from_cli_args", _parsed, HookType.AFTER
-    )
-
-
-def _parsed(result: Any, *_: Any) -> None:
-    with ending_the_server():
-        _choose_by_options()
 
 
 def _add_classes(*_: Any, **__: Any) -> None:

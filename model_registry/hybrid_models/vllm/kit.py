@@ -221,6 +221,7 @@ class VllmKit:
             num_expert_group=routing.groups,
             topk_group=routing.top_groups,
             e_score_correction_bias=routing.bias,
+            custom_routing_function=_choice(routing),
             quant_config=self._quantisation,
             prefix=name,
         )
@@ -250,6 +251,12 @@ class VllmKit:
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """By vLLM's communicator."""
         return tensor_model_parallel_all_reduce(x)
+
+
+def _choice(routing: Routing) -> Callable[..., Any] | None:
+    """`routing.choose` as vLLM calls it."""
+    choose = routing.choose
+    return None if choose is None else lambda gating_output, **_: choose(gating_output)
 
 
 _PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
