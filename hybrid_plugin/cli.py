@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from hybrid_plugin.tools.bundle import command as bundle
     from hybrid_plugin.tools.doctor import command as doctor
+    from hybrid_plugin.tools.models import command as models
     from hybrid_plugin.tools.plan import command as plan
     from hybrid_plugin.tools.session import command as session
     from hybrid_plugin.tools.simulate import command as simulate
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     bundle.add_parser(commands)
     top.add_parser(commands)
     session.add_parser(commands)
+    models.add_parser(commands)
     return parser
 
 

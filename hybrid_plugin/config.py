@@ -113,6 +113,11 @@ class HybridConfig:
         "draft; `replay`, one state and a small record of each draft, on our kernels; "
         "or `auto`, which is `columns` until `replay` was measured to be faster.",
     )
+    models: tuple[str, ...] = _option(
+        (),
+        'Architectures, such as `["JambaForCausalLM"]`, that our model classes serve '
+        "although the engine has one. What the engine lacks is always served by ours.",
+    )
 
     def __post_init__(self) -> None:
         ratio = self.state_memory_ratio
@@ -258,6 +263,10 @@ _LEAST = {
 }
 _SIZES = ("gpu_memory_budget", "host_memory")
 """Options in bytes, which take a size with a unit as well."""
+_SAID = dict.fromkeys(_SIZES, "a size such as 40GiB") | {
+    "models": "a list of names of architectures"
+}
+"""What options take, where their type does not say it."""
 _FIXED_POOLS = (
     "bound both pools together with gpu_memory_budget, and split them with "
     "state_memory_ratio"
@@ -293,6 +302,8 @@ def _read_value(name: str, value: Any) -> Any:
     """What an option's JSON stands for; its type is not checked yet."""
     if name == "disk" and value is not None:
         return DiskOptions.from_value(value)
+    if name == "models" and isinstance(value, list):
+        return tuple(value)
     return _read_size(name, value) if name in _SIZES else value
 
 
@@ -316,10 +327,14 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "float": (int, float),
         "str": (str,),
         "DiskOptions": (DiskOptions,),
+        "tuple[str, ...]": (tuple,),
     }
     is_bool = isinstance(value, bool)
-    if not isinstance(value, accepted[wanted]) or (is_bool and wanted != "bool"):
-        said = "a size such as 40GiB" if name in _SIZES else wanted
+    fits = isinstance(value, accepted[wanted]) and (not is_bool or wanted == "bool")
+    if name == "models":
+        fits = fits and all(isinstance(item, str) for item in value)
+    if not fits:
+        said = _SAID.get(name, wanted)
         raise ConfigError(f"hybrid_plugin option {name!r} takes {said}, got {value!r}.")
 
 
@@ -370,6 +385,6 @@ def options_table() -> str:
     """The options as Markdown, for docs/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for option in fields(HybridConfig):
-        default = "" if option.default is None else f"`{option.default}`"
+        default = "" if option.default in (None, ()) else f"`{option.default}`"
         rows.append(f"| `{option.name}` | {default} | {option.metadata['help']} |")
     return "\n".join(rows)

@@ -44,7 +44,7 @@ def read_options(vllm_config: VllmConfig) -> HybridConfig:
     Raises:
         ConfigError: for options that are not a mapping or not valid.
     """
-    return HybridConfig.from_mapping(_given_options(vllm_config.additional_config))
+    return HybridConfig.from_mapping(given_options(vllm_config.additional_config))
 
 
 def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
@@ -58,7 +58,7 @@ def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
         ConfigError: for options that are not a mapping.
     """
     extra = engine_args.additional_config
-    wanted = _given_options(extra).get("system_snapshot_min_tokens") is not None
+    wanted = given_options(extra).get("system_snapshot_min_tokens") is not None
     if template is None or not wanted or not isinstance(extra, dict):
         return
     from vllm.renderers.chat_utils import load_chat_template
@@ -73,7 +73,7 @@ def carried_chat_template(vllm_config: VllmConfig) -> str | None:
     return extra.get(TEMPLATE_KEY) if isinstance(extra, dict) else None
 
 
-def _given_options(extra: Any) -> dict[str, Any]:
+def given_options(extra: Any) -> dict[str, Any]:
     """The options of an additional configuration and of the environment together.
 
     What the command line says of an option counts.
@@ -95,7 +95,7 @@ def _carry_options(vllm_config: VllmConfig) -> None:
     if isinstance(vllm_config.additional_config, dict) and environment_options():
         vllm_config.additional_config = {
             **vllm_config.additional_config,
-            OPTIONS_KEY: _given_options(vllm_config.additional_config),
+            OPTIONS_KEY: given_options(vllm_config.additional_config),
         }
 
 
