@@ -13,6 +13,7 @@ from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.disk_options import DiskOptions as DiskOptions
 from hybrid_plugin.errors import ConfigError as ConfigError
+from hybrid_plugin.peer_options import PeerOptions as PeerOptions
 from hybrid_plugin.sizes import parse_bytes
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"

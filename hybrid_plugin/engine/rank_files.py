@@ -44,6 +44,8 @@ class FilesOfWeights:
     step or two later; what it orders until then under the old name is refused here.
     """
 
+    at_once = 1
+
     def __init__(self, shelf: BundleShelf, fingerprint: str) -> None:
         """Begin with the weights of the files.
 
