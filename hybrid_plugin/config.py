@@ -71,6 +71,13 @@ class HybridConfig:
         "is for all ranks on this machine together, and `weights` may name the model's "
         "weights; by default none.",
     )
+    peers: PeerOptions | None = _option(  # noqa: RUF009 - a field, as the others
+        None,
+        "Other servers of the same model that read from `host_memory`, which it needs, "
+        'and from which this one reads: `{"listen": "127.0.0.1:7600"}`; for other '
+        'addresses also `"secret_file": "/etc/hybrid/secret"`, and `weights` may name '
+        "the model's weights; by default none.",
+    )
     state_memory_ratio: float | None = _option(
         None,
         "Share of the cache memory for state slots, between 0 and 1, without elastic "
@@ -158,6 +165,11 @@ class HybridConfig:
                 "disk needs host_memory, through which content goes to files and back: "
                 "give both, or leave disk out."
             )
+        if self.peers is not None and self.host_memory is None:
+            raise ConfigError(
+                "peers needs host_memory, from which peers read: give both, or leave "
+                "peers out."
+            )
         if self.is_deterministic and self.kernels == "engine":
             raise ConfigError(
                 "deterministic needs our kernels, and kernels is engine: leave one of "
@@ -190,6 +202,11 @@ class HybridConfig:
         if self.is_deterministic:
             return False
         return self.state_memory_ratio is None
+
+    @property
+    def has_outer_tiers(self) -> bool:
+        """Whether there is something behind the host memory."""
+        return self.disk is not None or self.peers is not None
 
     @property
     def is_deterministic(self) -> bool:
@@ -285,6 +302,8 @@ def _read_value(name: str, value: Any) -> Any:
     """What an option's JSON stands for; its type is not checked yet."""
     if name == "disk" and value is not None:
         return DiskOptions.from_value(value)
+    if name == "peers" and value is not None:
+        return PeerOptions.from_value(value)
     return _read_size(name, value) if name in _SIZES else value
 
 
@@ -308,6 +327,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "float": (int, float),
         "str": (str,),
         "DiskOptions": (DiskOptions,),
+        "PeerOptions": (PeerOptions,),
     }
     is_bool = isinstance(value, bool)
     if not isinstance(value, accepted[wanted]) or (is_bool and wanted != "bool"):

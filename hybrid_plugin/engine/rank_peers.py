@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -93,6 +93,18 @@ class RankPeers:
     def close(self) -> None:
         """Let go of the host memory; nobody reads any more."""
         self._plane.close()
+
+
+def describe(options: PeerOptions, ports: Sequence[int]) -> str:
+    """Where peers reach the ranks, in one line for the log.
+
+    Args:
+        options: of peers.
+        ports: of all ranks.
+    """
+    listed = ", ".join(map(str, ports))
+    who = "this machine" if options.is_local else "who knows the secret"
+    return f"hybrid-plugin lets {who} read host memory: {options.host} port {listed}."
 
 
 def _nixl(region: Range, is_local: bool) -> DataPlane:

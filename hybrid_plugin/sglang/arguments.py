@@ -123,6 +123,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         host_memory.check_room(options.host_memory, ranks, host_memory.free_bytes())
     if options.disk is not None:
         _check_disk(view)
+    if options.peers is not None:
+        raise cannot_serve("peers is not supported yet with SGLang; leave it out.")
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
     chosen |= speculation.running_requests(view, options)
     if has_states(model):

@@ -22,12 +22,14 @@ from hybrid_plugin.core.tiers.outer_tier import Storing
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.engine.disk import Disk
+from hybrid_plugin.engine.outer_side import OuterSide
 from hybrid_plugin.engine.rank_files import (
-    RankFiles,
     RanksOnDisk,
     describe,
+    files_of,
     try_folder,
 )
+from hybrid_plugin.engine.rank_tiers import RankTiers
 from hybrid_plugin.sglang import bundle_layouts
 from hybrid_plugin.sglang.bundle_identity import identity_of, kept_layers
 from hybrid_plugin.sglang.log import logger
@@ -100,7 +102,8 @@ def attach(context: Any, drafts: Sequence[Any], options: DiskOptions) -> OuterSt
         min(rates.write_bytes_per_second for _, _, rates, _ in ranks),
         min(rates.read_bytes_per_second for _, _, rates, _ in ranks),
     )
-    files = RankFiles(executor, options, identity, own, greatest_of_all_ranks)
+    assert executor.host is not None, "files are behind it"
+    files = files_of(executor.host, options, identity, own)
     disk = Disk(
         options,
         RanksOnDisk(
@@ -108,7 +111,6 @@ def attach(context: Any, drafts: Sequence[Any], options: DiskOptions) -> OuterSt
             {name: layouts for name, layouts, _, _ in ranks},
             least.read_bytes_per_second,
         ),
-        cache,
         own={rank: own},
         gather=of_all_ranks,
         make=partial(TextOnly, vocabulary=model.vocab_size),
@@ -116,7 +118,8 @@ def attach(context: Any, drafts: Sequence[Any], options: DiskOptions) -> OuterSt
     if get_parallel().tp_rank == 0:
         logger.info("%s", describe(options, least, len(ranks)))
         logger.info("hybrid-plugin: %s.", disk.found())
-    return OuterSteps(cache, files, disk, mark=ranks[0][-1])
+    tiers = RankTiers(executor, greatest_of_all_ranks, files=files)
+    return OuterSteps(cache, tiers, OuterSide(cache, disk=disk), mark=ranks[0][-1])
 
 
 def of_all_ranks(own: _Given) -> list[_Given]:

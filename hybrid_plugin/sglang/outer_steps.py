@@ -13,8 +13,8 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.engine.disk import Disk
-from hybrid_plugin.engine.rank_files import RankFiles
+from hybrid_plugin.engine.outer_side import OuterSide
+from hybrid_plugin.engine.rank_tiers import RankTiers
 
 WAIT_SECONDS = 1e-3
 """What a round without anything to run waits at most for a write or fetch: a request
@@ -25,19 +25,19 @@ class OuterSteps:
     """The rounds of one scheduler."""
 
     def __init__(
-        self, cache: HybridCache, files: RankFiles, disk: Disk, mark: str
+        self, cache: HybridCache, rank: RankTiers, outer: OuterSide, mark: str
     ) -> None:
         """Nothing is out.
 
         Args:
-            cache: with the disk behind its host tier.
-            files: of this rank.
-            disk: as a tier.
+            cache: with something behind its host tier.
+            rank: what moves bundles of this rank.
+            outer: what is behind, as the cache sees it.
             mark: a random text, equal on all ranks.
         """
         self._cache = cache
-        self._files = files
-        self._disk = disk
+        self._rank = rank
+        self._outer = outer
         self._mark = mark
         self._updates = count(1)
 
@@ -48,20 +48,20 @@ class OuterSteps:
 
     def settle(self) -> None:
         """Report what all ranks have done; all of them call it once in each round."""
-        self._disk.take(self._files.settle())
+        self._outer.take(self._rank.settle())
 
     def wait(self) -> None:
         """Let time pass where nothing runs: what is out may be done by then."""
         if self.is_busy:
-            self._files.wait(WAIT_SECONDS)
+            self._rank.wait(WAIT_SECONDS)
 
     def weights_change(self) -> None:
         """Note that weights are other ones from now on than those that were loaded.
 
         No server will have them again, so neither will it find what they leave.
         """
-        self._files.weights_changed()
-        self._disk.renew(f"{self._mark} {next(self._updates)}")
+        self._rank.weights_changed()
+        self._outer.renew(f"{self._mark} {next(self._updates)}")
 
 
 def greatest_of_all_ranks(own: list[int]) -> list[int]:

@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_context
 from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.commands import Await, Discard, Fetch, Load, Pool, Write
 from hybrid_plugin.engine.disk import Disk
+from hybrid_plugin.engine.outer_side import OuterSide
 from hybrid_plugin.engine.rank_files import RanksOnDisk
 from hybrid_plugin.sglang import outer_steps
 from hybrid_plugin.sglang.disk import TextOnly, of_all_ranks
@@ -75,10 +76,10 @@ class DiskBench(HostBench):
         self.disk = Disk(
             DiskOptions(str(folder), 1 << 20),
             RanksOnDisk(IDENTITY, {IDENTITY.rank_name: LAYOUTS}, 1e6),
-            self.core,
             make=lambda *args: TextOnly(*args, vocabulary=VOCABULARY),
         )
-        self.cache._outer = OuterSteps(self.core, self.files, self.disk, "mark")
+        outer = OuterSide(self.core, disk=self.disk)
+        self.cache._outer = OuterSteps(self.core, self.files, outer, "mark")
 
     def finish_writes(self) -> int:
         """Let everything be written; returns how many files that makes."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from hybrid_plugin.core.tiers.outer_tier import StoredBundle
 from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.peers.leases import LEASE_SECONDS
 from hybrid_plugin.tiers.peers.params import PeerOffer
 from hybrid_plugin.tiers.peers.tier import PeerTier
 from tests.tiers.support import IDENTITY, as_tokens
@@ -126,6 +128,19 @@ def test_ranks_name_offers_alike_and_nobody_else_does() -> None:
     names = [[offered(own).name for _ in range(2)] for own in (tier(), tier())]
     assert names[0] == names[1] and len(set(names[0])) == 2
     assert offered(tier(mark="another")).name not in names[0]
+
+
+def test_a_request_waits_as_long_as_peers_usually_take() -> None:
+    own = tier()
+    assert own.patience(0.1) == own.patience(math.inf) == LEASE_SECONDS
+    for seconds in (0.5, 0.2, None):
+        own.fetched([offered(tier()).text], 5, seconds)
+    assert own.patience(0.1) == 1.0
+    assert own.patience(3.0) == 3.0
+    assert own.patience(1000.0) == own.patience(math.inf) == LEASE_SECONDS
+    for _ in range(16):
+        own.fetched([offered(tier()).text], 5, 0.01)
+    assert own.patience(0.001) == 0.02
 
 
 def test_it_counts_what_is_offered() -> None:

@@ -8,6 +8,7 @@ the prefix that it has computed, and then to another one with that offer.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,6 +21,9 @@ from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.keys import keys_at
 from hybrid_plugin.tiers.peers.leases import LEASE_SECONDS
 from hybrid_plugin.tiers.peers.params import PeerOffer
+
+_FETCHES = 16
+"""The last ones, of which the slowest counts."""
 
 
 @dataclass(slots=True)
@@ -42,10 +46,8 @@ class PeerTier:
     keeps_bundles = False
     offers_bundles = True
     is_divisible = True
-    patience = LEASE_SECONDS
     read_bytes_per_second = math.inf
-    """Nobody measures it: who has another server compute a prompt has decided, and a
-    sequence waits no longer than computing would take."""
+    """Nobody measures it: whoever has another server compute a prompt has decided."""
 
     def __init__(
         self, identity: Identity, host: str, ports: Sequence[int], mark: str
@@ -67,6 +69,8 @@ class PeerTier:
         self._is_closed = False
         self._count = 0
         """Offers so far."""
+        self._seconds: deque[float] = deque(maxlen=_FETCHES)
+        """That the last fetches took."""
         self._expected: dict[str, _Expected] = {}
         """By the offers' names."""
         self._sizes: dict[str, int] = {}
@@ -87,6 +91,17 @@ class PeerTier:
         self._is_closed = True
         self._expected.clear()
         self.version += 1
+
+    def patience(self, computing: float) -> float:
+        """Twice as long as any of the last fetches took, or as long as computing takes
+        if that is more; but no longer than an offer holds unread.
+
+        A peer's answer has its latency, within which a short prompt could be computed;
+        but then every such prompt would be computed twice.
+        """
+        if not self._seconds or math.isinf(computing):
+            return LEASE_SECONDS
+        return min(max(2 * max(self._seconds), computing), LEASE_SECONDS)
 
     # ----------------------------------------------------------------- finding
 
@@ -145,6 +160,8 @@ class PeerTier:
         """See `OuterTier.fetched`: its lease is over."""
         for key in keys:
             self._drop(PeerOffer.from_text(key).name)
+        if seconds is not None:
+            self._seconds.append(seconds)
 
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`."""
