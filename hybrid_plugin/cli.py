@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     from hybrid_plugin.tools.bundle import command as bundle
     from hybrid_plugin.tools.doctor import command as doctor
     from hybrid_plugin.tools.plan import command as plan
+    from hybrid_plugin.tools.route import command as route
     from hybrid_plugin.tools.simulate import command as simulate
 
     parser: argparse.ArgumentParser = _Parser(
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_parser(commands)
     plan.add_parser(commands)
     bundle.add_parser(commands)
+    route.add_parser(commands)
     return parser
 
 

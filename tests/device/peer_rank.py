@@ -88,9 +88,15 @@ class PeerRank:
             lease_seconds=lease_seconds,
         )
         self.tiers = RankTiers(self.executor, lambda own: own, peers=self.peers)
-        ports = (self.peers.port,)
-        self.tier = PeerTier(identity, "127.0.0.1", ports, f"seed {seed}")
+        self._identity, self._seed = identity, seed
         self._tickets = 0
+        self.listening(self)
+
+    def listening(self, *ranks: PeerRank) -> None:
+        """Say in offers from now on where the ranks of this server listen."""
+        ports = [one.peers.port for one in ranks]
+        mark = f"seed {self._seed} of {ports}"
+        self.tier = PeerTier(self._identity, "127.0.0.1", ports, mark)
 
     def offer(self, first: int, count: int) -> str:
         """Offer pages of the device and a slot, by way of rows in another order."""

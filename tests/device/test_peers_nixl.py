@@ -20,6 +20,7 @@ import torch
 
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.identity import Identity
 from tests.device.peer_rank import IDENTITY, KV_BYTES, STATE, PeerRank
 
 NIXL = ("nixl", "nixl_cu12", "nixl_cu13")
@@ -77,8 +78,8 @@ class Peer:
 
 
 @contextmanager
-def rank(pages: int = PAGES, **more: Any) -> Iterator[PeerRank]:
-    made = PeerRank(pages, 2, **more)
+def rank(pages: int = PAGES, seed: int = 2, **more: Any) -> Iterator[PeerRank]:
+    made = PeerRank(pages, seed, **more)
     try:
         yield made
     finally:
@@ -174,6 +175,25 @@ def test_another_model_is_not_read_from() -> None:
     with rank() as one, rank(identity=replace(IDENTITY, weights="those")) as other:
         lost = other.fetch(one.offer(3, 4), 4).lost
         assert lost is not None and lost.failure.reason is Reason.PEER_MODEL
+
+
+def test_a_rank_reads_from_the_rank_of_its_place() -> None:
+    def place(number: int) -> Identity:
+        return replace(IDENTITY, tensor_rank=number, tensor_ranks=2)
+
+    with (
+        rank(identity=place(0)) as first,
+        rank(identity=place(1), seed=3) as second,
+        rank(identity=place(1)) as own,
+    ):
+        second.listening(first, second)
+        key = second.offer(4, 6)
+        assert own.fetch(key, 6).lost is None
+        wanted = second.pools[Pool.KV][4:10].numpy().tobytes()
+        assert b"".join(own.row(Pool.KV, row) for row in range(6)) == wanted
+        second.listening(second, first)
+        lost = own.fetch(second.offer(4, 6), 6).lost
+        assert lost is not None and lost.failure.reason is Reason.PEER_RANKS
 
 
 def test_memory_that_is_not_registered_is_not_read() -> None:

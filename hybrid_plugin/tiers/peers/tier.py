@@ -8,7 +8,6 @@ the prefix that it has computed, and then to another one with that offer.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,9 +20,6 @@ from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.keys import keys_at
 from hybrid_plugin.tiers.peers.leases import LEASE_SECONDS
 from hybrid_plugin.tiers.peers.params import PeerOffer
-
-_FETCHES = 16
-"""The last ones, of which the slowest counts."""
 
 
 @dataclass(slots=True)
@@ -69,8 +65,6 @@ class PeerTier:
         self._is_closed = False
         self._count = 0
         """Offers so far."""
-        self._seconds: deque[float] = deque(maxlen=_FETCHES)
-        """That the last fetches took."""
         self._expected: dict[str, _Expected] = {}
         """By the offers' names."""
         self._sizes: dict[str, int] = {}
@@ -93,15 +87,12 @@ class PeerTier:
         self.version += 1
 
     def patience(self, computing: float) -> float:
-        """Twice as long as any of the last fetches took, or as long as computing takes
-        if that is more; but no longer than an offer holds unread.
+        """As long as an offer holds unread.
 
-        A peer's answer has its latency, within which a short prompt could be computed;
-        but then every such prompt would be computed twice.
+        Computing a short prompt takes less than a peer's answer, and is what this
+        server is to be spared.
         """
-        if not self._seconds or math.isinf(computing):
-            return LEASE_SECONDS
-        return min(max(2 * max(self._seconds), computing), LEASE_SECONDS)
+        return LEASE_SECONDS
 
     # ----------------------------------------------------------------- finding
 
@@ -160,8 +151,6 @@ class PeerTier:
         """See `OuterTier.fetched`: its lease is over."""
         for key in keys:
             self._drop(PeerOffer.from_text(key).name)
-        if seconds is not None:
-            self._seconds.append(seconds)
 
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`."""
