@@ -96,8 +96,9 @@ def test_sglang_gets_it_where_it_reads_it() -> None:
     asked = BODY | {"custom_params": {"hybrid_ttl": 5}}
     through(servers, asked, BODY, decode=("http://sglang",))
     first, second = servers.to("sglang")
-    assert first["custom_params"] == {"hybrid_ttl": 5, "hybrid_peer": {"name": "n"}}
-    assert second["custom_params"] == {"hybrid_peer": {"name": "n"}}
+    told = '{"name": "n"}'
+    assert first["custom_params"] == {"hybrid_ttl": 5, "hybrid_peer": told}
+    assert second["custom_params"] == {"hybrid_peer": told}
     assert "kv_transfer_params" not in first
     probes = [path for _, path, _ in servers.asked if path == "/model_info"]
     assert len(probes) == 1

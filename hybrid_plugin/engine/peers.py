@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
@@ -18,14 +18,21 @@ from hybrid_plugin.tiers.peers.tier import PeerTier
 class Peers:
     """The peer tier of one cache."""
 
-    def __init__(self, ranks: RanksWithPeers, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        ranks: RanksWithPeers,
+        logger: logging.Logger,
+        *,
+        make: Callable[..., PeerTier] = PeerTier,
+    ) -> None:
         """Nothing is offered, and nothing expected.
 
         Args:
             ranks: that peers reach.
             logger: the adapter's, for offers that are of no use.
+            make: the tier, of the arguments of `PeerTier`.
         """
-        self.tier = PeerTier(ranks.identity, ranks.host, ranks.ports, ranks.mark)
+        self.tier = make(ranks.identity, ranks.host, ranks.ports, ranks.mark)
         self._logger = logger
         self._told: set[str] = set()
 

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.engine.outer_side import OuterSide
+from hybrid_plugin.engine.peers import Peers
 from hybrid_plugin.engine.rank_tiers import RankTiers
 
 WAIT_SECONDS = 1e-3
@@ -45,6 +46,11 @@ class OuterSteps:
     def is_busy(self) -> bool:
         """Whether anything is on its way, or will be with the next commands."""
         return bool(self._cache.fetching or self._cache.writing)
+
+    @property
+    def peers(self) -> Peers | None:
+        """Other servers, where there are any."""
+        return self._outer.peers
 
     def settle(self) -> None:
         """Report what all ranks have done; all of them call it once in each round."""

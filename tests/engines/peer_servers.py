@@ -26,10 +26,10 @@ OPTIONS: Mapping[str, Any] = {
 }
 
 
-def prefilled(server: Server, prompt: Sequence[int]) -> dict[str, Any]:
+def prefilled(url: str, prompt: Sequence[int]) -> dict[str, Any]:
     """Have a prompt computed as a router does; what the answer says of it."""
     body = of_prompt({"prompt": list(prompt), "temperature": 0})
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
     answer.raise_for_status()
     found = answer.json()["kv_transfer_params"]
     assert isinstance(found, dict), found

@@ -131,7 +131,7 @@ def test_what_a_request_makes_up_is_computed(pair: Pair) -> None:
     (prompt,) = prompts(1)
     pair.decode.reset_prefix_cache()
     wanted = pair.decode.ask(prompt, ANSWER).tokens
-    params = peer_servers.prefilled(pair.prefill, prompt)
+    params = peer_servers.prefilled(pair.prefill.url, prompt)
     own = params[OWN]
     for change, reason in (
         ({"fingerprint": "0" * 64}, Reason.PEER_MODEL),
@@ -162,7 +162,7 @@ def test_a_server_that_dies_costs_a_computation(pair: Pair) -> None:
     pair.decode.reset_prefix_cache()
     wanted = [pair.decode.ask(one, ANSWER).tokens for one in all_prompts]
     pair.decode.reset_prefix_cache()
-    told = [peer_servers.prefilled(pair.prefill, one) for one in all_prompts]
+    told = [peer_servers.prefilled(pair.prefill.url, one) for one in all_prompts]
     assert pair.decoded(all_prompts[0], told[0]) == wanted[0]
     loads = pair.decode.metrics()["peer_loads"]
     peer_servers.stop(pair.prefill)

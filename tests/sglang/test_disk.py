@@ -23,8 +23,8 @@ from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.outer_side import OuterSide
 from hybrid_plugin.engine.rank_files import RanksOnDisk
 from hybrid_plugin.sglang import outer_steps
-from hybrid_plugin.sglang.disk import TextOnly, of_all_ranks
 from hybrid_plugin.sglang.outer_steps import OuterSteps, greatest_of_all_ranks
+from hybrid_plugin.sglang.outer_tiers import TextOnly, of_all_ranks
 from hybrid_plugin.tiers.agreement import Lost, Outcome
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
@@ -319,6 +319,6 @@ def test_images_are_not_kept_in_files(tmp_path: Path) -> None:
 def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(tp_size=1, tp_rank=0)
     monkeypatch.setattr(outer_steps, "get_parallel", lambda: alone)
-    monkeypatch.setattr("hybrid_plugin.sglang.disk.get_parallel", lambda: alone)
+    monkeypatch.setattr("hybrid_plugin.sglang.outer_tiers.get_parallel", lambda: alone)
     assert greatest_of_all_ranks([1, 0, 1 << 61]) == [1, 0, 1 << 61]
     assert of_all_ranks("mine") == ["mine"]

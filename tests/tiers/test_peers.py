@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -301,6 +302,7 @@ def test_params_come_back_from_a_router() -> None:
         offer.ports[0],
     )
     assert read_offer(params[OWN]) == offer == PeerOffer.from_text(offer.text)
+    assert read_offer(json.dumps(params[OWN])) == offer
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_params_of_another_version_are_refused() -> None:
     for entry in ({"format": "hybrid-peer/2"}, {}, {"format": None}):
         found = read_offer(entry)
         assert isinstance(found, Failure) and found.reason is Reason.PEER_VERSION
-    for entry in (None, 5, "hybrid-peer/1", [FORMAT]):
+    for entry in (None, 5, "hybrid-peer/1", [FORMAT], "[" * 9999, "7"):
         found = read_offer(entry)
         assert isinstance(found, Failure) and found.reason is Reason.PEER_MALFORMED
     assert not wants_remote_decode({"do_remote_decode": 1})

@@ -2,8 +2,7 @@
 """NIXL: reads memory of another machine into memory of this one.
 
 One agent serves a rank.  The host memory is registered with it once, and never any
-memory of the device: elastic pools are mapped memory, from which NIXL reads at a
-hundredth of the speed.
+memory of the device: elastic pools are mapped memory, which NIXL reads far more slowly.
 """
 
 from __future__ import annotations

@@ -135,8 +135,14 @@ def read_offer(entry: Any) -> PeerOffer | Failure:
     """What another server has said of a request's prompt.
 
     Args:
-        entry: `OWN` in the request's parameters, any JSON value.
+        entry: `OWN` in the request's parameters, any JSON value, or such a value as a
+            text: SGLang lets no deeper one pass.
     """
+    if isinstance(entry, str):
+        try:
+            entry = json.loads(entry)
+        except (ValueError, RecursionError):
+            entry = None
     if not isinstance(entry, Mapping):
         return Failure(Reason.PEER_MALFORMED, f"{OWN} is no object")
     if entry.get("format") != FORMAT:

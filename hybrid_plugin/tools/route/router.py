@@ -119,7 +119,7 @@ class Router:
         if not await self._knows_sglang(url):
             return {PARAMS: params}
         own = dict(request.get("custom_params") or {})
-        return {"custom_params": own | {OWN: params.get(OWN)}}
+        return {"custom_params": own | {OWN: json.dumps(params.get(OWN))}}
 
     async def _knows_sglang(self, url: str) -> bool:
         if url not in self._is_sglang:
