@@ -1253,7 +1253,12 @@ DISK_HOOKS: tuple[Contract, ...] = (
 """What files behind host memory rely on."""
 
 PEER_HOOKS: tuple[Contract, ...] = (
-    HookPoint(f"{_SCHEDULER}:Scheduler.add_request", ("self", "request"), closed=True),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.add_request",
+        ("self", "request"),
+        closed=True,
+        own=True,
+    ),
     HookPoint(f"{_SCHEDULER}:Scheduler._free_request", ("self", "request")),
     HookPoint(
         f"{_SCHEDULER}:Scheduler.update_from_output",

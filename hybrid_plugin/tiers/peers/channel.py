@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import secrets
+import os
 import socket
 import struct
 import time
@@ -95,7 +95,7 @@ class Conversation:
     # ---------------------------------------------------------------- internal
 
     def _call(self, secret: bytes) -> bytes:
-        own = secrets.token_hex(16)
+        own = os.urandom(16).hex()
         self._greet({"format": FORMAT, "number": own})
         theirs = self._greeting()
         key = _key(secret, own, _number(theirs))
@@ -106,7 +106,7 @@ class Conversation:
 
     def _answer(self, secret: bytes) -> bytes:
         theirs = self._greeting()
-        own = secrets.token_hex(16)
+        own = os.urandom(16).hex()
         key = _key(secret, _number(theirs), own)
         self._greet({"format": FORMAT, "number": own, "proof": _proof(key)})
         return key
