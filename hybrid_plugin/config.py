@@ -14,6 +14,7 @@ from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.disk_options import DiskOptions as DiskOptions
 from hybrid_plugin.errors import ConfigError as ConfigError
+from hybrid_plugin.peer_options import PeerOptions as PeerOptions
 from hybrid_plugin.sizes import parse_bytes
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
@@ -70,6 +71,13 @@ class HybridConfig:
         'the server: `{"path": "/var/cache/hybrid", "size": "100GiB"}`, where `size` '
         "is for all ranks on this machine together, and `weights` may name the model's "
         "weights; by default none.",
+    )
+    peers: PeerOptions | None = _option(  # noqa: RUF009 - a field, as the others
+        None,
+        "Other servers of the same model that read from `host_memory`, which it needs, "
+        'and from which this one reads: `{"listen": "127.0.0.1:7600"}`; for other '
+        'addresses also `"secret_file": "/etc/hybrid/secret"`, and `weights` may name '
+        "the model's weights; by default none.",
     )
     state_memory_ratio: float | None = _option(
         None,
@@ -164,6 +172,11 @@ class HybridConfig:
                 "disk needs host_memory, through which content goes to files and back: "
                 "give both, or leave disk out."
             )
+        if self.peers is not None and self.host_memory is None:
+            raise ConfigError(
+                "peers needs host_memory, from which peers read: give both, or leave "
+                "peers out."
+            )
         if self.is_deterministic and self.kernels == "engine":
             raise ConfigError(
                 "deterministic needs our kernels, and kernels is engine: leave one of "
@@ -196,6 +209,11 @@ class HybridConfig:
         if self.is_deterministic:
             return False
         return self.state_memory_ratio is None
+
+    @property
+    def has_outer_tiers(self) -> bool:
+        """Whether there is something behind the host memory."""
+        return self.disk is not None or self.peers is not None
 
     @property
     def is_deterministic(self) -> bool:
@@ -304,6 +322,8 @@ def _read_value(name: str, value: Any) -> Any:
         return DiskOptions.from_value(value)
     if name == "models" and isinstance(value, list):
         return tuple(value)
+    if name == "peers" and value is not None:
+        return PeerOptions.from_value(value)
     return _read_size(name, value) if name in _SIZES else value
 
 
@@ -328,6 +348,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "str": (str,),
         "DiskOptions": (DiskOptions,),
         "tuple[str, ...]": (tuple,),
+        "PeerOptions": (PeerOptions,),
     }
     is_bool = isinstance(value, bool)
     fits = isinstance(value, accepted[wanted]) and (not is_bool or wanted == "bool")

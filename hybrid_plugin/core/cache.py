@@ -353,6 +353,35 @@ class HybridCache:
             self.end_restores()
         return restore
 
+    def prefetch(self, found: LookUp) -> Fetching | None:
+        """Begin to fetch to the host what outer tiers have of a waiting sequence.
+
+        `restore` does it too, for a sequence that could be admitted; here nobody asks
+        whether it could.  Is something returned, it is what the sequence waits for.
+        """
+        if self._restores is None or self._outer is None or not found.limit:
+            return None
+        now = self.promises.pace.now
+        return self._outer.fetch(found, now, self._restores.queued(now))
+
+    def offer(self, namespace: Hashable, tokens: Sequence[int]) -> str | None:
+        """Let another server read the longest prefix that the host has of a sequence.
+
+        Call it when the sequence has ended.  The prefix stays on the host until the
+        outcome is reported (`outer_done`), or everything is flushed.
+
+        Args:
+            namespace: of the sequence.
+            tokens: as many of it as another server can use.
+
+        Returns:
+            What that server must know; None if the host has nothing of it, or if there
+            is no tier for offers.
+        """
+        if self._outer is None:
+            return None
+        return self._outer.offer(namespace, as_tokens(tokens))
+
     def is_restored(self, awaited: Awaited) -> bool:
         """Whether a sequence that waited for something need not wait for it any more.
 
@@ -379,7 +408,7 @@ class HybridCache:
         bundle: int | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Take the report on a `Write` or `Fetch`, on which all ranks agree.
+        """Take the report on a `Write`, `Fetch` or `Offer`, on which all ranks agree.
 
         Where each rank has a cache, all of them must hear the same reports, in the same
         order, between the same steps.
@@ -496,6 +525,17 @@ class HybridCache:
         """
         outer = self._outer
         return 0 if outer is None else outer.writing + outer.to_write
+
+    @property
+    def offering(self) -> int:
+        """Offers that are out: rows of the host are in use, and nobody waits."""
+        return 0 if self._outer is None else self._outer.offering
+
+    @property
+    def has_unsent_offers(self) -> bool:
+        """Whether ranks hear of an offer, or that one is withdrawn, only with the next
+        commands: other servers may wait for it."""
+        return self._outer is not None and self._outer.is_unsent
 
     def end_restores(self) -> bool:
         """Have the model's stream wait for all loads: what they bring is ordinary.
@@ -941,7 +981,7 @@ class HybridCache:
     def drain_commands(self) -> list[Command]:
         """Take the commands to run before the next forward pass."""
         if self._outer is not None:
-            self._outer.write()
+            self._outer.before_commands()
         commands, self._commands = self._commands, []
         # Only now: until here a snapshot might have been moved, or evicted for another.
         commands += [

@@ -20,12 +20,14 @@ from hybrid_plugin.core.commands import (
     Load,
     Map,
     MoveWindow,
+    Offer,
     Pool,
     PoolId,
     SaveInPass,
     Store,
     Take,
     Unmap,
+    Withdraw,
     Write,
     WriteRecord,
     Zero,
@@ -41,9 +43,11 @@ from hybrid_plugin.device.virtual_arena import Refusal
 
 
 class Transfers(Protocol):
-    """Writes host rows to files, and fills them from files or peers."""
+    """Moves host rows to files, and from files or peers; offers them to peers."""
 
-    def run(self, command: Write | Fetch | Discard | WriteRecord) -> None:
+    def run(
+        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+    ) -> None:
         """Begin what a command asks for, and wait for nothing."""
 
 
@@ -141,7 +145,9 @@ class Executor:
             if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
                 continue
-            if isinstance(first, Write | Fetch | Discard | WriteRecord):
+            if isinstance(
+                first, Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+            ):
                 self._beyond_host(batch)
                 continue
             if isinstance(first, Store | Load | Await) or Pool.is_host(first.pool):

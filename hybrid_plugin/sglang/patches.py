@@ -357,15 +357,15 @@ def _build_cache(clock: RankClock, memory: PoolMemory) -> None:
 
     @named()
     def build(context: Any) -> Any:
-        from hybrid_plugin.sglang import disk, host_copies
+        from hybrid_plugin.sglang import host_copies, outer_tiers
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
         allocator, outer = context.params.token_to_kv_pool_allocator, None
         if allocator.cache.host is not None:
             host_copies.attach(allocator.cache, allocator.executor)
-        options = activation.read_options().disk
-        if options is not None:
-            outer = disk.attach(context, memory.drafts, options)
+        options = activation.read_options()
+        if options.has_outer_tiers:
+            outer = outer_tiers.attach(context, memory.drafts, options)
         return HybridPrefixCache(context.params, clock, outer)
 
     register_radix_cache_backend(BACKEND, build)

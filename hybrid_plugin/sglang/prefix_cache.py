@@ -41,6 +41,7 @@ from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.outer_steps import OuterSteps
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
 from hybrid_plugin.sglang.speculation.steps import DraftSteps
+from hybrid_plugin.tiers.peers.params import OWN
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -84,6 +85,8 @@ class HybridPrefixCache(BasePrefixCache):
         """Of the live sequences, by their ids; the core says which are live."""
         self._paused: list[Req] = []
         self._parked: set[str] = set()
+        self._told: set[str] = set()
+        """Requests whose offers of other servers were read."""
         self.resumes_parked = False
         """Whether the batch that is launched next goes on with a parked request."""
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
@@ -216,7 +219,20 @@ class HybridPrefixCache(BasePrefixCache):
             self._host.plan(waiting=bool(queue))
         if self._outer is not None:
             self._outer.settle()
+            self._read_offers(self._outer, queue)
         self.front_door.plan_sharing(map(SGLangRequest, queue))
+
+    def _read_offers(self, outer: OuterSteps, queue: Sequence[Req]) -> None:
+        """Begin to fetch what other servers have computed of requests that came."""
+        if outer.peers is None:
+            return
+        for req in queue:
+            name, extra = _id(req), req.sampling_params.custom_params
+            if name in self._told or not isinstance(extra, dict) or OWN not in extra:
+                continue
+            self._told.add(name)
+            if not self.is_live(req):
+                outer.peers.arrived(self.front_door, SGLangRequest(req), extra[OWN])
 
     def must_wait(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
@@ -359,6 +375,8 @@ class HybridPrefixCache(BasePrefixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """End the request's sequence: finished, aborted or retracted."""
         self._parked.discard(_id(req))
+        if req.finished():
+            self._told.discard(_id(req))
         self._requests.pop(_id(req), None)
         name = _id(req)
         verifying = self.cache.is_live(name) and self.cache.is_verifying(name)
@@ -374,6 +392,7 @@ class HybridPrefixCache(BasePrefixCache):
         every such path releases more; a parked request has a row, pages and a slot.
         """
         name = sequence_id(handle)
+        self._told.discard(name)
         self.front_door.forget(name)
         req = self._requests.get(name)
         if req is not None:

@@ -41,6 +41,8 @@ class DiskTier:
 
     name = "disk"
     keeps_bundles = True
+    offers_bundles = False
+    is_divisible = False
 
     def __init__(
         self,
@@ -156,6 +158,10 @@ class DiskTier:
             StoredBundle(entry.name.text, entry.start, entry.end)
             for entry in path or ()
         ]
+
+    def patience(self, computing: float) -> float:
+        """As long as computing takes: nobody is served later than twice the time."""
+        return computing
 
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
         """See `OuterTier.fetched`."""

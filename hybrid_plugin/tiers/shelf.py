@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 class BundleShelf:
     """One rank's part of all bundles: a file for each, in a folder of its own."""
 
+    at_once = 1
+
     def __init__(
         self,
         path: Path,

@@ -1293,6 +1293,38 @@ SAVED_SESSION_HOOKS: tuple[Contract, ...] = (
 )
 """What endpoints for saved sessions rely on, in the process with the API."""
 
+PEER_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.add_request",
+        ("self", "request"),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(f"{_SCHEDULER}:Scheduler._free_request", ("self", "request")),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.update_from_output",
+        mentions=("_free_request", "kv_transfer_params"),
+        own=True,
+    ),
+    HookPoint(f"{_CORE}:EngineCore.add_request", mentions=("kv_transfer_params",)),
+    HookPoint(
+        "vllm.v1.request:Request",
+        mentions=(
+            "kv_transfer_params",
+            "prompt_token_ids",
+            "num_prompt_tokens",
+            "_all_token_ids",
+            "max_tokens",
+            "resumable",
+        ),
+    ),
+    *_fields(
+        "vllm.v1.request:RequestStatus", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"
+    ),
+    HookPoint("vllm.v1.engine:EngineCoreOutput.kv_transfer_params"),
+)
+"""How a request says that another server goes on with it, or has begun it."""
+
 ENGINE_HOOKS = (
     *OPTION_HOOKS,
     *CORE_HOOKS,
@@ -1309,6 +1341,7 @@ HOOKS: tuple[Contract, ...] = (
     *DETERMINISTIC_HOOKS,
     *ATTENTION_HOOKS,
     *PREFILL_GRAPH_HOOKS,
+    *PEER_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
     *REPLAY_HOOKS,

@@ -57,6 +57,12 @@ NEEDED = {
             mentions=("num_output_placeholders",),
         )
     ),
+    "patches.patch_connector_warning": Need(
+        HookPoint(
+            "vllm.v1.engine.core:EngineCore.add_request",
+            mentions=("kv_transfer_params", "get_kv_connector"),
+        )
+    ),
     "patches._patch_specs": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_specs",)),
     ),

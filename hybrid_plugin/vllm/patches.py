@@ -11,6 +11,7 @@ why (cause), what it does (fix) and when it can be deleted.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ _ARGUMENTS = "vllm.engine.arg_utils"
 _ENGINE_CORE = "vllm.v1.engine.core"
 _APP = "vllm.entrypoints.launchers.app"
 _INPUT = "vllm.v1.engine.input_processor"
+_NO_CONNECTOR = "Got kv_transfer_params, but no KVConnector found"
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 
 
@@ -127,6 +129,8 @@ def patch_config() -> None:
                 )
                 if config.speculative_config is not None:
                     require(contracts.SPECULATION_HOOKS)
+                if activation.read_options(config).peers is not None:
+                    require(contracts.PEER_HOOKS)
                 _warn_if_untested()
                 patch_engine()
                 patch_sessions()
@@ -252,6 +256,23 @@ def _patch_utilities() -> None:
 
     owner, name = resolve(f"{_ENGINE_CORE}:EngineCore")
     setattr(getattr(owner, name), saved_sessions.CALL, saved_sessions.take)
+
+
+def patch_connector_warning() -> None:
+    """Symptom: each request with `kv_transfer_params` is said to be served without.
+
+    Cause: vLLM looks for a connector, which the scheduler does not need.
+    Fix: drop that line of the log.
+    Delete when: a scheduler can say that it reads the parameters itself.
+    """
+    core = logging.getLogger(_ENGINE_CORE)
+    if not any(isinstance(one, _NotOfConnectors) for one in core.filters):
+        core.addFilter(_NotOfConnectors())
+
+
+class _NotOfConnectors(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_NO_CONNECTOR)
 
 
 def _patch_specs() -> None:

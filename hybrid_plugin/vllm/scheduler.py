@@ -10,11 +10,12 @@ from vllm import __version__
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.engine.session_desk import Serving
-from hybrid_plugin.vllm import deterministic, patches, reports
+from hybrid_plugin.vllm import deterministic, patches, peers, reports
 from hybrid_plugin.vllm.activation import (
     carried_chat_template,
     logger,
@@ -49,6 +50,10 @@ IDLE_SECONDS = 0.01
 that comes meanwhile waits as long.  It halves what empty steps take of the processors,
 from 1.6 to 0.75 of two; most of the rest is how vLLM's processes wait for each other.
 """
+
+
+_ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+"""How a request ends that was not aborted."""
 
 
 class _OnTwoPools(Scheduler):
@@ -99,6 +104,9 @@ class _OnTwoPools(Scheduler):
             deterministic.check_budget(vllm_config, step)
         self.need_mamba_block_aligned_split = True
         self._narrows_drafter = serving.takes_fewer_drafts(vllm_config)
+        self._has_peers = options.peers is not None
+        if self._has_peers:
+            patches.patch_connector_warning()
 
     def _mamba_block_aligned_split(
         self,
@@ -123,6 +131,22 @@ class _OnTwoPools(Scheduler):
         """Whether a request may be admitted in this step."""
         may: bool = super()._handle_blocked_waiting_request(request)
         return may and not self.kv_cache_manager.must_wait(request)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, of which another server may have computed the prompt, or
+        will compute the answer."""
+        if self._has_peers:
+            peers.leave_last_token(request)
+        super().add_request(request)
+        if self._has_peers:
+            self.kv_cache_manager.arrives(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """End a request, and say where another server finds its prompt."""
+        params, *others = super()._free_request(request, *args, **kwargs)
+        if self._has_peers and request.status in _ANSWERED:
+            params = self.kv_cache_manager.offer(request) or params
+        return params, *others
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""

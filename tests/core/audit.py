@@ -158,6 +158,15 @@ def saves_of(cache: HybridCache) -> list[HostSource]:
     return [source for source in held if source is not None]
 
 
+def offers_of(cache: HybridCache) -> list[HostSource]:
+    """What is offered to other servers, and was not withdrawn."""
+    outer = cache._outer
+    if outer is None or outer._offers is None:
+        return []
+    running = outer._offers.running.values()
+    return [one.source for one in running if one.source is not None]
+
+
 def audit_host(cache: HybridCache, host: HostTier) -> None:
     """The host's tree is one as the device's; what is loaded from it is in use."""
     memory, tree = host.memory, host.tree
@@ -167,6 +176,7 @@ def audit_host(cache: HybridCache, host: HostTier) -> None:
     sources = [one.source for one in restores_of(cache)]
     sources += [one.source for one in writes if not one.is_flushed]
     sources += saves_of(cache)
+    sources += offers_of(cache)
     locks: Counter[Node] = Counter(source.node for source in sources)
     bases = Counter(one.base for one in fetches if one.base is not None)
     for node in tree.nodes():

@@ -138,6 +138,15 @@ def with_outer(setup: _Setup) -> _Setup:
     )
 
 
+def with_peers(setup: _Setup) -> _Setup:
+    """The same with other servers behind the host, beside a disk or alone."""
+    assert setup.host is not None, "it is behind the host"
+    rng = random.Random(f"peers/{setup!r}")
+    alone = rng.random() < 0.6
+    setup = setup if alone else with_outer(setup)
+    return replace(setup, peers=True, trouble=rng.choice((0.0, 0.1, 0.3)))
+
+
 @dataclass(slots=True)
 class Traffic:
     """Random operations on one fake engine."""
@@ -161,6 +170,7 @@ class Traffic:
         drafts: bool = False,
         host: bool = False,
         outer: bool = False,
+        peers: bool = False,
     ) -> Traffic:
         """Traffic on a random engine.
 
@@ -171,7 +181,8 @@ class Traffic:
             windows: whether the model has window groups.
             drafts: whether sequences verify drafts.
             host: whether there is a host tier.
-            outer: whether there is a tier behind it.
+            outer: whether there is a disk behind it.
+            peers: whether there are other servers behind it.
         """
         rng = random.Random(f"{seed}/{page_size}")
         setup = random_setup(rng, page_size)
@@ -183,6 +194,8 @@ class Traffic:
             setup = with_host(setup)
         if outer:
             setup = with_outer(setup)
+        if peers:
+            setup = with_peers(setup)
         return cls(rng, FakeEngine(setup, cache))
 
     def run(self, operations: int, check_every: int) -> None:

@@ -153,7 +153,7 @@ class DiskMirror(Mirror):
         threads = {name: LaterThread() for name in ("write", "disk")}
         self.threads = list(threads.values())
         self._transfers = RankTransfers(
-            self._copies, shelf, {"disk": shelf}, threads.__getitem__
+            self._copies, shelf, {"disk": shelf}, lambda name, count: threads[name]
         )
         self.ranks = RealRanks(device.host, rng, self, trouble)
         traffic.engine.ranks = self.ranks

@@ -10,7 +10,7 @@ waited compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_plugin.core.commands import BundleRows, Fetch, PageRows, Pool, PoolId
 from hybrid_plugin.core.sequence import LookUp
@@ -45,8 +45,7 @@ class Fetching:
     size: int
     """Bytes of the rows."""
     awaited_until: float
-    """When sequences compute instead, on the cache's clock: they have waited as long as
-    that takes by then, so nobody is served later than twice the time."""
+    """When sequences compute instead, on the cache's clock: `OuterTier.patience`."""
     waiters: int = 0
     """Sequences that have yet to come to it.  It goes on without any."""
     is_over: bool = False
@@ -168,10 +167,15 @@ class Fetches:
         if not bundles or bundles[-1].end <= have:
             return None
         # A page that is not whole at the end needs all tokens in it.
-        there = min(host.kv_length, self._whole(bundles[-1].end))
+        last = bundles[-1]
+        there = min(host.kv_length, self._whole(last.end))
+        if tier.is_divisible:
+            # KV may be there without the state behind it; some page comes with that.
+            start = min(self._whole(there), self._whole(last.end - 1))
+            return _Offer(tier, (replace(last, start=start),))
         lacking = [one for one in bundles if one.end > there]
         # KV may be there without the state behind it.
-        return _Offer(tier, tuple(lacking or bundles[-1:]))
+        return _Offer(tier, tuple(lacking or [last]))
 
     def _whole(self, tokens: int) -> int:
         """So many of them as are in whole pages."""
@@ -224,6 +228,7 @@ class Fetches:
                 self._host.tree.unlock(base)
             tier.stats.loads_refused += 1
             return None
+        computing = self._rates.prefill_seconds(offer.end - have)
         fetch = Fetching(
             tier=tier,
             namespace=found.namespace,
@@ -235,7 +240,7 @@ class Fetches:
             first=first,
             rows=rows,
             size=self._size(offer),
-            awaited_until=now + self._rates.prefill_seconds(offer.end - have),
+            awaited_until=now + tier.patience(computing),
         )
         self.running[fetch.ticket] = fetch
         busy = max(self._free_at[tier.name], now)

@@ -339,6 +339,12 @@ class HostTier:
             group.pages.share(rows)
         return HostSource(node, pages[:], snapshot.slot, windows)
 
+    def bytes_of(self, source: HostSource) -> int:
+        """Bytes of the rows that are read, on one rank."""
+        windows = [len(rows) for rows in source.windows]
+        wanted = self.memory.wanted(len(source.pages), windows, slots=1)
+        return self.plan.bytes_of(wanted)
+
     def let_go(self, source: HostSource) -> None:
         """Undo a hold: the loads were awaited, or the bundle is written."""
         self._release(source)

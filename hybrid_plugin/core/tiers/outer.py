@@ -2,7 +2,7 @@
 """OuterTiers: what lies behind the host, and all that is on its way there or back.
 
 Copies to the host are ordered by streams and nobody reports them.  I/O fails, and takes
-any time: so each write and each fetch has a ticket, under which the ranks report what
+any time: so each write, fetch and offer has a ticket, under which the ranks report what
 became of it.  Nothing is found, and no row is anybody else's, before that.
 """
 
@@ -16,6 +16,7 @@ from hybrid_plugin.core.commands import Discard, WriteRecord
 from hybrid_plugin.core.sequence import LookUp
 from hybrid_plugin.core.tiers.fetches import Fetches, Fetching
 from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.offers import Offers
 from hybrid_plugin.core.tiers.outer_tier import OuterTier
 from hybrid_plugin.core.tiers.restores import Restore, TransferRates
 from hybrid_plugin.core.tiers.saves import Saves, Saving
@@ -50,13 +51,14 @@ class OuterTiers:
             rates: what loads from the host and computing take.
 
         Raises:
-            ValueError: if two have one name, or two keep bundles.
+            ValueError: if two have one name, two keep bundles, or two offer them.
         """
         if len({tier.name for tier in tiers}) < len(tiers):
             raise ValueError("two outer tiers have the same name")
         keeping = [tier for tier in tiers if tier.keeps_bundles]
-        if len(keeping) > 1:
-            raise ValueError("only one outer tier keeps bundles")
+        offering = [tier for tier in tiers if tier.offers_bundles]
+        if len(keeping) > 1 or len(offering) > 1:
+            raise ValueError("only one outer tier keeps bundles, and one offers them")
         self.tiers = tuple(tiers)
         self._host = host
         self._last_ticket = 0
@@ -68,6 +70,7 @@ class OuterTiers:
         if keeping:
             self._writes = Writes(host, keeping[0], self._new_ticket)
             self._saves = Saves(host, keeping[0], self._writes)
+        self._offers = Offers(host, offering[0], self._new_ticket) if offering else None
 
     @property
     def fetching(self) -> int:
@@ -87,6 +90,16 @@ class OuterTiers:
         waiting = 0 if self._writes is None else self._writes.waiting
         return waiting + (0 if self._saves is None else len(self._saves.running))
 
+    @property
+    def offering(self) -> int:
+        """Offers whose outcome was not reported yet."""
+        return 0 if self._offers is None else len(self._offers.running)
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether ranks hear of an offer with the next commands only."""
+        return self._offers is not None and self._offers.is_unsent
+
     def fetch(self, found: LookUp, now: float, queued: float) -> Fetching | None:
         """Begin to fetch what a waiting sequence lacks; see `Fetches.begin`."""
         return self._fetches.begin(found, now, queued)
@@ -95,10 +108,16 @@ class OuterTiers:
         """Begin to fetch a prefix that nobody waits for; see `Fetches.bring`."""
         return self._fetches.bring(found, now)
 
-    def write(self) -> None:
-        """Begin the writes that may run now."""
+    def offer(self, namespace: Hashable, tokens: Tokens) -> str | None:
+        """Offer a prefix to other servers; see `Offers.begin`."""
+        return None if self._offers is None else self._offers.begin(namespace, tokens)
+
+    def before_commands(self) -> None:
+        """Begin the writes that may run now: commands are drained next."""
         if self._writes is not None:
             self._writes.begin()
+        if self._offers is not None:
+            self._offers.is_unsent = False
 
     def save(
         self, namespace: Hashable, tokens: Tokens, on_device: int
@@ -155,6 +174,11 @@ class OuterTiers:
         elif ticket in self._recordings:
             recording = self._recordings.pop(ticket)
             recording.is_over, recording.reason = True, "" if ok else reason
+        elif self._offers is not None and ticket in self._offers.running:
+            if ok:
+                self._offers.succeeded(ticket, seconds)
+            else:
+                self._offers.failed(ticket, reason)
         else:
             raise ValueError(f"nothing is on its way under ticket {ticket}")
         self._discard(discarded)
@@ -164,6 +188,8 @@ class OuterTiers:
         self._fetches.flush()
         if self._saves is not None:
             self._saves.flush()
+        if self._offers is not None:  # before writes, whose rows are theirs alone then
+            self._offers.withdraw()
         if self._writes is not None:
             self._writes.flush()
         for tier in self.tiers:

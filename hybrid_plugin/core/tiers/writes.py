@@ -154,7 +154,7 @@ class Writes:
             self._answer(node)
             return
         source = self._host.hold_bundle(node, start)
-        size = self._size(source)
+        size = self._host.bytes_of(source)
         storing = self._tier.begin_store(namespace, tokens, start, size)
         if storing is None:
             self._host.let_go(source)
@@ -170,11 +170,6 @@ class Writes:
         state = host.state_row(source.slot)
         rows = BundleRows(storing.key, namespace, tokens, start, pages, state)
         host.send(Write(ticket, rows))
-
-    def _size(self, source: HostSource) -> int:
-        windows = [len(rows) for rows in source.windows]
-        wanted = self._host.memory.wanted(len(source.pages), windows, slots=1)
-        return self._host.plan.bytes_of(wanted)
 
     # -------------------------------------------------------------------- end
 
