@@ -121,6 +121,13 @@ class HybridConfig:
         "draft; `replay`, one state and a small record of each draft, on our kernels; "
         "or `auto`, which is `columns` until `replay` was measured to be faster.",
     )
+    verify_fraction: float = _option(
+        0.0,
+        "Share of the requests with a hit, between 0 and 1, that are served again when "
+        "nothing else runs, with the hit and without. If log probabilities differ by "
+        "more than rounding, the log says so, and "
+        "`hybrid_cache_hit_checks_failed_total` counts it.",
+    )
     models: tuple[str, ...] = _option(
         (),
         'Architectures, such as `["JambaForCausalLM"]`, that our model classes serve '
@@ -138,6 +145,10 @@ class HybridConfig:
             raise ConfigError(
                 "state_memory_ratio fixes the pools, and elastic pools move: set "
                 "elastic to false, or leave state_memory_ratio out."
+            )
+        if not 0 <= self.verify_fraction <= 1:
+            raise ConfigError(
+                f"verify_fraction must lie between 0 and 1, got {self.verify_fraction}."
             )
         if self.kernels not in KERNELS:
             raise ConfigError(

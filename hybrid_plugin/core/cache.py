@@ -570,6 +570,7 @@ class HybridCache:
         window_demand: WindowDemand | None = None,
         cacheable: bool = True,
         resumed: bool = False,
+        counted: bool = True,
     ) -> Admission | None:
         """Start a sequence: give it pages for `num_tokens` tokens, and a state slot.
 
@@ -585,6 +586,7 @@ class HybridCache:
                 default nothing is reserved there.
             cacheable: whether its KV and states may enter the tree.
             resumed: whether it ran before, so that its hit counts apart.
+            counted: whether its hit counts at all.
 
         Returns:
             None if there is no room, with nothing changed.
@@ -618,13 +620,13 @@ class HybridCache:
             self.memory.unshare(match)
             self.stats.refusals += 1
             return None
-        if not resumed:
+        if counted and not resumed:
             self.stats.computed_tokens.update(missed_tokens(self.tree, found))
         self.tree.begin_admission()
         self.promises.pace.admitted()
         self._learn_divergence(found)
         held, origin = self._hold(match), found.origin
-        restored, brought = self._take_restored(match)
+        restored, brought = self._take_restored(match) if counted else (0, ("", 0))
         room = self.memory.obtain(
             match,
             now=self.memory.wanted(
@@ -642,8 +644,10 @@ class HybridCache:
         )
         self._restore(match, room)
         tables = self._window_tables(match, room)
-        self.stats.record_hit(found.length, match.length, resumed=resumed)
-        self._note_host_use(found, restored, brought, resumed=resumed)
+        if counted:
+            self.stats.record_hit(found.length, match.length, resumed=resumed)
+        counts = counted and not resumed
+        self._note_host_use(found, restored, brought, counts=counts)
         pages = match.pages + room.fresh
         self._sequences[seq_id] = LiveSequence(
             namespace=found.namespace,
@@ -1167,14 +1171,14 @@ class HybridCache:
         restored: int,
         brought: tuple[str, int],
         *,
-        resumed: bool,
+        counts: bool,
     ) -> None:
         """Tell the tiers of an admission."""
         if self.host is None:
             return
         hit = found.match.length
         self.host.used(found.namespace, found.tokens, hit)
-        if resumed:
+        if not counts:
             return
         source, fetched = brought
         missed = found.length - hit + restored

@@ -73,6 +73,11 @@ class IncomingRequest(Protocol):
         """Whether it may be served from the cache."""
 
     @property
+    def is_check(self) -> bool:
+        """Whether it repeats another one to check a hit: it leaves nothing, and counts
+        nowhere."""
+
+    @property
     def may_pause(self) -> bool:
         """Whether its prefill may end a chunk for a snapshot."""
 
@@ -292,8 +297,9 @@ class FrontDoor:
             reserve_tokens=reserve_tokens,
             watermark_pages=watermark_pages,
             window_demand=window_demand,
-            cacheable=request.cacheable,
+            cacheable=request.cacheable and not request.is_check,
             resumed=request.resumed,
+            counted=not request.is_check,
         )
         if admission is not None:
             self.forget(request.seq_id)

@@ -50,6 +50,8 @@ _TOTALS = {
     "drafts_refused": "Proposed drafts dropped for want of slots or pages.",
     "turn_ends_exact": "Requests that left the state after their last known token.",
     "turn_ends_missed": "Requests whose last state was overwritten before they ended.",
+    "hit_checks": "Hits that were computed again and compared.",
+    "hit_checks_failed": "Of these, hits that differed by more than rounding.",
     "moves": "Granules of memory that pools got or lost.",
     "moved_bytes": "Bytes of them.",
     "granules_emptied": "Granules emptied by moving what was cached in them.",

@@ -981,6 +981,37 @@ SAVED_SESSION_HOOKS = (
 )
 """What endpoints for saved sessions rely on, in the process with the server."""
 
+HIT_CHECK_HOOKS = (
+    HookPoint(f"{_SCHEDULER}.handle_generate_request", ("self", "recv_req")),
+    HookPoint(
+        f"{_SRT}.managers.io_struct:TokenizedGenerateReqInput",
+        mentions=(
+            "input_text",
+            "input_ids",
+            "input_embeds",
+            "mm_inputs",
+            "token_type_ids",
+            "sampling_params",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "token_ids_logprob",
+            "stream",
+            "extra_key",
+            "cache_salt",
+        ),
+    ),
+    HookPoint(
+        f"{_SRT}.sampling.sampling_params:SamplingParams.normalize",
+        ("self", "tokenizer"),
+    ),
+    HookPoint(
+        f"{_BATCH}:Req.__init__",
+        mentions=("lora_id", "output_top_logprobs_idx", "output_top_logprobs_val"),
+    ),
+)
+"""Requests of our own, and what comes of them."""
+
 ENGINE_HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
@@ -995,5 +1026,5 @@ ENGINE_HOOKS = (
 )
 """What every process of an engine with the plugin relies on."""
 
-HOOKS = ENGINE_HOOKS + SAVED_SESSION_HOOKS
+HOOKS = ENGINE_HOOKS + SAVED_SESSION_HOOKS + HIT_CHECK_HOOKS
 """Every point, as the compatibility checks read them."""

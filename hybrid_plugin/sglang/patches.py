@@ -18,6 +18,7 @@ from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.contracts import (
     COMMAND_LINE_HOOKS,
     ENGINE_HOOKS,
+    HIT_CHECK_HOOKS,
     SAVED_SESSION_HOOKS,
 )
 from hybrid_plugin.sglang.log import logger
@@ -366,7 +367,11 @@ def _build_cache(clock: RankClock, memory: PoolMemory) -> None:
         options = activation.read_options()
         if options.has_outer_tiers:
             outer = outer_tiers.attach(context, memory.drafts, options)
-        return HybridPrefixCache(context.params, clock, outer)
+        if options.verify_fraction:
+            _require(HIT_CHECK_HOOKS)
+        return HybridPrefixCache(
+            context.params, clock, outer, verify_fraction=options.verify_fraction
+        )
 
     register_radix_cache_backend(BACKEND, build)
 
@@ -452,10 +457,12 @@ def _park_paused_requests() -> None:
 
 
 def _park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+    from hybrid_plugin.sglang.hit_checks import check_when_idle
     from hybrid_plugin.sglang.parking import park_paused
 
     if _served_by(scheduler.tree_cache):
         park_paused(scheduler, running_batch, last_batch)
+        check_when_idle(scheduler, running_batch, last_batch)
         scheduler.tree_cache.plan_waits(scheduler.waiting_queue)
 
 
@@ -491,6 +498,8 @@ def _stream(
 
     if _served_by(streamer.tree_cache):
         reqs = with_output(reqs)
+        if streamer.tree_cache.hit_checking is not None:
+            reqs = streamer.tree_cache.hit_checking.without_own(reqs)
     original(streamer, reqs, *args, **kwargs)
 
 

@@ -34,6 +34,7 @@ from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.engine.session_desk import Answer, without_disk
 from hybrid_plugin.sglang.clock import RankClock
+from hybrid_plugin.sglang.hit_checks import HitChecking
 from hybrid_plugin.sglang.host_steps import HostSteps
 from hybrid_plugin.sglang.kv_events import KvEvents
 from hybrid_plugin.sglang.log import logger
@@ -63,6 +64,7 @@ class HybridPrefixCache(BasePrefixCache):
         params: CacheInitParams,
         clock: RankClock,
         outer: OuterSteps | None = None,
+        verify_fraction: float = 0.0,
     ) -> None:
         """Wrap the core cache that the allocator carries.
 
@@ -70,6 +72,7 @@ class HybridPrefixCache(BasePrefixCache):
             params: of SGLang, with our allocator in it.
             clock: has the time, equal on all ranks.
             outer: where there is something behind the host memory.
+            verify_fraction: of the requests with a hit that are checked.
         """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -103,6 +106,9 @@ class HybridPrefixCache(BasePrefixCache):
         if self.cache.host is not None:
             self._host = HostSteps(self.cache, clock, torch.device(self.device))
         self._outer = outer
+        self.hit_checking: HitChecking | None = None
+        if verify_fraction:
+            self.hit_checking = HitChecking(verify_fraction, self.cache.stats)
 
     @property
     def slot_ids(self) -> torch.Tensor:
@@ -118,7 +124,10 @@ class HybridPrefixCache(BasePrefixCache):
         if req is not None and self.is_live(req):
             return self._match_of_paused(req)
         if req is not None:
-            found = self.front_door.look_up(SGLangRequest(req), len(key))
+            request, limit = SGLangRequest(req), len(key)
+            if self.hit_checking is not None and request.is_check:
+                limit = self.hit_checking.limit(limit)
+            found = self.front_door.look_up(request, limit)
         else:
             space = namespace(key.extra_key, key.cache_salt)
             found = self.cache.look_up(key.token_ids, space, len(key))
@@ -196,6 +205,8 @@ class HybridPrefixCache(BasePrefixCache):
             return False
         self._requests[request.seq_id] = req
         request.note_sources(admission)
+        if self.hit_checking is not None and not request.is_check:
+            self.hit_checking.admitted(req, admission.hit)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
@@ -356,7 +367,8 @@ class HybridPrefixCache(BasePrefixCache):
     @property
     def may_sleep(self) -> bool:
         """Whether nothing goes on that needs the scheduler's rounds."""
-        return self._outer is None or not self._outer.is_busy
+        checks = self.hit_checking is not None and self.hit_checking.is_waiting
+        return not checks and (self._outer is None or not self._outer.is_busy)
 
     def take_session_order(self, order: Mapping[str, Any]) -> Answer:
         """Take an order about saved sessions; see `SessionDesk.take`."""

@@ -265,6 +265,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "it brings its own scheduler; drop --scheduler-cls."
     if parallel.worker_cls != "auto":
         yield "it brings its own worker; drop --worker-cls."
+    if read_options(vllm_config).verify_fraction and parallel.data_parallel_size > 1:
+        yield (
+            "verify_fraction has an engine make steps of its own, and data-parallel "
+            "ones make them together: leave one of them out."
+        )
     yield from servable.obstacles(vllm_config)
     yield from serving.obstacles(vllm_config, read_options(vllm_config))
     if read_options(vllm_config).is_deterministic:

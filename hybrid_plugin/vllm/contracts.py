@@ -1325,6 +1325,39 @@ PEER_HOOKS: tuple[Contract, ...] = (
 )
 """How a request says that another server goes on with it, or has begun it."""
 
+HIT_CHECK_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.v1.request:Request.__init__",
+        (
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "pooling_params",
+            "lora_request",
+            "cache_salt",
+        ),
+        mentions=("mm_features", "num_preemptions", "num_prompt_tokens"),
+    ),
+    *_fields(
+        "vllm.sampling_params:SamplingParams",
+        "temperature",
+        "max_tokens",
+        "logprobs",
+        "detokenize",
+        "skip_reading_prefix_cache",
+    ),
+    *_fields(
+        "vllm.v1.engine:EngineCoreOutput",
+        "request_id",
+        "new_logprobs",
+        "prefill_stats",
+    ),
+    *_fields("vllm.v1.engine:EngineCoreOutputs", "outputs"),
+    *_fields("vllm.v1.metrics.stats:PrefillStats", "num_cached_tokens"),
+    *_fields("vllm.v1.outputs:LogprobsLists", "logprob_token_ids", "logprobs"),
+)
+"""Requests of our own, and what comes of them."""
+
 ENGINE_HOOKS = (
     *OPTION_HOOKS,
     *CORE_HOOKS,
@@ -1342,6 +1375,7 @@ HOOKS: tuple[Contract, ...] = (
     *ATTENTION_HOOKS,
     *PREFILL_GRAPH_HOOKS,
     *PEER_HOOKS,
+    *HIT_CHECK_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
     *REPLAY_HOOKS,

@@ -30,6 +30,7 @@ from hybrid_plugin.engine.session_desk import Answer, Serving, opening, without_
 from hybrid_plugin.tiers.peers.params import wants_remote_decode, wants_remote_prefill
 from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
+from hybrid_plugin.vllm.hit_checks import HitChecking
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.reports import Report
@@ -123,6 +124,9 @@ class HybridKVCacheManager:
         self.block_pool = _Blocks()
         self.front_door = FrontDoor(self.cache, logger, clock)
         self.draft_steps = DraftSteps(self.cache)
+        self.hit_checking: HitChecking | None = None
+        if options.verify_fraction:
+            self.hit_checking = HitChecking(options.verify_fraction, self.cache.stats)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._max_running = max_running
         self._restoring = 0
@@ -157,8 +161,11 @@ class HybridKVCacheManager:
 
         The pages are those of full attention: nobody reads the others here.
         """
-        found = self.front_door.look_up(self._read(request), max_cache_hit_length)
-        if self._kv_events is not None:
+        read = self._read(request)
+        if read.is_check and self.hit_checking is not None:
+            max_cache_hit_length = self.hit_checking.limit(request.request_id)
+        found = self.front_door.look_up(read, max_cache_hit_length)
+        if self._kv_events is not None and not read.is_check:
             self._kv_events.note(request, found)
         return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
 
@@ -190,6 +197,8 @@ class HybridKVCacheManager:
         )
         if admission is None:
             return None
+        if self.hit_checking is not None and not self.hit_checking.owns(seq_id):
+            self.hit_checking.admitted(request, admission.hit)
         shared = admission.hit // self.cache.page_size
         return self._last_pages(seq_id, len(admission.pages) - shared, slot=True)
 
@@ -254,7 +263,9 @@ class HybridKVCacheManager:
     @property
     def has_work(self) -> bool:
         """Whether steps are of use without any request: files come, go or are read,
-        peers are read from, or wait to hear of an offer."""
+        peers are read from, or wait to hear of an offer, or a hit is to be checked."""
+        if self.hit_checking is not None and self.hit_checking.is_waiting:
+            return True
         if not self._options.has_outer_tiers:
             return False
         return (
@@ -467,7 +478,9 @@ class HybridKVCacheManager:
     # ---------------------------------------------------------------- internal
 
     def _read(self, request: Request) -> VllmRequest:
-        return VllmRequest(request, self._adapters)
+        checking = self.hit_checking
+        is_check = checking is not None and checking.owns(request.request_id)
+        return VllmRequest(request, self._adapters, is_check)
 
     def create_kv_cache_blocks(
         self, blocks: tuple[Sequence[KVCacheBlock], ...]

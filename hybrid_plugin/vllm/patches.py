@@ -131,6 +131,8 @@ def patch_config() -> None:
                     require(contracts.SPECULATION_HOOKS)
                 if activation.read_options(config).peers is not None:
                     require(contracts.PEER_HOOKS)
+                if activation.read_options(config).verify_fraction:
+                    require(contracts.HIT_CHECK_HOOKS)
                 _warn_if_untested()
                 patch_engine()
                 patch_sessions()

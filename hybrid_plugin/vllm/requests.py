@@ -47,6 +47,8 @@ class VllmRequest:
     request: Request
     adapters: AdapterNames | None = None
     """Names that last; None where vLLM's own do."""
+    is_check: bool = False
+    """Whether it is one of ours, that checks a hit."""
 
     @property
     def seq_id(self) -> str:

@@ -21,6 +21,7 @@ from hybrid_plugin.vllm.activation import (
     logger,
     read_options,
 )
+from hybrid_plugin.vllm.hit_checks import when_idle
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
@@ -150,6 +151,8 @@ class _OnTwoPools(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
+        checking = self.kv_cache_manager.hit_checking
+        when_idle(checking, bool(self.requests), super().add_request)
         self.kv_cache_manager.step_begins()
         self.kv_cache_manager.plan_in_batch_sharing(
             request
@@ -220,12 +223,16 @@ class _OnTwoPools(Scheduler):
             self.kv_cache_manager.draft_steps.take_outcome(
                 scheduler_output, model_runner_output
             )
-        return super().update_from_output(
+        outputs = super().update_from_output(
             scheduler_output, model_runner_output, *args, **kwargs
         )
+        if self.kv_cache_manager.hit_checking is not None:
+            self.kv_cache_manager.hit_checking.take(outputs)
+        return outputs
 
     def has_requests(self) -> bool:
-        """Whether the engine is to make steps: also for what files are waited for."""
+        """Whether the engine is to make steps: also for what files are waited for, and
+        to check hits."""
         return bool(super().has_requests()) or self.kv_cache_manager.has_work
 
     def shutdown(self) -> None:
