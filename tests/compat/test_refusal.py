@@ -94,6 +94,21 @@ def test_drafts_are_refused_by_name(
     assert contract.target in str(refusal.value)
 
 
+@pytest.mark.parametrize("contract", _used(contracts.PEER_HOOKS))
+def test_peers_are_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    options = {"host_memory": 1 << 20, "peers": {}}
+    hybrid_model.additional_config = {"hybrid_plugin": options}
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
 @pytest.mark.parametrize("contract", _used(contracts.CONFIG_HOOKS))
 def test_plugin_stays_idle_and_says_why(
     contract: Contract,
