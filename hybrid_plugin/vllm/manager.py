@@ -32,6 +32,7 @@ from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.hit_checks import HitChecking
 from hybrid_plugin.vllm.kv_events import KvEvents
+from hybrid_plugin.vllm.peers import tokens_for_others
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.reports import Report
 from hybrid_plugin.vllm.requests import VllmRequest
@@ -348,7 +349,7 @@ class HybridKVCacheManager:
         read = self._read(request)
         if not read.cacheable:
             return None
-        tokens = read.tokens()[: request.num_prompt_tokens]
+        tokens = read.tokens()[: tokens_for_others(request)]
         offer = peers.offer(self.cache, read.namespace(), tokens)
         return None if offer is None else offer.as_params()
 

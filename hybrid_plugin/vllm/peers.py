@@ -14,6 +14,9 @@ from hybrid_plugin.tiers.peers.params import wants_remote_decode
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_LEFT = "_hybrid_last_token_left"
+"""Entry of a request's parameters, as NixlConnector has one for the same."""
+
 
 def leave_last_token(request: Request) -> None:
     """Have the prompt of a request computed but for its last token, and no answer.
@@ -41,6 +44,17 @@ def leave_last_token(request: Request) -> None:
     del request._all_token_ids[last:]
     request.num_prompt_tokens = last
     request.max_tokens = 1
+    request.kv_transfer_params = {**request.kv_transfer_params, _LEFT: True}
+
+
+def tokens_for_others(request: Request) -> int:
+    """Tokens of a prompt, computed here, that another server can resume from at most.
+
+    Args:
+        request: that ended.
+    """
+    is_left = _LEFT in request.kv_transfer_params
+    return int(request.num_prompt_tokens) - (not is_left)
 
 
 def _covers(feature: Any, position: int) -> bool:

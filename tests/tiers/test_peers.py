@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.peers import agent
 from hybrid_plugin.tiers.peers.channel import FORMAT
 from hybrid_plugin.tiers.peers.params import (
     OWN,
@@ -287,6 +289,12 @@ def test_without_a_secret_nobody_connects_to_other_machines() -> None:
         offer, _ = two.offer(TOKENS)
         far = replace(offer, host="192.0.2.1")
         assert refused(two.fetch(far, TOKENS)) is Reason.PEER_SECRET
+
+
+def test_without_nixl_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_PACKAGES", ("no_such_package", "nor_this_one"))
+    with pytest.raises(ConfigError, match="pip install nixl-cu12, or nixl-cu13"):
+        agent.library()
 
 
 # --------------------------------------------------------------------- params

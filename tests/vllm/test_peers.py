@@ -110,7 +110,8 @@ class Engine:
 
     def prefill(self, name: str, first: int, **fields: Any) -> Any:
         """Compute a prompt for another server; returns what that is told."""
-        one = request(name, LENGTH, first, kv_transfer_params=PREFILL, **fields)
+        told = {**PREFILL, vllm_peers._LEFT: True}
+        one = request(name, LENGTH, first, kv_transfer_params=told, **fields)
         one.num_prompt_tokens = LENGTH
         of = self.manager
         assert not of.must_wait(one)
@@ -418,6 +419,8 @@ def test_the_last_token_is_left_to_the_next_server() -> None:
     assert one.prompt_token_ids == list(range(9)) == list(one.all_token_ids)
     assert (one.num_prompt_tokens, one.num_tokens, one.max_tokens) == (9, 9, 1)
     assert held == list(range(10)), "the front end has the whole prompt"
+    assert vllm_peers.tokens_for_others(one) == 9
+    assert PREFILL == {"do_remote_decode": True}
 
 
 @pytest.mark.parametrize(
@@ -442,6 +445,7 @@ def test_an_image_at_the_end_stays_whole() -> None:
     one.mm_features = [SimpleNamespace(identifier="i", mm_position=place)]
     vllm_peers.leave_last_token(one)
     assert one.num_prompt_tokens == 10
+    assert vllm_peers.tokens_for_others(one) == 9
     place.length = 3
     vllm_peers.leave_last_token(one)
     assert one.num_prompt_tokens == 9
