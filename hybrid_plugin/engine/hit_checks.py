@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
+from zlib import crc32
 
 from hybrid_plugin.core.stats import CacheStats
 
@@ -65,19 +65,27 @@ class Verdict:
         return self.nats <= BOUND
 
 
+def _is_chosen(number: int, fraction: float) -> bool:
+    """Whether the hit of this number is checked; all ranks choose the same.
+
+    Numbers are spread by a checksum, so that traffic that repeats itself every few
+    requests does not have the same one of them checked each time.
+    """
+    return crc32(number.to_bytes(8, "little")) < fraction * 2**32
+
+
 class HitChecks(Generic[Request]):
     """The checks of one engine, one at a time."""
 
-    def __init__(self, fraction: float, stats: CacheStats, seed: int = 0) -> None:
+    def __init__(self, fraction: float, stats: CacheStats) -> None:
         """Nothing was checked.
 
         Args:
             fraction: of the requests with a hit that are checked.
             stats: counts checks that are over.
-            seed: of the choice; equal on all ranks that choose for themselves.
         """
         self._fraction = fraction
-        self._random = random.Random(seed)
+        self._hits = 0
         self._waiting: list[HitCheck[Request]] = []
         self.running: HitCheck[Request] | None = None
         self._count = 0
@@ -96,7 +104,10 @@ class HitChecks(Generic[Request]):
             hit: tokens restored.
             length: tokens of its prompt.
         """
-        if not hit or self._random.random() >= self._fraction:
+        if not hit:
+            return
+        self._hits += 1
+        if not _is_chosen(self._hits, self._fraction):
             return
         if len(self._waiting) < MOST_WAITING:
             self._count += 1

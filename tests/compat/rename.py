@@ -38,11 +38,11 @@ def renamed_source(
     assert isinstance(contract, HookPoint)
     *holders, name = contract.path
     home = view.module(contract.module)
-    body = home.tree.body
+    bodies = [home.tree.body]
     if holders:
         home, _ = view.locate(contract.module, contract.path)
-        body = _body_of_class(home, holders[-1], name)
-    places = list(_places(body, name))
+        bodies = _bodies_of_class(home, holders[-1], name)
+    places = [place for body in bodies for place in _places(body, name)]
     assert places, f"{contract.target} is bound nowhere in {home.name}"
     return home, _renamed((root / _file_of(home)).read_text(), name, places)
 
@@ -58,11 +58,19 @@ def _file_of(home: Module) -> Path:
     return Path(*parts, "__init__.py" if home.is_package else "").with_suffix(".py")
 
 
-def _body_of_class(home: Module, holder: str, name: str) -> list[ast.stmt]:
-    """The body of the class that defines the name: the holder, or a base of it."""
+def _bodies_of_class(home: Module, holder: str, name: str) -> list[list[ast.stmt]]:
+    """The bodies of the class that defines the name and of its bases in the module.
+
+    The class is the holder, or a base of it.  The bases' bodies go with it because what
+    a class does not define it inherits.
+    """
     classes = [n for n in ast.walk(home.tree) if isinstance(n, ast.ClassDef)]
     defining = [c for c in classes if any(_places(c.body, name))]
-    return next((c for c in defining if c.name == holder), defining[0]).body
+    lineage = [next((c for c in defining if c.name == holder), defining[0])]
+    for one in lineage:
+        bases = {base.id for base in one.bases if isinstance(base, ast.Name)}
+        lineage += [c for c in classes if c.name in bases and c not in lineage]
+    return [one.body for one in lineage]
 
 
 def _places(

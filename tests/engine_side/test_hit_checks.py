@@ -43,14 +43,16 @@ def test_only_hits_are_checked() -> None:
 
 
 def test_the_share_of_requests_is_the_fraction() -> None:
-    of, taken = checks(0.25), 0
+    of, taken = checks(0.25), []
     for number in range(2_000):
         of.offer(f"{number}", 64, 90)
         if of.is_waiting:
             of.begin()
             of.drop()
-            taken += 1
-    assert 400 < taken < 600
+            taken.append(number)
+    assert 400 < len(taken) < 600
+    every_fourth = [sum(n % 4 == i for n in taken) for i in range(4)]
+    assert min(every_fourth) > 50, "of traffic that repeats itself, each is checked"
     assert counted(of) == (0, 0)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from tests.engines.warm_start import WarmProcess
 START_LIMIT_S = 420.0
 ANSWER_LIMIT_S = 900.0
 """A request may wait behind 63 others on a slow machine."""
+TAKE_IN_S = 3.0
+"""A server takes in a handful of requests in less, on a slow machine too."""
 
 
 class ServerDiedError(RuntimeError):
@@ -119,6 +122,16 @@ class Server:
     def ask_all(self, asks: Sequence[Ask], concurrency: int) -> list[Answer]:
         """Send requests, so many at a time, in order; answers in the same order."""
         return asyncio.run(self._ask_all(asks, concurrency))
+
+    def ask_at_once(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Send requests that the engine has all taken in before it computes any."""
+        self._driver.pause(self.url)
+        resume = threading.Timer(TAKE_IN_S, self._driver.resume, (self.url,))
+        resume.start()
+        try:
+            return self.ask_all(asks, len(asks))
+        finally:
+            resume.join()
 
     def ask(
         self, prompt: Sequence[int], max_tokens: int, salt: str | None = None

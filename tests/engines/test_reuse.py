@@ -107,14 +107,14 @@ def test_reset_forgets_everything(server: Server) -> None:
 def test_requests_that_arrive_together_compute_their_beginning_once(
     server: Server, driver: Driver
 ) -> None:
-    """One leads; prefill takes it several steps, in which the others arrive."""
+    """One leads, and the others wait for what it computes."""
     requests, shared = 6, encode(system_prompt(random.Random(1), 700))
     asks = [
         Ask(shared + encode(f"{i}: who is there?"), 8, salt="together")
         for i in range(requests)
     ]
     before = server.metrics()
-    answers = server.ask_all(asks, requests)
+    answers = server.ask_at_once(asks)
     after = server.metrics()
     # How long an answer is may differ: machines round bfloat16 differently.
     assert all(answer.error is None and answer.tokens for answer in answers)

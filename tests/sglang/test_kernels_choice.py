@@ -11,16 +11,14 @@ import pytest
 
 pytest.importorskip("sglang")
 
-import sglang.srt.configs as configs
-from sglang.srt.configs.gigachat35 import GigaChat35Config
-
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
-from tests.sglang.test_architectures import CASES, KIMI, SERVED, model_of
+from hybrid_plugin.sglang.architectures import EXAMPLES, Example, model_of
+from tests.sglang.test_architectures import OTHERWISE
 
 EXPECTED = {
     "BailingMoeV2_5ForCausalLM": Mixer.LIGHTNING,
@@ -35,6 +33,7 @@ EXPECTED = {
     "Lfm2ForCausalLM": Mixer.SHORT_CONV,
     "Lfm2MoeForCausalLM": Mixer.SHORT_CONV,
     "Lfm2VlForConditionalGeneration": Mixer.SHORT_CONV,
+    "MiniCPMSALAForCausalLM": Mixer.LIGHTNING,
     "NemotronHForCausalLM": Mixer.MAMBA2,
     "NemotronH_Nano_VL_V2": Mixer.MAMBA2,
     "Qwen3NextForCausalLM": Mixer.GATED_DELTA_NET,
@@ -42,7 +41,12 @@ EXPECTED = {
     "Qwen3_5MoeForConditionalGeneration": Mixer.GATED_DELTA_NET,
     "ZayaForCausalLM": None,
 }
-CLAMPED = {"linear_attn_config": KIMI | {"gate_lower_bound": -5.0}}
+CLAMPED = {
+    "kda_layers": [1, 3],
+    "full_attn_layers": [2, 4],
+    "short_conv_kernel_size": 4,
+    "gate_lower_bound": -5.0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,53 +67,47 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return features
 
 
+def example(architecture: str, **fields: Any) -> Any:
+    """SGLang's model by our example of it, with other fields."""
+    found = next(e for e in EXAMPLES if e.architecture == architecture)
+    changed = dict(found.fields) | fields
+    return model_of(Example(architecture, found.config, changed))
+
+
 def qwen() -> Any:
-    return model_of(configs.Qwen3NextConfig, "Qwen3NextForCausalLM", {})
+    return example("Qwen3NextForCausalLM")
 
 
 def jet() -> Any:
-    fields = {"layer_types": ["jet", "attn"]}
-    return model_of(configs.JetNemotronConfig, "JetNemotronForCausalLM", fields)
+    return example("JetNemotronForCausalLM")
 
 
 def lfm() -> Any:
-    return model_of(configs.Lfm2Config, "Lfm2ForCausalLM", {})
+    return example("Lfm2ForCausalLM")
 
 
 def test_every_served_architecture_has_its_kind() -> None:
     served = {
-        architecture: mixer_of(model_of(kind, architecture, fields))
-        for kind, architecture, fields, expected in CASES
-        if expected == SERVED
+        e.architecture: mixer_of(model_of(e))
+        for e in EXAMPLES
+        if e.architecture not in OTHERWISE
     }
     assert served == EXPECTED
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture", "fields"),
+    ("architecture", "fields"),
     [
-        (configs.KimiLinearConfig, "KimiLinearForCausalLM", CLAMPED),
-        (
-            configs.BailingHybridConfig,
-            "BailingMoeV3ForCausalLM",
-            {
-                "layer_group_size": 2,
-                "short_conv_kernel_size": 4,
-                "kda_safe_gate": True,
-                "kda_lower_bound": -5.0,
-            },
-        ),
-        (
-            configs.BailingHybridConfig,
-            "BailingMoeV2_5ForCausalLM",
-            {"layer_group_size": 2, "linear_backend": "minimax"},
-        ),
+        ("KimiLinearForCausalLM", {"linear_attn_config": CLAMPED}),
+        ("BailingMoeV3ForCausalLM", {"kda_safe_gate": True, "kda_lower_bound": -5.0}),
+        ("BailingMoeV2_5ForCausalLM", {"linear_backend": "minimax"}),
     ],
 )
 def test_what_computes_something_else_has_none(
-    kind: type, architecture: str, fields: dict[str, Any]
+    architecture: str, fields: dict[str, Any]
 ) -> None:
-    assert mixer_of(model_of(kind, architecture, fields)) is None
+    assert mixer_of(example(architecture)) is not None
+    assert mixer_of(example(architecture, **fields)) is None
 
 
 @pytest.mark.parametrize("option", ["auto", "engine"])
@@ -206,7 +204,7 @@ def test_ours_is_refused_where_graphs_do_not_break_at_state_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def falcon() -> Any:
-        return model_of(configs.FalconH1Config, "FalconH1ForCausalLM", {})
+        return example("FalconH1ForCausalLM")
 
     captures(monkeypatch, "disabled")
     StateLayers().settle(falcon(), "ours", "cpu")
@@ -269,9 +267,7 @@ def test_graphs_of_prefills_are_refused(
 
 
 def test_a_registered_model_counts_by_its_backend() -> None:
-    model = model_of(
-        GigaChat35Config, "GigaChat35ForCausalLM", {"full_attention_layers": [1]}
-    )
+    model = example("GigaChat35ForCausalLM")
     spec, config = model.linear_attn_registry_result
     other = SimpleNamespace(**vars(spec) | {"backend_class_name": "elsewhere.Backend"})
     model.linear_attn_registry_result = (other, config)

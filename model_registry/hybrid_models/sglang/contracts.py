@@ -93,7 +93,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead.__init__",
-        ("num_embeddings", "embedding_dim", "quant_config", "prefix"),
+        ("num_embeddings", "embedding_dim", "bias", "quant_config", "prefix"),
     ),
     HookPoint(
         f"{_LAYERS}.radix_attention:RadixAttention.__init__",
@@ -121,7 +121,10 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         f"{_LAYERS}.logits_processor:LogitsProcessor.forward",
         ("input_ids", "hidden_states", "lm_head", "logits_metadata"),
     ),
-    HookPoint(f"{_SRT}.distributed:tensor_model_parallel_all_reduce", ("input_",)),
+    HookPoint(
+        f"{_SRT}.distributed.communication_op:tensor_model_parallel_all_reduce",
+        ("input_",),
+    ),
     HookPoint(f"{_SRT}.runtime_context:get_parallel", ()),
     HookPoint(f"{_SRT}.runtime_context:get_spec", ()),
 )

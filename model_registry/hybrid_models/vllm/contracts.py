@@ -45,7 +45,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         f"{_LINEAR}:RowParallelLinear.__init__",
-        ("input_size", "output_size", *_COMMON),
+        ("input_size", "output_size", "reduce_results", *_COMMON),
     ),
     HookPoint(
         f"{_LINEAR}:ReplicatedLinear.__init__",
@@ -73,7 +73,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.__init__",
-        ("num_embeddings", "embedding_dim", "quant_config", "prefix"),
+        ("num_embeddings", "embedding_dim", "bias", "quant_config", "prefix"),
     ),
     HookPoint(
         "vllm.model_executor.layers.vocab_parallel_embedding"
@@ -98,9 +98,14 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         "vllm.model_executor.layers.logits_processor:LogitsProcessor.__init__",
         ("vocab_size", "scale", "soft_cap"),
     ),
-    HookPoint("vllm.distributed:get_tensor_model_parallel_rank", ()),
-    HookPoint("vllm.distributed:get_tensor_model_parallel_world_size", ()),
-    HookPoint("vllm.distributed:tensor_model_parallel_all_reduce", ("input_",)),
+    HookPoint("vllm.distributed.parallel_state:get_tensor_model_parallel_rank", ()),
+    HookPoint(
+        "vllm.distributed.parallel_state:get_tensor_model_parallel_world_size", ()
+    ),
+    HookPoint(
+        "vllm.distributed.communication_op:tensor_model_parallel_all_reduce",
+        ("input_",),
+    ),
 )
 """The layers that `kit` hands out."""
 

@@ -151,6 +151,12 @@ class Driver(Protocol):
     def cached_with_prompt_logprobs(self, url: str, prompt: Sequence[int]) -> int:
         """Tokens restored for a request that wants logprobs of its prompt."""
 
+    def pause(self, url: str) -> None:
+        """Have the server take requests in, and compute nothing."""
+
+    def resume(self, url: str) -> None:
+        """Have it compute again."""
+
     def forget(self, url: str) -> None:
         """Have the server forget everything cached."""
 

@@ -304,6 +304,17 @@ class SglangDriver:
         cached: int = response.json()["meta_info"]["cached_tokens"]
         return cached
 
+    def pause(self, url: str) -> None:
+        """What the scheduler has stays as it is."""
+        body = {"mode": "in_place"}
+        httpx.post(f"{url}/pause_generation", json=body, timeout=60).raise_for_status()
+
+    def resume(self, url: str) -> None:
+        """Requests that were taken in go to the scheduler together."""
+        httpx.post(
+            f"{url}/continue_generation", json={}, timeout=60
+        ).raise_for_status()
+
     def forget(self, url: str) -> None:
         """Once nothing runs."""
         httpx.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()

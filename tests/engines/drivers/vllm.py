@@ -263,6 +263,14 @@ class VllmDriver:
         response.raise_for_status()
         return _cached(response.json()["usage"])
 
+    def pause(self, url: str) -> None:
+        """By vLLM's development mode."""
+        httpx.post(f"{url}/pause?mode=keep", timeout=60).raise_for_status()
+
+    def resume(self, url: str) -> None:
+        """Requests that were taken in are all in the scheduler's queue."""
+        httpx.post(f"{url}/resume", timeout=60).raise_for_status()
+
     def forget(self, url: str) -> None:
         """By vLLM's development mode."""
         httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
