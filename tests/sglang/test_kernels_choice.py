@@ -14,10 +14,10 @@ pytest.importorskip("sglang")
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.sglang.architectures import EXAMPLES, Example, model_of
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
-from hybrid_plugin.sglang.architectures import EXAMPLES, Example, model_of
 from tests.sglang.test_architectures import OTHERWISE
 
 EXPECTED = {

@@ -311,9 +311,7 @@ class SglangDriver:
 
     def resume(self, url: str) -> None:
         """Requests that were taken in go to the scheduler together."""
-        httpx.post(
-            f"{url}/continue_generation", json={}, timeout=60
-        ).raise_for_status()
+        httpx.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()
 
     def forget(self, url: str) -> None:
         """Once nothing runs."""
