@@ -128,11 +128,22 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
         chosen["mamba_radix_cache_strategy"] = "no_buffer"
+        _tell_of_strategy(view.mamba_radix_cache_strategy)
     overrides.declare_resolution(server_args, "hybrid_plugin", **chosen)
     logger.info(
         "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
         page_size,
     )
+
+
+def _tell_of_strategy(given: str) -> None:
+    """Say that a choice for SGLang's own cache chooses nothing, if one was made."""
+    if given not in ("auto", "no_buffer"):
+        logger.warning(
+            "hybrid-plugin: --mamba-radix-cache-strategy %s is for SGLang's own cache "
+            "and has no effect.",
+            given,
+        )
 
 
 def _check_disk(view: Any) -> None:
@@ -201,10 +212,6 @@ def _conflicts(view: Any) -> Iterator[str]:
         yield "prefill/decode disaggregation is not supported yet; drop its flags."
     if view.radix_cache_backend not in (None, BACKEND):
         yield f"it brings its own radix cache; drop --radix-cache-backend, or {FLAG}."
-    if view.mamba_radix_cache_strategy not in ("auto", "no_buffer"):
-        yield (
-            "--mamba-radix-cache-strategy is a choice for SGLang's own cache; drop it."
-        )
     if view.enable_int8_mamba_checkpoint:
         yield "snapshots are exact; drop --enable-int8-mamba-checkpoint."
     for flag in ("lmcache", "flexkv", "hisparse", "unified_cache_external_linker"):

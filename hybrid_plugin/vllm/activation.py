@@ -253,14 +253,16 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "ReplaySSM keeps no exact states; drop --use-replayssm."
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         yield "it needs chunked prefill; drop --no-enable-chunked-prefill."
-    if vllm_config.scheduler_config.scheduler_cls is not None:
-        yield "it brings its own scheduler; drop --scheduler-cls."
-    if parallel.worker_cls != "auto":
-        yield "it brings its own worker; drop --worker-cls."
     yield from servable.obstacles(vllm_config)
     yield from serving.obstacles(vllm_config, read_options(vllm_config))
     if read_options(vllm_config).is_deterministic:
         yield from deterministic.obstacles(vllm_config)
+    # Last, because vLLM names its own worker soon after: whoever asks again once a
+    # configuration is complete is told the reason of the first time.
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        yield "it brings its own scheduler; drop --scheduler-cls."
+    if parallel.worker_cls != "auto":
+        yield "it brings its own worker; drop --worker-cls."
 
 
 def _mark(vllm_config: VllmConfig) -> None:
