@@ -34,6 +34,7 @@ def built(config: VllmConfig) -> Iterator[None]:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     _make_groups_of_one()
+    _make_workspace()
     with _told(config.parallel_config):
         with (
             set_current_vllm_config(config),
@@ -63,6 +64,15 @@ def _make_groups_of_one() -> None:
         ensure_model_parallel_initialized(1, 1)
 
 
+def _make_workspace() -> None:
+    """Give layers the scratch memory that a worker would have, without any."""
+    import torch
+    from vllm.v1.worker import workspace
+
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device("meta"))
+
+
 @contextmanager
 def _told(parallel: ParallelConfig) -> Iterator[None]:
     """Have layers cut their heads for as many tensor-parallel ranks as there would be.
@@ -70,13 +80,16 @@ def _told(parallel: ParallelConfig) -> Iterator[None]:
     Experts are cut likewise, though a server may deal them out: a table says where each
     is, and tables cannot be read without memory.  They keep nothing of a sequence.
     """
+    import torch
     from vllm.distributed import get_tp_group
 
     group, dealt_out = get_tp_group(), parallel.enable_expert_parallel
+    device, size = group.device, group.world_size
+    group.device = torch.device("meta")  # where layers are made
     group.world_size = parallel.tensor_parallel_size
     parallel.enable_expert_parallel = False
     try:
         yield
     finally:
-        group.world_size = 1
+        group.device, group.world_size = device, size
         parallel.enable_expert_parallel = dealt_out
