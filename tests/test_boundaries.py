@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hybrid_models
 import pytest
 
 import hybrid_plugin
@@ -59,6 +60,37 @@ RULES = (
     ),
 )
 
+MODELS = "hybrid_models"
+NEUTRAL_MODELS = (
+    "architecture",
+    "architectures",
+    "blocks",
+    "catalogue",
+    "kit",
+    "mixers",
+    "sharding",
+    "tiling",
+    "weights",
+)
+"""Parts of the model registry that are written once."""
+MODEL_RULES = (
+    *(
+        Rule(
+            f"{MODELS}.{part}",
+            allowed=(MODELS,),
+            forbidden=(
+                *ENGINES,
+                *ADAPTERS,
+                f"{MODELS}.vllm",
+                f"{MODELS}.sglang",
+            ),
+        )
+        for part in NEUTRAL_MODELS
+    ),
+    Rule(f"{MODELS}.vllm", forbidden=("sglang", ADAPTERS[1], f"{MODELS}.sglang")),
+    Rule(f"{MODELS}.sglang", forbidden=("vllm", ADAPTERS[0], f"{MODELS}.vllm")),
+)
+
 CPU_FROM_SGLANG = {f"{PROJECT}.sglang.activation"}
 """What the CPU platform takes from SGLang's adapter: how it finds out which platform
 was chosen, which both must answer alike."""
@@ -76,6 +108,39 @@ def imports() -> list[Import]:
 def test_packages_keep_their_boundaries(imports: list[Import], rule: Rule) -> None:
     assert any(is_below(found.importer, rule.package) for found in imports)
     assert rule.breaches(imports, PROJECT) == []
+
+
+@pytest.fixture(scope="module")
+def model_imports() -> list[Import]:
+    return scan(Path(hybrid_models.__file__).parent)
+
+
+@pytest.mark.parametrize("rule", MODEL_RULES, ids=lambda rule: rule.package)
+def test_model_classes_keep_their_boundaries(
+    model_imports: list[Import], rule: Rule
+) -> None:
+    assert any(is_below(found.importer, rule.package) for found in model_imports)
+    assert rule.breaches(model_imports, MODELS) == []
+
+
+def test_the_plugin_needs_no_model_classes(imports: list[Import]) -> None:
+    named = [str(found) for found in imports if is_below(found.imported, MODELS)]
+    assert named == [], "the command that lists them names their modules in strings"
+
+
+def test_no_model_module_imports_itself_by_way_of_others(
+    model_imports: list[Import],
+) -> None:
+    assert circles(model_imports, (When.LOAD,)) == []
+    assert circles(model_imports, (When.LOAD, When.TYPING)) == [], "for type checkers"
+
+
+def test_the_catalogue_needs_no_pytorch() -> None:
+    absent = dict.fromkeys((*ENGINES, "torch", "triton", "transformers"))
+    program = (
+        f"import sys; sys.modules.update({absent!r})\nimport hybrid_models.catalogue\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_only_the_entry_point_imports_the_cpu_platform(imports: list[Import]) -> None:

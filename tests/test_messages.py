@@ -44,7 +44,8 @@ def _said(tree: ast.AST) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def sentences() -> list[str]:
-    files = (ROOT / "hybrid_plugin").rglob("*.py")
+    folders = ("hybrid_plugin", "model_registry")
+    files = (file for name in folders for file in (ROOT / name).rglob("*.py"))
     return [text for file in files for text in _said(ast.parse(file.read_text()))]
 
 

@@ -135,9 +135,15 @@ def test_every_total_is_published(name: str, labels: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", OuterStats().as_dict("disk").keys() - metrics_module._BY_REASON.keys()
+    "name",
+    [
+        name
+        for tier in ("disk", "peer")
+        for name in OuterStats().as_dict(tier)
+        if name not in metrics_module._BY_REASON
+    ],
 )
-def test_every_total_of_the_disk_is_published(
+def test_every_total_of_outer_tiers_is_published(
     name: str, labels: dict[str, str]
 ) -> None:
     CacheMetrics(labels).publish(numbers(**{name: 3}))
@@ -146,7 +152,9 @@ def test_every_total_of_the_disk_is_published(
 
 def test_failures_are_counted_by_their_reason(labels: dict[str, str]) -> None:
     cache = make_cache(pages=9, slots=5)
-    tier: Any = SimpleNamespace(name="disk", stats=OuterStats(), used_bytes=77)
+    tier: Any = SimpleNamespace(
+        name="disk", stats=OuterStats(), used_bytes=77, offers_bundles=False
+    )
     cache.tiers = (tier,)
     metrics = CacheMetrics(labels)
     metrics.publish(snapshot_of(cache))

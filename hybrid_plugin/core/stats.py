@@ -48,6 +48,11 @@ class CacheStats:
     """Sequences that ended after that state was overwritten: a later turn resumes from
     the snapshot before."""
 
+    hit_checks: int = 0
+    """Hits that were computed again and compared; see `engine/hit_checks.py`."""
+    hit_checks_failed: int = 0
+    """Of those, the ones that differed by more than rounding."""
+
     def record_hit(self, queried: int, hit: int, *, resumed: bool) -> None:
         """Count one admission."""
         if resumed:

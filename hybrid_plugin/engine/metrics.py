@@ -16,6 +16,7 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.misses import MissReason
 from hybrid_plugin.core.stats import HostStats, OuterStats
+from hybrid_plugin.tiers.disk import DiskTier
 
 _POOLS = {
     "pages": "KV pages",
@@ -49,6 +50,8 @@ _TOTALS = {
     "drafts_refused": "Proposed drafts dropped for want of slots or pages.",
     "turn_ends_exact": "Requests that left the state after their last known token.",
     "turn_ends_missed": "Requests whose last state was overwritten before they ended.",
+    "hit_checks": "Hits that were computed again and compared.",
+    "hit_checks_failed": "Of these, hits that differed by more than rounding.",
     "moves": "Granules of memory that pools got or lost.",
     "moved_bytes": "Bytes of them.",
     "granules_emptied": "Granules emptied by moving what was cached in them.",
@@ -70,13 +73,26 @@ _TOTALS = {
     "disk_loads": "Prefixes that were read from disk.",
     "disk_loaded_bytes": "Bytes of host memory that each rank filled from disk.",
     "disk_loads_refused": "Prefixes on disk for which the host had no room worth less.",
+    "peer_queried_tokens": "Tokens of admitted prompts that neither the device nor the "
+    "host had.",
+    "peer_hit_tokens": "Tokens of admitted prompts that another server computed.",
+    "peer_stores": "Offered prefixes that another server read.",
+    "peer_stored_bytes": "Bytes of these on each rank.",
+    "peer_stores_refused": "Prefixes to be offered that the host did not have.",
+    "peer_loads": "Prefixes that were read from other servers.",
+    "peer_loaded_bytes": "Bytes of host memory that each rank filled from these.",
+    "peer_loads_refused": "Prefixes of other servers for which the host had no room "
+    "worth less.",
 }
 _BY_REASON = {
     "computed_tokens": "Tokens of admitted prompts that were not restored, by reason.",
     "disk_store_failures": "Prefixes that could not be written to disk, by reason.",
     "disk_load_failures": "Prefixes that could not be read from disk, by reason.",
+    "peer_store_failures": "Offered prefixes that nobody read, by reason.",
+    "peer_load_failures": "Prefixes of other servers that were of no use, by reason.",
 }
-_DISK = "disk"
+_OUTER = ("disk", "peer")
+"""Names of the tiers behind the host."""
 _AVERAGES = {
     "evicted_worth": "Tokens of prefill that what was evicted lately was expected to "
     "save, per GiB and admission.",
@@ -88,6 +104,10 @@ _COUNTS = {
     "announced_pages": "KV pages in events: a request can resume at their end or "
     "behind.",
     "disk_used_bytes": "Bytes of all files on disk.",
+    "disk_sessions": "Saved sessions on disk.",
+    "disk_pinned_bytes": "Bytes of their files, which nothing makes room of.",
+    "peer_used_bytes": "Bytes of host memory, on all ranks, that others may read.",
+    "peer_offers": "Prefixes that are offered to other servers.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
 _REASON = "reason"
@@ -128,23 +148,32 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     sent = {f"{_AVERAGE}/{name}": _whole(name, one) for name, one in averages.items()}
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
     host = HostStats() if cache.host is None else cache.host.stats
-    totals = cache.stats.as_dict() | host.as_dict() | _disk_numbers(cache)
+    totals = cache.stats.as_dict() | host.as_dict()
     # With those that are 0: a rate needs a counter's beginning.
     reasons: dict[str, int] = {
         why: cache.stats.computed_tokens[why] for why in MissReason
     }
     computed = _by_reason("computed_tokens", reasons)
-    return levels | totals | moved | sizes | sent | computed
+    found = levels | totals | moved | sizes | sent | computed
+    for name in _OUTER:
+        found |= _outer_numbers(cache, name)
+    return found
 
 
-def _disk_numbers(cache: HybridCache) -> dict[str, int]:
-    disk = next((tier for tier in cache.tiers if tier.name == _DISK), None)
-    stats = OuterStats() if disk is None else disk.stats
-    found = stats.as_dict(_DISK)
-    found |= _by_reason("disk_store_failures", stats.store_failures)
-    found |= _by_reason("disk_load_failures", stats.load_failures)
-    if disk is not None:
-        found[f"{_COUNT}/disk_used_bytes"] = disk.used_bytes
+def _outer_numbers(cache: HybridCache, name: str) -> dict[str, int]:
+    """Those of a tier behind the host, whether or not it is there."""
+    tier = next((one for one in cache.tiers if one.name == name), None)
+    stats = OuterStats() if tier is None else tier.stats
+    found = stats.as_dict(name)
+    found |= _by_reason(f"{name}_store_failures", stats.store_failures)
+    found |= _by_reason(f"{name}_load_failures", stats.load_failures)
+    if tier is not None:
+        found[f"{_COUNT}/{name}_used_bytes"] = tier.used_bytes
+        if tier.offers_bundles:
+            found[f"{_COUNT}/{name}_offers"] = cache.offering
+    if isinstance(tier, DiskTier):
+        found[f"{_COUNT}/disk_sessions"] = tier.sessions
+        found[f"{_COUNT}/disk_pinned_bytes"] = tier.pinned_bytes
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from hybrid_kernels.causal_conv1d import Activation
+from torch.nn import functional
 
 from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
@@ -34,6 +35,8 @@ class Weights:
     dt_bias: torch.Tensor
     """``[HV, ...]``."""
     key_heads: int
+    write_scale: float = 1.0
+    """Multiplies the write strength: with 2 a write may reverse what it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,15 @@ class DeltaNet:
             ValueError: if shapes do not fit.
         """
         convolved = convolution.prefill(weights, prefills, mixed_qkv, conv_states)
+        gates = _gates(weights, a, b)
         result: torch.Tensor = self.rule.prefill(
             *_heads(weights, convolved, states),
-            a,
-            b,
+            *gates.tensors,
             prefills.cu_seqlens,
             states,
             prefills.slots,
-            A=weights.A,
-            dt_bias=weights.dt_bias,
+            A=gates.A,
+            dt_bias=gates.dt_bias,
             has_initial=prefills.has_initial,
             boundary_slots=prefills.boundary_slots,
             offsets=prefills.offsets,
@@ -117,14 +120,14 @@ class DeltaNet:
             ValueError: if shapes do not fit.
         """
         convolved = convolution.decode(weights, slots, mixed_qkv, conv_states)
+        gates = _gates(weights, a, b)
         result: torch.Tensor = self.rule.update(
             *_heads(weights, convolved, states),
-            a,
-            b,
+            *gates.tensors,
             states,
             slots,
-            A=weights.A,
-            dt_bias=weights.dt_bias,
+            A=gates.A,
+            dt_bias=gates.dt_bias,
             use_qk_l2norm=True,
             out=out,
         )
@@ -159,22 +162,40 @@ class DeltaNet:
         convolved = convolution.verify(
             weights, verifications, mixed_qkv, conv_states, record
         )
+        gates = _gates(weights, a, b)
         result: torch.Tensor = self.rule.verify(
             *_heads(weights, convolved, states),
-            a,
-            b,
+            *gates.tensors,
             states,
             verifications.slots,
             verifications.columns,
             parents=verifications.parents,
             cu_seqlens=verifications.cu_seqlens,
             record=None if record is None else record.states,
-            A=weights.A,
-            dt_bias=weights.dt_bias,
+            A=gates.A,
+            dt_bias=gates.dt_bias,
             use_qk_l2norm=True,
             out=out,
         )
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """Decay and write strength, as the rule takes them."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    A: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+
+
+def _gates(weights: Weights, a: torch.Tensor, b: torch.Tensor) -> _Gates:
+    """Left to the rule, which fuses them, unless it does not know how to."""
+    if weights.write_scale == 1.0:
+        return _Gates((a, b), weights.A, weights.dt_bias)
+    steps = functional.softplus(a.float() + weights.dt_bias.float())
+    strength = weights.write_scale * b.float().sigmoid()
+    return _Gates((weights.A * steps, strength), None, None)
 
 
 def _heads(

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +28,7 @@ from hybrid_plugin.config import (
 from hybrid_plugin.engine.refusals import ending_the_server
 from hybrid_plugin.sglang.log import logger
 
+_LISTENERS: list[Callable[[], None]] = []
 FLAG = "--enable-hybrid-plugin"
 OPTIONS_FLAG = "--hybrid-config"
 
@@ -76,6 +78,15 @@ def _parse(text: str) -> HybridConfig:
     return HybridConfig.from_mapping(parse_options(text, OPTIONS_VARIABLE))
 
 
+def when_taken(listener: Callable[[], None]) -> None:
+    """Have a function called once the command line's options are in the environment.
+
+    It is called before SGLang makes its arguments, and may raise `ConfigError`.
+    """
+    if listener not in _LISTENERS:
+        _LISTENERS.append(listener)
+
+
 def add_arguments(result: Any, parser: argparse.ArgumentParser) -> None:
     """Add our two flags to SGLang's parser."""
     group = parser.add_argument_group("hybrid-plugin")
@@ -107,6 +118,8 @@ def take_arguments(_cls: type, args: argparse.Namespace) -> None:
     with ending_the_server():
         if flag or text is not None:
             _pass_on(flag, {} if text is None else parse_options(text, OPTIONS_FLAG))
+        for listener in _LISTENERS:
+            listener()
 
 
 def _pass_on(flag: bool, given: dict[str, Any]) -> None:

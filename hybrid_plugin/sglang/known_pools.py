@@ -37,20 +37,29 @@ _LEAVES = (str, bytes, int, float, type, FunctionType, MethodType, ModuleType)
 def side_memory(model_config: Any) -> str | None:
     """What SGLang would keep for a model that the plugin does not know, a sentence.
 
+    Args:
+        model_config: SGLang's `ModelConfig`.
+    """
+    found = kept_beside(model_config)
+    return None if found is None else _sentence(found)
+
+
+def kept_beside(model_config: Any) -> str | None:
+    """The same, a few words.
+
     SGLang's own predicates tell before weights are loaded; `require` makes sure.
 
     Args:
         model_config: SGLang's `ModelConfig`.
     """
     config = model_config.hf_config
-    found = None
     if parse_qsa_profile(config) is not None:
-        found = "compressed keys"
-    elif is_deepseek_dsa(config):
-        found = "index keys"
-    elif model_config.is_hybrid_swa and mambaish_config(model_config) is not None:
-        found = "a pool for windows beside its states"
-    return None if found is None else _sentence(found)
+        return "compressed keys"
+    if is_deepseek_dsa(config):
+        return "index keys"
+    if model_config.is_hybrid_swa and mambaish_config(model_config) is not None:
+        return "a pool for windows beside its states"
+    return None
 
 
 def require(kv_pool: Any, state_pools: Any, copied: Iterable[torch.Tensor]) -> None:

@@ -8,11 +8,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybrid_plugin.engine.hit_checks import Run
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
     from hybrid_plugin.core.sequence import Admission
+
+
+RUN = "hybrid_check_run"
+"""Attribute of a request of ours that checks a hit: which run it is."""
 
 
 def sequence_id(handle: CacheRequestHandle) -> str:
@@ -85,8 +91,17 @@ class SGLangRequest:
 
     @property
     def may_hit(self) -> bool:
-        """True: SGLang has no request that writes to the cache and does not read."""
-        return True
+        """Whether it may be served from the cache.
+
+        SGLang has no request that writes to the cache and does not read; of a check of
+        ours one does neither.
+        """
+        return getattr(self.req, RUN, None) is not Run.COMPUTED
+
+    @property
+    def is_check(self) -> bool:
+        """Whether it is one of ours, that checks a hit."""
+        return hasattr(self.req, RUN)
 
     @property
     def may_pause(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two elementwise steps that SGLang fuses and has no PyTorch form of."""
+"""Elementwise steps that SGLang fuses and has no PyTorch form of."""
 
 from __future__ import annotations
 
@@ -73,3 +73,17 @@ def add_shared_expert(
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     total = final_hidden_states.float() + gate * shared_output.float()
     final_hidden_states.copy_(total)
+
+
+def soft_cap(full_logits: torch.Tensor, final_logit_softcapping: float) -> torch.Tensor:
+    """Bound logits, in place.
+
+    Args:
+        full_logits: ``[T, vocabulary]``, changed.
+        final_logit_softcapping: the bound ``c`` of ``c * tanh(logits / c)``.
+
+    Returns:
+        `full_logits`.
+    """
+    bounded = (full_logits.float() / final_logit_softcapping).tanh()
+    return full_logits.copy_(bounded * final_logit_softcapping)

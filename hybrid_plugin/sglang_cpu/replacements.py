@@ -169,6 +169,12 @@ REPLACEMENTS = (
         "final_hidden_states",
     ),
     _replace(
+        "activation.softcap:softcap_inplace_logits",
+        "gates:soft_cap",
+        "full_logits",
+        "final_logit_softcapping",
+    ),
+    _replace(
         "mamba.triton_ops.ssd_combined:mamba_chunk_scan_combined",
         "mamba2:prefill",
         "x",

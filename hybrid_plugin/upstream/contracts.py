@@ -10,9 +10,10 @@ from hybrid_plugin.upstream.hookpoints import Contract, Finding, SourceView, che
 from hybrid_plugin.upstream.matrix import Row, Status
 
 _DECLARED_IN = {
-    "vllm": ("hybrid_plugin.vllm.contracts",),
+    "vllm": ("hybrid_plugin.vllm.contracts", "hybrid_models.vllm.contracts"),
     "sglang": (
         "hybrid_plugin.sglang.contracts",
+        "hybrid_models.sglang.contracts",
         "hybrid_plugin.sglang_cpu.replacements",
     ),
 }

@@ -44,7 +44,7 @@ def read_options(vllm_config: VllmConfig) -> HybridConfig:
     Raises:
         ConfigError: for options that are not a mapping or not valid.
     """
-    return HybridConfig.from_mapping(_given_options(vllm_config.additional_config))
+    return HybridConfig.from_mapping(given_options(vllm_config.additional_config))
 
 
 def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
@@ -58,7 +58,7 @@ def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
         ConfigError: for options that are not a mapping.
     """
     extra = engine_args.additional_config
-    wanted = _given_options(extra).get("system_snapshot_min_tokens") is not None
+    wanted = given_options(extra).get("system_snapshot_min_tokens") is not None
     if template is None or not wanted or not isinstance(extra, dict):
         return
     from vllm.renderers.chat_utils import load_chat_template
@@ -73,7 +73,7 @@ def carried_chat_template(vllm_config: VllmConfig) -> str | None:
     return extra.get(TEMPLATE_KEY) if isinstance(extra, dict) else None
 
 
-def _given_options(extra: Any) -> dict[str, Any]:
+def given_options(extra: Any) -> dict[str, Any]:
     """The options of an additional configuration and of the environment together.
 
     What the command line says of an option counts.
@@ -95,7 +95,7 @@ def _carry_options(vllm_config: VllmConfig) -> None:
     if isinstance(vllm_config.additional_config, dict) and environment_options():
         vllm_config.additional_config = {
             **vllm_config.additional_config,
-            OPTIONS_KEY: _given_options(vllm_config.additional_config),
+            OPTIONS_KEY: given_options(vllm_config.additional_config),
         }
 
 
@@ -119,6 +119,8 @@ def activate(vllm_config: VllmConfig) -> None:
         switched_off = switched_off_by_environment() or options.enabled is False
         if options.is_deterministic and not switched_off:
             raise cannot_serve(f"deterministic needs the plugin, and {idle}.")
+        if options.peers is not None and not switched_off:
+            raise cannot_serve(f"peers needs the plugin, and {idle}.")
         logger.info("hybrid-plugin is inactive: %s.", idle)
         return
     conflict = next(conflicts(vllm_config), None)
@@ -126,9 +128,10 @@ def activate(vllm_config: VllmConfig) -> None:
         refuse_if_demanded(options, conflict)
         logger.warning("hybrid-plugin is inactive: %s", conflict)
         return
-    if options.disk is not None:
-        for obstacle in storable.obstacles(vllm_config, options.disk):
-            raise cannot_serve(obstacle)
+    for given in (options.disk, options.peers):
+        if given is not None:
+            for obstacle in storable.obstacles(vllm_config, given):
+                raise cannot_serve(obstacle)
     _mark(vllm_config)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
 
@@ -143,12 +146,13 @@ def step_aside(vllm_config: VllmConfig) -> None:
 
 
 def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
-    """Do not step aside where the plugin was asked for by name.
+    """Do not step aside where the plugin, or what it alone has, was asked for.
 
     Raises:
         ConfigError: with the `reason`, a sentence.
     """
-    if options.enabled or options.is_deterministic:
+    needed = options.is_deterministic or options.peers is not None
+    if options.enabled or needed:
         raise cannot_serve(reason)
 
 
@@ -228,7 +232,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield f"it does not support the platform {current_platform.device_type!r} yet."
     if vllm_config.kv_transfer_config is not None:
-        yield "KV connectors are not supported yet; drop --kv-transfer-config."
+        yield (
+            "vLLM's KV connectors do not know the plugin's pools; drop "
+            "--kv-transfer-config, and for prefill and decode servers give the option "
+            "peers."
+        )
     if model.enable_sleep_mode:
         yield "sleep mode is not supported yet; drop --enable-sleep-mode."
     if parallel.pipeline_parallel_size > 1:
@@ -253,6 +261,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "ReplaySSM keeps no exact states; drop --use-replayssm."
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         yield "it needs chunked prefill; drop --no-enable-chunked-prefill."
+    if read_options(vllm_config).verify_fraction and parallel.data_parallel_size > 1:
+        yield (
+            "verify_fraction has an engine make steps of its own, and data-parallel "
+            "ones make them together: leave one of them out."
+        )
     yield from servable.obstacles(vllm_config)
     yield from serving.obstacles(vllm_config, read_options(vllm_config))
     if read_options(vllm_config).is_deterministic:

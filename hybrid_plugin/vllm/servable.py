@@ -65,12 +65,21 @@ class StockSpecs(dict[str, "KVCacheSpec"]):
 def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
     """Sentences about what the model needs and the plugin has not, if known early."""
     model = vllm_config.model_config
-    unknown = sorted(_built_by(_module_of(vllm_config)) - KINDS_WITH_POOLS - _NO_CACHE)
+    unknown = unknown_kinds(_module_of(vllm_config))
     if unknown:
         yield (
             f"{model.architecture} keeps caches of the kind {unknown[0]}, which is not "
             "supported yet; HYBRID_PLUGIN=0 leaves the model to vLLM."
         )
+
+
+def unknown_kinds(module: str | None) -> list[str]:
+    """Names of cache specs that a model's module constructs and nothing has pools for.
+
+    Args:
+        module: where vLLM finds the model's class; None if that is not known.
+    """
+    return sorted(_built_by(module) - KINDS_WITH_POOLS - _NO_CACHE)
 
 
 def find_out(

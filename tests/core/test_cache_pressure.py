@@ -296,6 +296,8 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "drafts_refused": 0,
         "turn_ends_exact": 2,
         "turn_ends_missed": 0,
+        "hit_checks": 0,
+        "hit_checks_failed": 0,
     }
 
 

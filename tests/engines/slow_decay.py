@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Tensors = dict[str, torch.Tensor]
+CONVERTED = "converted"
+"""Folder below a published checkpoint, of what it is converted to."""
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-qwen3-next"
 
 SMALL: dict[str, Any] = {
@@ -143,6 +147,193 @@ def write_falcon_h1(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed)
 
 
+def write_bamba(folder: Path, seed: int = 0) -> Path:
+    """Write a Bamba (Mamba-2, and attention in some places) of that size."""
+    from transformers import BambaConfig
+
+    config = BambaConfig(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"},
+        num_hidden_layers=6,
+        attn_layer_indices=[2, 5],
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=64,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
+    return _write(config, folder, seed)
+
+
+def write_jamba(folder: Path, seed: int = 0) -> Path:
+    """Write a Jamba (Mamba-1, attention, some layers of experts) of that size."""
+    from transformers import JambaConfig
+
+    config = JambaConfig(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"},
+        num_hidden_layers=4,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        num_experts=4,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+    )
+    return _write(config, folder, seed)
+
+
+def write_olmo_hybrid(folder: Path, seed: int = 0) -> Path:
+    """Write an OLMo-Hybrid (gated delta net and attention) of that size."""
+    from transformers import OlmoHybridConfig
+
+    config = OlmoHybridConfig(
+        **SMALL,
+        num_hidden_layers=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    _write(config, folder, seed)
+    sizes = [2 * 32, 2 * 32, 4 * 32]
+    _rewrite(folder, lambda tensors: _cut_convolutions(tensors, sizes))
+    return folder
+
+
+def write_recurrent_gemma(folder: Path, seed: int = 0) -> Path:
+    """Write a RecurrentGemma (gated linear recurrence and windows) of that size."""
+    from transformers import RecurrentGemmaConfig
+
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = RecurrentGemmaConfig(
+        **small | {"intermediate_size": 512, "num_key_value_heads": 1},
+        num_hidden_layers=6,
+        lru_width=128,
+        attention_window_size=WINDOW,
+    )
+    return _write(config, folder, seed)
+
+
+def write_minimax(folder: Path, seed: int = 0) -> Path:
+    """Write a MiniMax (lightning attention, attention, experts) of that size."""
+    from transformers import MiniMaxConfig
+
+    config = MiniMaxConfig(
+        **SMALL | {"intermediate_size": 64},
+        num_hidden_layers=4,
+        layer_types=[
+            "linear_attention" if number != 2 else "full_attention"
+            for number in range(4)
+        ],
+        num_local_experts=4,
+        block_size=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        linear_attn_alpha_factor=1.2,
+        full_attn_beta_factor=0.8,
+        mlp_alpha_factor=1.1,
+    )
+    return _write(config, folder, seed)
+
+
+def write_minimax_text_01(folder: Path, seed: int = 0) -> Path:
+    """Write the same as it is published; what transformers takes lies in it."""
+    source = write_minimax(folder / CONVERTED, seed)
+    found = json.loads((source / "config.json").read_text())
+    kinds = found.pop("layer_types")
+    for kind, name in (
+        ("linear_attn", "linear_attention"),
+        ("full_attn", "full_attention"),
+        ("mlp", "mlp"),
+    ):
+        for factor in ("alpha", "beta"):
+            value = found.pop(f"{kind}_{factor}_factor")
+            found[f"layernorm_{name}_{factor}"] = value
+    found |= {
+        "architectures": ["MiniMaxText01ForCausalLM"],
+        "model_type": "minimax_text_01",
+        "attn_type_list": [int(kind == "full_attention") for kind in kinds],
+        "postnorm": True,
+        "rope_theta": found.pop("rope_parameters")["rope_theta"],
+        "rotary_dim": found["head_dim"],
+    }
+    for file in source.iterdir():
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(found, indent=2))
+    return folder
+
+
+def write_minimax_m1(folder: Path, seed: int = 0) -> Path:
+    """Write the same by its other name."""
+    write_minimax_text_01(folder, seed)
+    path = folder / "config.json"
+    found = json.loads(path.read_text()) | {
+        "architectures": ["MiniMaxM1ForCausalLM"],
+        "model_type": "minimax_m1",
+    }
+    path.write_text(json.dumps(found, indent=2))
+    return folder
+
+
+def write_zamba2(folder: Path, seed: int = 0) -> Path:
+    """Write a Zamba2 (Mamba-2, and blocks that several layers share) of that size."""
+    from transformers import Zamba2Config
+
+    small = {"num_key_value_heads": 4, "intermediate_size": 128}
+    config = Zamba2Config(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"} | small,
+        num_hidden_layers=6,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "hybrid", "hybrid"],
+        n_mamba_heads=4,
+        mamba_ngroups=2,
+        mamba_d_state=32,
+        num_mem_blocks=2,
+        adapter_rank=8,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+        chunk_size=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return _write(config, folder, seed)
+
+
+def write_zaya(folder: Path, seed: int = 4) -> Path:
+    """Write a Zaya (compressed convolutional attention, experts) of that size."""
+    from transformers import ZayaConfig
+
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    config = ZayaConfig(
+        **SMALL,
+        num_hidden_layers=4,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid", "hybrid"],
+        sliding_window=WINDOW,
+        moe_intermediate_size=64,
+        num_experts=4,
+        router_hidden_size=32,
+        tie_word_embeddings=False,
+        cca_time0=2,
+        cca_time1=2,
+        rope_parameters={
+            "hybrid": rope | {"rope_theta": 5e6},
+            "hybrid_sliding": rope | {"rope_theta": 1e4},
+        },
+    )
+    _write(config, folder, seed)
+
+    def vary(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("_scale", "temp")):
+                tensor.uniform_(0.7, 1.3)
+            elif name.endswith(("states_bias", "residual_bias")):
+                tensor.uniform_(-0.005, 0.005)
+            elif name.endswith("balancing_biases"):
+                tensor.uniform_(-1.05, -0.95)
+                tensor[-1] = -1.0  # transformers sets it so, whatever a file has
+
+    _rewrite(folder, vary)
+    return folder
+
+
 def _write(config: PretrainedConfig, folder: Path, seed: int, **changes: Any) -> Path:
     from transformers import AutoModelForCausalLM
 
@@ -150,12 +341,38 @@ def _write(config: PretrainedConfig, folder: Path, seed: int, **changes: Any) ->
     model = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]
     for name, weight in model.named_parameters():
         _initialise(name, weight.data)
+    if config.tie_word_embeddings:
+        # Small, or the last token decides the next one alone.
+        model.get_input_embeddings().weight.data.normal_(0, 0.02)
     model.save_pretrained(folder)
     for file in TOKENIZER.glob("*token*"):
         shutil.copy(file, folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2))
     return folder
+
+
+def _rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
+    """Change the tensors of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _cut_convolutions(tensors: Tensors, sizes: list[int]) -> None:
+    """As published checkpoints have them; transformers writes three equal parts."""
+    names = [f".{part}_conv1d." for part in "qkv"]
+    for name in [name for name in tensors if names[0] in name]:
+        parts = [name.replace(names[0], other) for other in names]
+        whole = torch.cat([tensors[part] for part in parts])
+        pieces = torch.split(whole, sizes)
+        tensors.update(
+            (part, piece.contiguous())
+            for part, piece in zip(parts, pieces, strict=True)
+        )
 
 
 def _initialise(name: str, weight: torch.Tensor) -> None:
@@ -165,5 +382,9 @@ def _initialise(name: str, weight: torch.Tensor) -> None:
         weight.uniform_(-6.0, -3.0)
     elif name.endswith(".D"):
         weight.fill_(0.2)
+    elif name.endswith("dt_proj.bias"):
+        weight.uniform_(-6.0, -3.0)
+    elif name.endswith("recurrent_param"):  # decays of 0.97 to 0.999
+        weight.uniform_(-8.0, -5.0)
     elif weight.dim() > 1:
         weight.normal_(0, weight.shape[-1] ** -0.5)

@@ -24,7 +24,7 @@ from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.vllm import ON_GPU, PAGE_SIZE
-from tests.engines.faults import MOST_LIVE, planted
+from tests.engines.faults import counting_live, planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
@@ -216,7 +216,7 @@ def test_drafts_take_no_sequence_its_place(
         ORACLE,
         options=options,
         pools=(PAGES, SLOTS + 1),
-        environment={MOST_LIVE: str(most)},
+        environment=counting_live(most),
     ) as server:
         answers = ask(server, chats)
         metrics = server.metrics()

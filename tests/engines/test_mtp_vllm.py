@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
-from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.prometheus_text import Metrics
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
-from tests.engines.faults import MOST_LIVE
+from tests.engines.faults import counting_live
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
@@ -177,7 +177,7 @@ def test_the_drafter_makes_way(
         "pressed",
         pools=(200, SLOTS + 1),
         flags=FLAGS,
-        environment={MOST_LIVE: str(most)},
+        environment=counting_live(most),
     ) as server:
         asks = asks_of(texts)
         answers = server.ask_all(asks, len(asks))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_plugin.cli import main
 from tests.engines.conftest import StartServer
-from tests.engines.faults import MOST_LIVE
+from tests.engines.faults import counting_live
 from tests.engines.messages import Ask
 from tests.engines.server import Server
 from tests.engines.traffic import encode
@@ -33,9 +34,8 @@ def most(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(start_server: StartServer, most: Path) -> Iterator[Server]:
-    planted = {MOST_LIVE: str(most)}
     with start_server(
-        "slots", options=OPTIONS, pools=POOLS, environment=planted
+        "slots", options=OPTIONS, pools=POOLS, environment=counting_live(most)
     ) as running:
         yield running
 
@@ -65,3 +65,15 @@ def test_chats_go_on_while_snapshots_make_way(server: Server) -> None:
         cached.append(again.cached_tokens)
     assert all(cached)
     assert server.metrics()["snapshots_evicted"] > evicted
+
+
+def test_top_shows_what_the_server_did(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--once", "--url", server.url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    words = [line.split()[0] for line in shown if line]
+    assert {"restored", "computed", "kv", "state", "snapshots"} <= set(words)
+    pool = next(line for line in shown if line.startswith("state"))
+    used, cached, free = (int(n) for n in pool.split()[1:4])
+    assert used == 0 and cached > 0 and cached + free == SLOTS

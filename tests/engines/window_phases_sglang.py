@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,17 @@ RETRACT_EVERY = 40
 class Engine:
     """SGLang's scheduler, fed and read in this process."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, flags: Sequence[str] = FLAGS) -> None:
         """Load a model, with the plugin."""
         from sglang.srt.plugins import load_plugins
 
-        sys.argv += FLAGS  # what asks for the plugin in a server
+        sys.argv += flags  # what asks for the plugin in a server
         load_plugins()
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
-        arguments = prepare_server_args([f"--model-path={model}", *FLAGS])
+        arguments = prepare_server_args([f"--model-path={model}", *flags])
         arguments.resolve_once()
         ranks = SpawnRanks(world_rank=0, gpu_id=0)
         publish(arguments, role="scheduler", ranks=ranks)

@@ -89,3 +89,12 @@ def test_shared_expert_is_added_in_place() -> None:
     expected = routed + torch.sigmoid(hidden @ weight)[:, None] * shared
     gates.add_shared_expert(hidden, weight, shared, routed)
     torch.testing.assert_close(routed, expected)
+
+
+def test_logits_are_bounded_in_place() -> None:
+    logits = torch.tensor([[-100.0, -1.0, 0.0, 3.0, 1e4]])
+    expected = 5 * torch.tanh(logits / 5)
+    assert gates.soft_cap(logits, 5.0) is logits
+    torch.testing.assert_close(logits, expected)
+    halves = torch.tensor([[3.0]], dtype=torch.bfloat16)
+    assert gates.soft_cap(halves, 5.0).dtype == torch.bfloat16

@@ -24,8 +24,9 @@ import torch
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.device.arena import to_device
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.mixers.verifications import Verifications
-from hybrid_plugin.vllm.kernels.passes import StatePass, slots_of
+from hybrid_plugin.vllm.kernels.passes import slots_of
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import torch
 
 from hybrid_plugin.mixers import gated_delta_net
 from hybrid_plugin.mixers.gated_delta_net import Weights
+from hybrid_plugin.mixers.mixing import mix
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels.convolution import (
     activation_of,
     bias_of,
     states_of,
     weight_of,
 )
-from hybrid_plugin.vllm.kernels.mixing import mix
-from hybrid_plugin.vllm.kernels.passes import StatePass
 from hybrid_plugin.vllm.kernels.records import RecordForm, record_of
 
 

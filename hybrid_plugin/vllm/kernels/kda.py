@@ -10,9 +10,9 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.mixers import kda
 from hybrid_plugin.mixers.kda import Weights
+from hybrid_plugin.mixers.mixing import mix
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels.convolution import bias_of, states_of, weight_of
-from hybrid_plugin.vllm.kernels.mixing import mix
-from hybrid_plugin.vllm.kernels.passes import StatePass
 from hybrid_plugin.vllm.kernels.records import RecordForm, record_of
 
 

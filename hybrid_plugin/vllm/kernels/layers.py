@@ -14,10 +14,11 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.draft_records import DraftRecords
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase, are_ours
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels import draft_passes, passes, records
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
-from hybrid_plugin.vllm.kernels.passes import DecodeSlots, StatePass
+from hybrid_plugin.vllm.kernels.passes import DecodeSlots
 from hybrid_plugin.vllm.kernels.records import RecordForm
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 

@@ -9,8 +9,8 @@ import torch
 
 from hybrid_plugin.mixers import lightning
 from hybrid_plugin.mixers.lightning import Weights
-from hybrid_plugin.vllm.kernels.mixing import mix
-from hybrid_plugin.vllm.kernels.passes import StatePass
+from hybrid_plugin.mixers.mixing import mix
+from hybrid_plugin.mixers.state_pass import StatePass
 
 
 def weights_of(layer: Any) -> Weights:

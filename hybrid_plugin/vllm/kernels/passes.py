@@ -8,14 +8,14 @@ on the device from what vLLM has there anyway; nothing waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_plugin.core.commands import CHUNK, COLUMNS
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.mixers.verifications import Verifications
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
@@ -25,29 +25,6 @@ if TYPE_CHECKING:
 _PASS = "hybrid_plugin_pass"
 """Attribute of vLLM's metadata."""
 _PADDING = -1
-
-
-@dataclass(frozen=True, slots=True)
-class StatePass:
-    """What the layers of one state group do in a forward pass."""
-
-    decodes: int
-    """Sequences with one token, the first of the batch, padding counted."""
-    tokens: int
-    """Of all sequences; in a pass of a graph's with padding."""
-    decode_slots: torch.Tensor
-    """``[decodes]``, int32: where their states lie; negative for padding.  In a pass
-    without prefills always at one address, which a CUDA graph can keep."""
-    prefills: Prefills | None
-    """The sequences behind them; None if there are none."""
-    verifications: Verifications | None = None
-    """The sequences that verify drafts, before all others: there are no decodes then.
-    In a pass without prefills always at one address."""
-    verified: int = 0
-    """Tokens of those, padding counted."""
-    order: torch.Tensor | None = None
-    """``[tokens]``, int64: the pass's tokens in the order above; None if vLLM has it
-    too."""
 
 
 class DecodeSlots:

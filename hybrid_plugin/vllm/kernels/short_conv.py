@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hybrid_plugin.mixers import short_conv
+from hybrid_plugin.mixers.mixing import mix
 from hybrid_plugin.mixers.short_conv import Weights
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels.convolution import bias_of, states_of, weight_of
-from hybrid_plugin.vllm.kernels.mixing import mix
-from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
 def weights_of(layer: Any) -> Weights:

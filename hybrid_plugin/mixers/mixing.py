@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass through a mixer: single tokens first, as vLLM orders them, then prompts.
+"""A pass through a mixer: single tokens first, then prompts.
 
 Where drafts are verified, the rows with drafts are first.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.mixers.verifications import Record
-from hybrid_plugin.vllm.kernels.passes import StatePass
 
 
 def mix(

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The standing of every architecture in the engines that are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hybrid_plugin.engine.architectures import Provider, Standing
+from hybrid_plugin.tools.doctor import installed
+from hybrid_plugin.upstream.contracts import ENGINES, TITLES
+
+Table = Mapping[str, Sequence[Standing]]
+"""By the engine's name."""
+
+
+def of_installed_engines(engine: str | None = None) -> Table:
+    """Look at the engines that are here.
+
+    Args:
+        engine: the only one to look at; None for all.
+    """
+    wanted = ENGINES if engine is None else (engine,)
+    return {
+        name: _standings(name)
+        for name in wanted
+        if installed.find_engine(name) is not None
+    }
+
+
+def _standings(engine: str) -> Sequence[Standing]:
+    adapter: Any = importlib.import_module(f"hybrid_plugin.{engine}.architectures")
+    models: Any = importlib.import_module(f"hybrid_models.{engine}.registration")
+    models.register_missing()
+    ours = {entry.name: entry.load().HAS_ATTENTION for entry in models.chosen()}
+    found: Sequence[Standing] = adapter.standings(ours)
+    return found
+
+
+def words(standing: Standing, engine: str) -> str:
+    """Of one architecture in an engine, as a cell of a table."""
+    whose = {
+        Provider.ENGINE: f"{TITLES[engine]}'s class",
+        Provider.OURS: "our class",
+        Provider.NOBODY: "no class",
+    }[standing.provider]
+    reason = f": {standing.reason}" if standing.reason else ""
+    return f"{whose}, {standing.prospect.value}{reason}"
+
+
+def as_text(table: Table) -> str:
+    """For a terminal."""
+    return "\n\n".join("\n".join(_lines(name, found)) for name, found in table.items())
+
+
+def _lines(engine: str, found: Sequence[Standing]) -> Iterator[str]:
+    yield f"{TITLES[engine]} {installed.version_of(engine) or ''}".rstrip()
+    width = max(len(standing.architecture) for standing in found)
+    for standing in found:
+        yield f"  {standing.architecture:{width}}  {words(standing, engine)}"
+
+
+def as_json(table: Table) -> dict[str, list[dict[str, str]]]:
+    """The same for programs."""
+    return {
+        engine: [
+            {
+                "architecture": standing.architecture,
+                "class": standing.provider.value,
+                "prefix_cache": standing.prospect.value,
+                "reason": standing.reason,
+            }
+            for standing in found
+        ]
+        for engine, found in table.items()
+    }

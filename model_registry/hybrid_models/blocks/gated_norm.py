@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms behind a state layer, which a gate multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hybrid_models.kit import Kit, part
+from hybrid_models.sharding import sharded
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class GatedNorm(nn.Module):
+    """``norm(x * silu(gate)) * weight``, in float32, by groups of channels.
+
+    A group that is wider than what a rank has is normalised over all its ranks.
+    """
+
+    def __init__(self, kit: Kit, size: int, groups: int, eps: float) -> None:
+        """Build it for `size` channels over all ranks, normalised in `groups` parts.
+
+        Raises:
+            ValueError: if a group lies on some of the ranks only.
+        """
+        super().__init__()
+        self.weight = sharded(kit, [size])
+        self._kit, self._eps = kit, eps
+        self._spans_ranks = groups == 1 and kit.ranks > 1
+        self._groups = 1 if self._spans_ranks else part(kit, groups)
+        self._width = size // groups
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[T, size / ranks]`` to the same."""
+        gated = x.float() * functional.silu(gate.float())
+        grouped = gated.view(*gated.shape[:-1], self._groups, -1)
+        total = grouped.square().sum(dim=-1, keepdim=True)
+        if self._spans_ranks:
+            total = self._kit.sum_over_ranks(total)
+        normed = grouped * torch.rsqrt(total / self._width + self._eps)
+        result: torch.Tensor = self.weight * normed.view_as(gated).to(x.dtype)
+        return result
+
+
+class GatedHeadNorm(nn.Module):
+    """``norm(x) * weight * act(gate)``, in float32, head by head.
+
+    All heads have the same weight.
+    """
+
+    def __init__(
+        self, kit: Kit, head: int, eps: float, activation: Activation = functional.silu
+    ) -> None:
+        """Build it for heads of `head` channels."""
+        super().__init__()
+        self.weight = sharded(kit, [head], whole=[True])
+        self._head, self._eps, self._activation = head, eps, activation
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[T, heads * head]`` to the same."""
+        heads = x.float().view(len(x), -1, self._head)
+        scale = torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + self._eps)
+        normed = (self.weight * (heads * scale).to(x.dtype)).view_as(x)
+        return (normed.float() * self._activation(gate.float())).to(x.dtype)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-1 (Gu and Dao 2023, "Mamba", arXiv:2312.00752).
+
+`T` tokens, `I` channels of one rank, `K` state dimensions, `W` taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from hybrid_models.blocks.convolution import Convolution
+from hybrid_models.blocks.projection import project
+from hybrid_models.kit import Kit, Placement, StateTensor, part
+from hybrid_models.sharding import minus_exp, sharded
+from hybrid_plugin.mixers import mamba1
+from hybrid_plugin.mixers.mixing import mix
+from hybrid_plugin.mixers.state_pass import StatePass
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Shape:
+    """Of one layer, over all ranks."""
+
+    hidden: int
+    inner: int
+    state: int
+    taps: int
+    dt_rank: int
+    """Of what time steps are made of."""
+    bias: bool = False
+    """Of the projections."""
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    """Of norms of time steps, B and C, as Jamba has them; None without."""
+
+    def state_tensors(self, placement: Placement) -> tuple[StateTensor, ...]:
+        """The last inputs of the convolution, and the state of each channel."""
+        inner = part(placement, self.inner)
+        return (
+            StateTensor((inner, self.taps - 1), placement.conv_dtype, is_conv=True),
+            StateTensor((inner, self.state), placement.state_dtype),
+        )
+
+
+class Mamba1(nn.Module):
+    """Tokens ``[T, hidden]`` to the same.
+
+    Checkpoints have it as `in_proj` (x, gate), `conv1d`, `x_proj` (dt, B, C),
+    `dt_proj`, `A_log`, `D` and `out_proj`; `RENAMES` has what they are called here.
+    """
+
+    RENAMES: ClassVar[Mapping[str, str]] = {".A_log": ".A", ".dt_proj.bias": ".dt_bias"}
+
+    def __init__(self, shape: Mamba1Shape, kit: Kit, layer: int, name: str) -> None:
+        """Build layer number `layer`.
+
+        Raises:
+            ValueError: if ranks cannot share its channels.
+        """
+        super().__init__()
+        hidden, inner, state = shape.hidden, shape.inner, shape.state
+        self.in_proj = kit.column(
+            hidden, [inner, inner], name=f"{name}.in_proj", bias=shape.bias
+        )
+        self.conv1d = Convolution(kit, [inner], shape.taps, bias=shape.conv_bias)
+        self.x_proj = kit.row(inner, shape.dt_rank + 2 * state, name=f"{name}.x_proj")
+        self.dt_proj = kit.column(shape.dt_rank, [inner], name=f"{name}.dt_proj")
+        self.dt_bias = sharded(kit, [inner], dtype=torch.float32)
+        self.A = sharded(kit, [inner], (state,), dtype=torch.float32, of=minus_exp)
+        self.D = sharded(kit, [inner], dtype=torch.float32)
+        self._has_norms = shape.norm_eps is not None
+        if shape.norm_eps is not None:
+            self.dt_layernorm = kit.norm(shape.dt_rank, shape.norm_eps)
+            self.b_layernorm = kit.norm(state, shape.norm_eps)
+            self.c_layernorm = kit.norm(state, shape.norm_eps)
+        self.out_proj = kit.row(inner, hidden, name=f"{name}.out_proj", bias=shape.bias)
+        self._selected = [shape.dt_rank, state, state]
+        self.states = kit.states(
+            layer,
+            shape.state_tensors(kit),
+            self._mix,
+            width=part(kit, inner),
+            name=f"{name}.states",
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[T, hidden]`` to the same."""
+        x, gate = project(self.in_proj, hidden).chunk(2, dim=-1)
+        return project(self.out_proj, self.states(x, gate))
+
+    def _select(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Time steps ``[T, I]``, B and C ``[T, K]``, of what the convolution gives."""
+        dt, b, c = torch.split(project(self.x_proj, x), self._selected, dim=-1)
+        dt, b, c = dt.contiguous(), b.contiguous(), c.contiguous()
+        if self._has_norms:
+            dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+        return project(self.dt_proj, dt), b, c
+
+    def _mix(
+        self,
+        state_pass: StatePass,
+        inputs: Sequence[torch.Tensor],
+        pools: Sequence[torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """`kit.Mix` of inputs and gates, ``[T, I]``."""
+        weights = mamba1.Weights(
+            convolution=self.conv1d.weight,
+            bias=self.conv1d.bias,
+            activation="silu",
+            A=self.A,
+            skip=self.D,
+            dt_bias=self.dt_bias,
+            select=self._select,
+        )
+        mix(mamba1, weights, state_pass, inputs, pools, out)

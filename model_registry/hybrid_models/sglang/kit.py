@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's layers as a kit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
+from sglang.srt.runtime_context import get_parallel, get_spec
+from torch import nn
+
+from hybrid_models.kit import Mix, Rope, Routing, StateTensor
+from hybrid_models.sglang.configs import placement
+from hybrid_models.sglang.experts import Experts
+from hybrid_models.sglang.states import StateLayer
+from hybrid_models.tiling import tile
+
+
+class Attention(RadixAttention):
+    """SGLang's, of the pass that runs."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries, keys and values ``[T, heads * head]`` to the output."""
+        result: torch.Tensor = super().forward(q, k, v, get_forward_batch())
+        return result
+
+
+class SglangKit:
+    """A `hybrid_models.kit.Kit`."""
+
+    def __init__(self, config: Any, quantisation: Any) -> None:
+        """For one model.
+
+        Args:
+            config: of the model.
+            quantisation: SGLang's; None without.
+
+        Raises:
+            ValueError: if replicas of attention share the other layers, or drafts
+                would be verified.
+        """
+        if get_spec().speculative_algorithm is not None:
+            raise ValueError(
+                "model classes of hybrid-plugin do not verify drafts yet: start the "
+                "server without --speculative-algorithm"
+            )
+        parallel = get_parallel()
+        if parallel.attn_tp_size != parallel.tp_size:
+            raise ValueError(
+                "model classes of hybrid-plugin do not run with attention that is cut "
+                "otherwise than the other layers: drop --enable-dp-attention"
+            )
+        placed = placement(config)
+        self._quantisation = quantisation
+        self.dtype = torch.get_default_dtype()
+        self.conv_dtype = placed.conv_dtype
+        self.state_dtype = placed.state_dtype
+        self.ranks: int = parallel.tp_size
+        self.rank: int = parallel.tp_rank
+
+    def embedding(self, vocabulary: int, hidden: int, *, name: str) -> nn.Module:
+        """SGLang's, cut along the vocabulary."""
+        return VocabParallelEmbedding(
+            vocabulary, hidden, quant_config=self._quantisation, prefix=name
+        )
+
+    def head(
+        self, vocabulary: int, hidden: int, *, name: str, tied: nn.Module | None = None
+    ) -> nn.Module:
+        """SGLang's; an embedding is its own head."""
+        if tied is not None:
+            return tied
+        return ParallelLMHead(
+            vocabulary, hidden, quant_config=self._quantisation, prefix=name
+        )
+
+    def column(
+        self,
+        inner: int,
+        outs: Sequence[int],
+        *,
+        name: str,
+        bias: bool = False,
+        whole: Sequence[bool] = (),
+    ) -> nn.Module:
+        """Merged, also where there is one part."""
+        return tile(
+            self.ranks,
+            outs,
+            whole,
+            lambda sizes: MergedColumnParallelLinear(
+                inner, sizes, bias=bias, quant_config=self._quantisation, prefix=name
+            ),
+        )
+
+    def row(self, inner: int, out: int, *, name: str, bias: bool = False) -> nn.Module:
+        """SGLang's."""
+        return RowParallelLinear(
+            inner, out, bias=bias, quant_config=self._quantisation, prefix=name
+        )
+
+    def replicated(
+        self, inner: int, out: int, *, name: str, bias: bool = False
+    ) -> nn.Module:
+        """SGLang's."""
+        return ReplicatedLinear(
+            inner, out, bias=bias, quant_config=self._quantisation, prefix=name
+        )
+
+    def qkv(
+        self,
+        hidden: int,
+        head: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        name: str,
+        bias: bool = False,
+    ) -> nn.Module:
+        """SGLang's."""
+        return QKVParallelLinear(
+            hidden,
+            head,
+            heads,
+            kv_heads,
+            bias=bias,
+            quant_config=self._quantisation,
+            prefix=name,
+        )
+
+    def norm(self, size: int, eps: float, *, centred: bool = False) -> nn.Module:
+        """SGLang's, of Gemma if centred."""
+        return (GemmaRMSNorm if centred else RMSNorm)(size, eps=eps)
+
+    def rope(
+        self,
+        head: int,
+        parameters: Mapping[str, Any],
+        longest: int,
+        *,
+        neox: bool = True,
+    ) -> Rope:
+        """SGLang's, which has one for all layers alike."""
+        scaled = parameters.get("rope_type", "default") != "default"
+        rope: Rope = get_rope(
+            head,
+            rotary_dim=int(head * parameters.get("partial_rotary_factor", 1.0)),
+            max_position=longest,
+            base=parameters["rope_theta"],
+            is_neox_style=neox,
+            rope_scaling=dict(parameters) if scaled else None,
+        )
+        return rope
+
+    def attention(
+        self,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head: int,
+        *,
+        scale: float,
+        name: str,
+        window: int | None = None,
+    ) -> nn.Module:
+        """SGLang's, whose windows do not count the token itself."""
+        return Attention(
+            heads // self.ranks,
+            head,
+            scale,
+            max(kv_heads // self.ranks, 1),
+            layer,
+            sliding_window_size=-1 if window is None else window - 1,
+            quant_config=self._quantisation,
+            prefix=name,
+        )
+
+    def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
+        """SGLang's, in full precision."""
+        return ReplicatedLinear(hidden, count, bias=False, prefix=name)
+
+    def experts(
+        self,
+        layer: int,
+        hidden: int,
+        inner: int,
+        count: int,
+        routing: Routing,
+        *,
+        name: str,
+    ) -> nn.Module:
+        """SGLang's."""
+        return Experts(
+            layer, hidden, inner, count, routing, self._quantisation, name=name
+        )
+
+    def states(
+        self,
+        layer: int,
+        tensors: Sequence[StateTensor],
+        mix: Mix,
+        *,
+        width: int,
+        name: str,
+    ) -> nn.Module:
+        """Ours."""
+        return StateLayer(layer, tensors, mix, width=width)
+
+    def layers(
+        self, count: int, build: Callable[[int, str], nn.Module], *, name: str
+    ) -> nn.ModuleList:
+        """All of them."""
+        return nn.ModuleList(build(i, f"{name}.{i}") for i in range(count))
+
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """By SGLang's communicator."""
+        return tensor_model_parallel_all_reduce(x)

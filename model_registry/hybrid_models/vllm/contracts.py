@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything in vLLM that the model classes rely on.
+
+Importing this module does not import vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybrid_plugin.upstream import hookpoints
+from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, LiveView
+
+_LINEAR = "vllm.model_executor.layers.linear"
+_MAMBA = "vllm.model_executor.layers.mamba"
+_BACKENDS = "vllm.v1.attention.backends"
+_COMMON = ("bias", "quant_config", "prefix", "return_bias")
+_METADATA = f"{_BACKENDS}.mamba_attn:BaseMambaAttentionMetadata"
+
+REGISTRY_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.model_executor.models.registry:_ModelRegistry.register_model",
+        ("self", "model_arch", "model_cls"),
+    ),
+    HookPoint(
+        "vllm.model_executor.models.registry:_ModelRegistry.get_supported_archs",
+        ("self",),
+    ),
+    HookPoint("vllm.config.compilation:CompilationConfig._attention_ops"),
+    HookPoint(
+        "vllm.config.compilation:CompilationConfig.set_splitting_ops_for_v1",
+        mentions=("_attention_ops",),
+    ),
+    HookPoint(
+        "vllm.engine.arg_utils:EngineArgs.create_model_config", ("self",), closed=True
+    ),
+    HookPoint("vllm.engine.arg_utils:EngineArgs.additional_config"),
+)
+"""How our classes are named to vLLM."""
+
+LAYER_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_LINEAR}:MergedColumnParallelLinear.__init__",
+        ("input_size", "output_sizes", *_COMMON),
+    ),
+    HookPoint(
+        f"{_LINEAR}:RowParallelLinear.__init__",
+        ("input_size", "output_size", *_COMMON),
+    ),
+    HookPoint(
+        f"{_LINEAR}:ReplicatedLinear.__init__",
+        ("input_size", "output_size", *_COMMON),
+    ),
+    HookPoint(
+        f"{_LINEAR}:QKVParallelLinear.__init__",
+        ("hidden_size", "head_size", "total_num_heads", "total_num_kv_heads", *_COMMON),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.layernorm:RMSNorm.__init__", ("hidden_size", "eps")
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.layernorm:GemmaRMSNorm.__init__",
+        ("hidden_size", "eps"),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.rotary_embedding:get_rope",
+        ("head_size", "max_position", "is_neox_style", "rope_parameters"),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.vocab_parallel_embedding"
+        ":VocabParallelEmbedding.__init__",
+        ("num_embeddings", "embedding_dim", "quant_config", "prefix"),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead.__init__",
+        ("num_embeddings", "embedding_dim", "quant_config", "prefix"),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.vocab_parallel_embedding"
+        ":ParallelLMHead.tie_weights",
+        ("self", "embed_tokens"),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.attention.attention:Attention.__init__",
+        (
+            "num_heads",
+            "head_size",
+            "scale",
+            "num_kv_heads",
+            "cache_config",
+            "quant_config",
+            "per_layer_sliding_window",
+            "prefix",
+        ),
+    ),
+    HookPoint("vllm.model_executor.layers.attention:Attention"),
+    HookPoint(
+        "vllm.model_executor.layers.logits_processor:LogitsProcessor.__init__",
+        ("vocab_size", "scale", "soft_cap"),
+    ),
+    HookPoint("vllm.distributed:get_tensor_model_parallel_rank", ()),
+    HookPoint("vllm.distributed:get_tensor_model_parallel_world_size", ()),
+    HookPoint("vllm.distributed:tensor_model_parallel_all_reduce", ("input_",)),
+)
+"""The layers that `kit` hands out."""
+
+STATE_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_MAMBA}.abstract:MambaBase.bind_kv_cache",
+        mentions=("get_state_shape", "get_state_dtype"),
+    ),
+    HookPoint(
+        f"{_MAMBA}.abstract:MambaBase.get_kv_cache_spec",
+        ("self", "vllm_config"),
+        mentions=("get_state_shape", "get_state_dtype", "mamba_type"),
+    ),
+    HookPoint(
+        f"{_MAMBA}.mamba_utils:MambaStateDtypeCalculator.mamba2_state_dtype",
+        ("model_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    ),
+    HookPoint(f"{_MAMBA}.mamba_utils:get_temporal_copy_spec"),
+    HookPoint(f"{_BACKENDS}.registry:MambaAttentionBackendEnum.SHORT_CONV"),
+    HookPoint(f"{_BACKENDS}.short_conv_attn:ShortConvAttentionMetadataBuilder"),
+    *(
+        HookPoint(f"{_METADATA}.{name}")
+        for name in (
+            "num_decodes",
+            "num_decode_tokens",
+            "num_prefills",
+            "num_prefill_tokens",
+            "state_indices_tensor_d",
+            "state_indices_tensor_p",
+            "query_start_loc_p",
+            "has_initial_states_p",
+        )
+    ),
+    HookPoint("vllm.forward_context:get_forward_context", ()),
+    HookPoint("vllm.forward_context:ForwardContext.no_compile_layers"),
+    HookPoint("vllm.forward_context:ForwardContext.attn_metadata"),
+    HookPoint(
+        "vllm.utils.torch_utils:direct_register_custom_op",
+        ("op_name", "op_func", "mutates_args", "fake_impl"),
+    ),
+    HookPoint(
+        "vllm.config.compilation:CompilationConfig.static_forward_context",
+    ),
+)
+"""What `states` relies on."""
+
+MODEL_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.compilation.decorators:support_torch_compile", ("cls", "dynamic_arg_dims")
+    ),
+    *(
+        HookPoint(f"vllm.model_executor.models.interfaces:{name}")
+        for name in ("HasInnerState", "IsHybrid", "SupportsLoRA", "SupportsQuant")
+    ),
+    HookPoint(
+        "vllm.model_executor.models.interfaces"
+        ":IsHybrid.get_mamba_state_shape_from_config",
+        ("vllm_config",),
+    ),
+    HookPoint(
+        "vllm.model_executor.models.interfaces:IsHybrid.get_mamba_state_copy_func",
+        (),
+    ),
+    HookPoint("vllm.model_executor.models.utils:maybe_prefix", ("prefix", "name")),
+    HookPoint("vllm.model_executor.models.utils:WeightsMapper.orig_to_new_substr"),
+    HookPoint("vllm.config.vllm:VllmConfig.num_speculative_tokens"),
+    *(
+        HookPoint(f"vllm.config.cache:CacheConfig.{name}")
+        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+    ),
+)
+"""What `model` relies on."""
+
+BUILD_HOOKS = (*LAYER_HOOKS, *STATE_HOOKS, *MODEL_HOOKS)
+"""What a model needs, once vLLM asks for its class."""
+HOOKS = (*REGISTRY_HOOKS, *BUILD_HOOKS)
+"""All of them."""
+
+
+def problems(hooks: Iterable[Contract]) -> list[str]:
+    """What does not hold in the installed vLLM, one phrase each."""
+    return hookpoints.problems(hooks, LiveView("vllm"))

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's layers as a kit.
+
+Linear layers are vLLM's own classes, because its adapters replace those by their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+from hybrid_models.kit import Mix, Placed, Rope, Routing, StateTensor
+from hybrid_models.tiling import tile
+from hybrid_models.vllm.states import StateLayer
+from hybrid_models.weights import EXPERTS
+
+
+def placement(vllm_config: Any) -> Placed:
+    """How a model lies on a rank, from a configuration alone."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    conv, state = MambaStateDtypeCalculator.mamba2_state_dtype(
+        model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return Placed(ranks, model.dtype, conv, state)
+
+
+class VllmKit:
+    """A `hybrid_models.kit.Kit`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """For one model of an engine."""
+        self._config = vllm_config
+        self._quantisation = vllm_config.quant_config
+        placed = placement(vllm_config)
+        self.dtype = placed.dtype
+        self.conv_dtype = placed.conv_dtype
+        self.state_dtype = placed.state_dtype
+        self.ranks: int = get_tensor_model_parallel_world_size()
+        self.rank: int = get_tensor_model_parallel_rank()
+
+    def embedding(self, vocabulary: int, hidden: int, *, name: str) -> nn.Module:
+        """vLLM's, cut along the vocabulary."""
+        return VocabParallelEmbedding(
+            vocabulary, hidden, quant_config=self._quantisation, prefix=name
+        )
+
+    def head(
+        self, vocabulary: int, hidden: int, *, name: str, tied: nn.Module | None = None
+    ) -> nn.Module:
+        """vLLM's."""
+        head = ParallelLMHead(
+            vocabulary, hidden, quant_config=self._quantisation, prefix=name
+        )
+        return head if tied is None else head.tie_weights(tied)
+
+    def column(
+        self,
+        inner: int,
+        outs: Sequence[int],
+        *,
+        name: str,
+        bias: bool = False,
+        whole: Sequence[bool] = (),
+    ) -> nn.Module:
+        """Merged, also where there is one part."""
+        return tile(
+            self.ranks,
+            outs,
+            whole,
+            lambda sizes: MergedColumnParallelLinear(
+                inner,
+                sizes,
+                bias=bias,
+                quant_config=self._quantisation,
+                prefix=name,
+                return_bias=False,
+            ),
+        )
+
+    def row(self, inner: int, out: int, *, name: str, bias: bool = False) -> nn.Module:
+        """vLLM's."""
+        return RowParallelLinear(
+            inner,
+            out,
+            bias=bias,
+            quant_config=self._quantisation,
+            prefix=name,
+            return_bias=False,
+        )
+
+    def replicated(
+        self, inner: int, out: int, *, name: str, bias: bool = False
+    ) -> nn.Module:
+        """vLLM's."""
+        return ReplicatedLinear(
+            inner,
+            out,
+            bias=bias,
+            quant_config=self._quantisation,
+            prefix=name,
+            return_bias=False,
+        )
+
+    def qkv(
+        self,
+        hidden: int,
+        head: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        name: str,
+        bias: bool = False,
+    ) -> nn.Module:
+        """vLLM's."""
+        return QKVParallelLinear(
+            hidden,
+            head,
+            heads,
+            kv_heads,
+            bias=bias,
+            quant_config=self._quantisation,
+            prefix=name,
+            return_bias=False,
+        )
+
+    def norm(self, size: int, eps: float, *, centred: bool = False) -> nn.Module:
+        """vLLM's, of Gemma if centred."""
+        return (GemmaRMSNorm if centred else RMSNorm)(size, eps=eps)
+
+    def rope(
+        self,
+        head: int,
+        parameters: Mapping[str, Any],
+        longest: int,
+        *,
+        neox: bool = True,
+    ) -> Rope:
+        """vLLM's, which has one for all layers alike."""
+        rope: Rope = get_rope(
+            head,
+            max_position=longest,
+            is_neox_style=neox,
+            rope_parameters=dict(parameters),
+        )
+        return rope
+
+    def attention(
+        self,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head: int,
+        *,
+        scale: float,
+        name: str,
+        window: int | None = None,
+    ) -> nn.Module:
+        """vLLM's, whose windows count the token itself, as a kit's do."""
+        return Attention(
+            heads // self.ranks,
+            head,
+            scale,
+            num_kv_heads=max(kv_heads // self.ranks, 1),
+            cache_config=self._config.cache_config,
+            quant_config=self._quantisation,
+            per_layer_sliding_window=window,
+            prefix=name,
+        )
+
+    def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
+        """vLLM's, in full precision."""
+        return ReplicatedLinear(
+            hidden, count, bias=False, prefix=name, return_bias=False
+        )
+
+    def experts(
+        self,
+        layer: int,
+        hidden: int,
+        inner: int,
+        count: int,
+        routing: Routing,
+        *,
+        name: str,
+    ) -> nn.Module:
+        """vLLM's."""
+        runner: nn.Module = FusedMoEFactory(
+            num_experts=count,
+            top_k=routing.top,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            renormalize=routing.renormalise,
+            scoring_func=routing.scoring,
+            routed_scaling_factor=routing.scale,
+            use_grouped_topk=routing.groups is not None,
+            num_expert_group=routing.groups,
+            topk_group=routing.top_groups,
+            e_score_correction_bias=routing.bias,
+            custom_routing_function=_choice(routing),
+            quant_config=self._quantisation,
+            prefix=name,
+        )
+        setattr(runner, EXPERTS, partial(_give_to_experts, runner))
+        return runner
+
+    def states(
+        self,
+        layer: int,
+        tensors: Sequence[StateTensor],
+        mix: Mix,
+        *,
+        width: int,
+        name: str,
+    ) -> nn.Module:
+        """Ours."""
+        return StateLayer(
+            tensors, mix, width=width, name=name, vllm_config=self._config
+        )
+
+    def layers(
+        self, count: int, build: Callable[[int, str], nn.Module], *, name: str
+    ) -> nn.ModuleList:
+        """All of them."""
+        return nn.ModuleList(build(i, f"{name}.{i}") for i in range(count))
+
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """By vLLM's communicator."""
+        return tensor_model_parallel_all_reduce(x)
+
+
+def _choice(routing: Routing) -> Callable[..., Any] | None:
+    """`routing.choose` as vLLM calls it."""
+    choose = routing.choose
+    return None if choose is None else lambda gating_output, **_: choose(gating_output)
+
+
+_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+"""Parts of an expert, as vLLM takes them by default."""
+
+
+def _give_to_experts(
+    runner: Any, expert: int, part: str, kind: str, tensor: torch.Tensor
+) -> None:
+    """A `weights.ExpertLoader`."""
+    for _ in runner.load_weights([(f"{expert}.{_PARTS[part]}.{kind}", tensor)]):
+        pass  # it yields names as it places them

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves one model of the registry by SGLang with the plugin; prints what came out.
+
+python -m tests.engines.model_phases_sglang KIND FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.engines.model_workload import MAX_MODEL_LEN, PAGE, STEP, serve
+from tests.engines.phases import report
+from tests.engines.window_phases_sglang import Engine
+from tests.models.kinds import find
+
+OPTIONS: dict[str, Any] = {"page_size": PAGE, "gpu_memory_budget": 64 << 20}
+FLAGS = (
+    "--enable-hybrid-plugin",
+    "--dtype=float32",
+    "--skip-tokenizer-init",
+    f"--context-length={MAX_MODEL_LEN}",
+    f"--chunked-prefill-size={STEP}",
+    "--max-running-requests=8",
+)
+RETRACT_EVERY = 15
+"""Steps of the crowd, for SGLang retracts hardly ever by itself."""
+
+
+class SglangEngine(Engine):
+    """SGLang's scheduler, fed and read in this process."""
+
+    @property
+    def model(self) -> str:
+        """The module of the class that SGLang built."""
+        worker = self.scheduler.tp_worker
+        return type(worker.model_runner.model).__module__
+
+    def forget(self) -> None:
+        """Drop everything cached."""
+        self.cache.reset()
+
+    def stats(self) -> dict[str, Any]:
+        """Of the plugin's cache."""
+        return dict(self.cache.cache.stats.as_dict())
+
+    @contextmanager
+    def pressure(self) -> Iterator[None]:
+        """Now and then SGLang retracts a request."""
+        from sglang.srt.managers import scheduler
+
+        scheduler.TEST_RETRACT_INTERVAL, scheduler.TEST_RETRACT = RETRACT_EVERY, True
+        try:
+            yield
+        finally:
+            scheduler.TEST_RETRACT = False
+
+
+def main(kind: str, folder: Path) -> None:
+    """Print one line of JSON."""
+    chosen = find(kind)
+    checkpoint = chosen.write(folder)
+    options = OPTIONS
+    if "sglang" in chosen.brought_by:
+        options = OPTIONS | {"models": [chosen.architecture]}
+    flags = (*FLAGS, f"--hybrid-config={json.dumps(options)}")
+    engine = SglangEngine(checkpoint, flags)
+    found = asdict(serve(engine, chosen, checkpoint))
+    report(found | {"model": engine.model})
+
+
+if __name__ == "__main__":
+    os.environ["SGLANG_PLATFORM"] = "hybrid_cpu"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main(sys.argv[1], Path(sys.argv[2]))

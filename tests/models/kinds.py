@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small checkpoints of every architecture in the catalogue, and their right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hybrid_models import catalogue
+from hybrid_models.catalogue import Entry
+
+from tests.engines import slow_decay
+
+Reference = Callable[[Sequence[int]], torch.Tensor]
+"""Tokens to logits ``[T, vocabulary]``."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A checkpoint of one architecture."""
+
+    name: str
+    """Of the function of `slow_decay`, without its `write_`."""
+    architecture: str
+    brought_by: tuple[str, ...] = ()
+    """Engines that have a class of their own: ours is asked for by an option there."""
+    converted: str | None = None
+    """What transformers calls the same model, where it takes it only converted."""
+    is_short: bool = False
+    """Whether its states hold the last few tokens only."""
+    on_engines: bool = True
+    """Whether it is served by them; not where another kind differs in names only."""
+
+    @property
+    def entry(self) -> Entry:
+        """Of the catalogue."""
+        return catalogue.BY_NAME[self.architecture]
+
+    def write(self, folder: Path) -> Path:
+        """Write it; returns the folder."""
+        return Path(getattr(slow_decay, f"write_{self.name}")(folder))
+
+    def config(self, checkpoint: Path) -> Any:
+        """Its configuration."""
+        from transformers import AutoConfig
+
+        own = self.entry.load().CONFIG
+        return (own or AutoConfig).from_pretrained(checkpoint)
+
+    def tensors(self, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is in it, by name."""
+        from safetensors import safe_open
+
+        for file in sorted(checkpoint.glob("*.safetensors")):
+            with safe_open(file, "pt") as found:
+                for name in found.keys():  # noqa: SIM118 - it is no dict
+                    yield name, found.get_tensor(name)
+
+    def reference(self, checkpoint: Path) -> Reference:
+        """What it must answer, by transformers in float32."""
+        if self.converted is not None:
+            return _transformers(self.converted, checkpoint / slow_decay.CONVERTED)
+        return _transformers(self.architecture, checkpoint)
+
+
+def _transformers(architecture: str, checkpoint: Path) -> Reference:
+    import transformers
+
+    cls: Any = getattr(transformers, architecture)
+    network = cls.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = network(torch.tensor([list(tokens)])).logits[0]
+        return found
+
+    return logits
+
+
+KINDS = (
+    Kind("bamba", "BambaForCausalLM"),
+    Kind("jamba", "JambaForCausalLM", ("vllm",)),
+    Kind("minimax", "MiniMaxForCausalLM", on_engines=False),
+    Kind("minimax_text_01", "MiniMaxText01ForCausalLM", converted="MiniMaxForCausalLM"),
+    Kind(
+        "minimax_m1",
+        "MiniMaxM1ForCausalLM",
+        converted="MiniMaxForCausalLM",
+        on_engines=False,
+    ),
+    Kind("olmo_hybrid", "OlmoHybridForCausalLM", ("vllm",)),
+    Kind("recurrent_gemma", "RecurrentGemmaForCausalLM"),
+    Kind("zamba2", "Zamba2ForCausalLM", ("vllm",)),
+    Kind("zaya", "ZayaForCausalLM", ("sglang",), is_short=True),
+)
+
+SERVED = tuple(kind.name for kind in KINDS if kind.on_engines)
+
+
+def find(name: str) -> Kind:
+    """A kind by its name."""
+    return next(kind for kind in KINDS if kind.name == name)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our model classes in SGLang: for what it lacks, or what an option names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from hybrid_models.catalogue import BY_NAME, CATALOGUE
+from hybrid_models.sglang import configs, contracts, registration
+from sglang.srt.configs import linear_attn_model_registry as hybrids
+from sglang.srt.utils.hf_transformers import common
+from transformers import BambaConfig
+
+from hybrid_plugin.config import ENABLE_VARIABLE, OPTIONS_VARIABLE, ConfigError
+from hybrid_plugin.sglang import activation
+from hybrid_plugin.upstream.hookpoints import HookPoint
+
+OURS = "BambaForCausalLM"
+BAMBA: dict[str, Any] = {
+    "architectures": [OURS],
+    "num_hidden_layers": 4,
+    "attn_layer_indices": [1],
+    "hidden_size": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 16,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SGLang's own, restored afterwards."""
+    monkeypatch.delenv(OPTIONS_VARIABLE, raising=False)
+    monkeypatch.setattr(registration, "_CHOSEN", {})
+    monkeypatch.setattr(hybrids, "_LINEAR_ATTN_MODEL_REGISTRY", [])
+    monkeypatch.setattr(common, "_CONFIG_REGISTRY", {})
+    yield
+
+
+def test_what_sglang_lacks_is_ours() -> None:
+    registration._choose_by_options()
+    registration._choose_by_options()
+    assert BY_NAME[OURS] in registration.chosen()
+    assert common._CONFIG_REGISTRY["bamba"] is configs.config_class("bamba")
+    specs = [s for s in hybrids._LINEAR_ATTN_MODEL_REGISTRY if OURS in s.arch_names]
+    assert len(specs) == 1
+
+
+def test_a_class_of_sglang_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "classes_of_sglang", lambda: frozenset({OURS}))
+    registration._choose_by_options()
+    assert BY_NAME[OURS] not in registration.chosen()
+    assert "bamba" not in common._CONFIG_REGISTRY
+
+
+def test_unless_an_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "classes_of_sglang", lambda: frozenset({OURS}))
+    monkeypatch.setattr(activation, "_LISTENERS", [])
+    monkeypatch.setattr(registration, "register_configs", lambda: None)
+    monkeypatch.setenv(registration.PACKAGE_VARIABLE, registration._OURS)
+    monkeypatch.setenv(ENABLE_VARIABLE, "")
+    monkeypatch.setenv(OPTIONS_VARIABLE, "")
+    registration.register_missing()
+    assert BY_NAME[OURS] not in registration.chosen()
+    options = json.dumps({"models": [OURS]})
+    arguments = argparse.Namespace(enable_hybrid_plugin=True, hybrid_config=options)
+    activation.take_arguments(object, arguments)
+    assert BY_NAME[OURS] in registration.chosen()
+
+
+def test_an_unknown_name_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"models": ["NoSuchModel"]}))
+    with pytest.raises(ConfigError, match='"models" names NoSuchModel'):
+        registration._choose_by_options()
+
+
+def test_classes_are_found_in_the_source_of_sglang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registration.classes_of_sglang.cache_clear()
+    assert OURS not in registration.classes_of_sglang()
+    names = (*CATALOGUE, BY_NAME[OURS].__class__("Lfm2ForCausalLM", "lfm2", ""))
+    monkeypatch.setattr(registration, "CATALOGUE", names)
+    registration.classes_of_sglang.cache_clear()
+    assert "Lfm2ForCausalLM" in registration.classes_of_sglang()
+    registration.classes_of_sglang.cache_clear()
+
+
+def test_moved_registries_leave_sglang_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = HookPoint("sglang.srt.environ:Gone")
+    monkeypatch.setattr(contracts, "CONFIG_HOOKS", (gone,))
+    registration.register_missing()
+    assert registration.chosen() == ()
+    assert "environ:Gone is missing" in caplog.text
+
+
+def test_a_class_for_other_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_models.sglang.model import model_class
+
+    model_class.cache_clear()
+    gone = HookPoint("sglang.srt.layers.linear:Gone")
+    monkeypatch.setattr(contracts, "BUILD_HOOKS", (gone,))
+    with pytest.raises(ConfigError, match="linear:Gone is missing"):
+        model_class(BY_NAME[OURS])
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_every_class_can_be_made(entry: Any) -> None:
+    from hybrid_models.sglang.model import model_class
+
+    cls = model_class(entry)
+    assert cls.__name__ == entry.name
+    assert model_class(entry) is cls
+
+
+def test_a_users_own_package_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooked: list[str] = []
+    monkeypatch.setattr(
+        HookRegistry, "register", lambda target, *args, **kwargs: hooked.append(target)
+    )
+    monkeypatch.setenv(registration.PACKAGE_VARIABLE, "their.models")
+    registration._offer_classes()
+    assert hooked == ["sglang.srt.model_loader.utils.get_model_architecture"]
+    monkeypatch.delenv(registration.PACKAGE_VARIABLE)
+    registration._offer_classes()
+    import os
+
+    assert os.environ[registration.PACKAGE_VARIABLE] == "hybrid_models.sglang.entries"
+    assert len(hooked) == 1
+
+
+def test_classes_are_added_beside_a_users_package() -> None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    registration._choose_by_options()
+    before = dict(ModelRegistry.models)
+    try:
+        registration._add_classes(None)
+        assert ModelRegistry.models[OURS].__module__ == "hybrid_models.sglang.model"
+    finally:
+        ModelRegistry.models.clear()
+        ModelRegistry.models.update(before)
+
+
+def test_a_configuration_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
+    config = configs.config_class("bamba")(**BAMBA)
+    assert isinstance(config, BambaConfig)
+    assert config.full_attention_layer_ids == [1]
+    assert config.linear_layer_ids == [0, 2, 3]
+    params = config.mamba2_cache_params
+    assert params.layers == [0, 2, 3]
+    assert params.shape.conv == [(4 * 64 + 2 * 16, 3)]
+    assert params.shape.temporal == (4, 64, 16)
+    assert params.dtype.conv == params.dtype.temporal == torch.float32
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
+    assert config.mamba2_cache_params.dtype.conv == torch.bfloat16
+
+
+def test_a_configuration_is_pickled_by_name() -> None:
+    config = configs.config_class("bamba")(**BAMBA)
+    again = pickle.loads(pickle.dumps(config))
+    assert type(again) is type(config)
+    assert again.full_attention_layer_ids == [1]
+    with pytest.raises(AttributeError):
+        _ = configs.no_such_config

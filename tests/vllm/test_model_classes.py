@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our model classes in vLLM's registry: for what it lacks, or what an option names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from hybrid_models.catalogue import CATALOGUE
+from hybrid_models.vllm import contracts, registration
+from hybrid_models.vllm.states import pass_of
+from vllm import ModelRegistry
+from vllm.config.compilation import CompilationConfig
+
+from hybrid_plugin.config import OPTIONS_VARIABLE, ConfigError
+from hybrid_plugin.upstream.hookpoints import HookPoint
+
+OURS = "BambaForCausalLM"
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's own, restored afterwards."""
+    before = dict(ModelRegistry.models)
+    monkeypatch.delenv(OPTIONS_VARIABLE, raising=False)
+    for entry in CATALOGUE:
+        if registration.is_ours(entry.name):
+            del ModelRegistry.models[entry.name]
+    yield ModelRegistry
+    ModelRegistry.models.clear()
+    ModelRegistry.models.update(before)
+
+
+def test_what_vllm_lacks_is_ours() -> None:
+    assert OURS not in ModelRegistry.models
+    registration.register_missing()
+    registration.register_missing()
+    assert registration.is_ours(OURS)
+    assert CompilationConfig._attention_ops.count(registration.STATES_OP) == 1
+
+
+def test_a_class_of_vllm_stays(registry: Any) -> None:
+    theirs = registry.models["LlamaForCausalLM"]
+    registry.models[OURS] = theirs  # as if vLLM brought it
+    registration.register_missing()
+    assert registry.models[OURS] is theirs
+    assert not registration.is_ours(OURS)
+
+
+def test_unless_the_environment_names_it(
+    registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.models[OURS] = registry.models["LlamaForCausalLM"]
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"models": [OURS]}))
+    registration.register_missing()
+    assert registration.is_ours(OURS)
+
+
+def test_or_the_command_line(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    registry.models[OURS] = registry.models["LlamaForCausalLM"]
+    registration.register_missing()
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"page_size": 32}))
+    options = {"hybrid_plugin": {"models": [OURS]}}
+    arguments = EngineArgs(model="nowhere", additional_config=options)
+    with pytest.raises(Exception, match="nowhere"):
+        arguments.create_model_config()
+    assert registration.is_ours(OURS)
+    import os
+
+    # Processes that this one starts read it there.
+    inherited = json.loads(os.environ[OPTIONS_VARIABLE])
+    assert inherited == {"page_size": 32, "models": [OURS]}
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"models": ["NoSuchModel"]}))
+    with pytest.raises(ConfigError, match='"models" names NoSuchModel'):
+        registration.register_missing()
+
+
+def test_a_moved_registry_leaves_vllm_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = HookPoint("vllm.model_executor.models.registry:Gone")
+    monkeypatch.setattr(contracts, "REGISTRY_HOOKS", (gone,))
+    registration.register_missing()
+    assert not registration.is_ours(OURS)
+    assert "registry:Gone is missing" in caplog.text
+
+
+def test_a_class_for_other_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hybrid_models.vllm as ours
+    from hybrid_models.vllm.model import model_class
+
+    model_class.cache_clear()
+    gone = HookPoint("vllm.model_executor.layers.linear:Gone")
+    monkeypatch.setattr(contracts, "BUILD_HOOKS", (gone,))
+    with pytest.raises(ConfigError, match="linear:Gone is missing"):
+        getattr(ours, OURS)
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_every_class_can_be_made(entry: Any) -> None:
+    import hybrid_models.vllm as ours
+
+    cls = getattr(ours, entry.name)
+    assert cls.__name__ == entry.name
+    assert cls.is_hybrid
+    assert getattr(ours, entry.name) is cls
+
+
+def test_registering_imports_no_layers() -> None:
+    program = (
+        "import sys, hybrid_models.vllm as ours; ours.register();"
+        "assert 'hybrid_models.vllm.model' not in sys.modules;"
+        "assert 'hybrid_models.architectures.bamba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_pass() -> None:
+    metadata = SimpleNamespace(
+        num_decodes=2,
+        num_decode_tokens=2,
+        num_prefills=2,
+        num_prefill_tokens=7,
+        state_indices_tensor_d=torch.tensor([[5], [0]], dtype=torch.int32),
+        state_indices_tensor_p=torch.tensor([7, 9], dtype=torch.int32),
+        query_start_loc_p=torch.tensor([0, 3, 7], dtype=torch.int32),
+        has_initial_states_p=torch.tensor([True, False]),
+    )
+    found = pass_of(metadata)
+    assert found.tokens == 9 and found.decodes == 2
+    assert found.decode_slots.tolist() == [5, -1]
+    assert found.prefills is not None
+    assert found.prefills.slots.tolist() == [7, 9]
+    assert found.prefills.cu_seqlens.tolist() == [0, 3, 7]
+    assert found.prefills.has_initial.tolist() == [True, False]
