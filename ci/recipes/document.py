@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from recipes.book import Command, Recipe
@@ -27,7 +26,7 @@ _WORDS = """
 * **served**: the engine takes every flag as published, the plugin is active, and has
   planned its pools.  In vLLM the command is the published one; in SGLang
   `--enable-hybrid-plugin` is added.
-* **with a change**: not as published, but served with the change that is shown.
+* **with a change**: not as published, but served with the change that is named.
 * **left alone**: the engine serves it without the plugin.
 * **not served**: the plugin refuses it (in vLLM it steps aside, with a warning), or the
   engine does not take it; the sentence is theirs.
@@ -42,7 +41,8 @@ plugin's activation, and its planning of pools, with a config.json that has the 
 layers but few of them (`ci/recipes/shapes.py`), in CI and without a GPU.  The engines
 are told there that they run on the GPUs that a recipe names, so that attention
 backends, quantised KV and ranks of tensor parallelism are what they would be.  All
-that is pretended is in `ci/recipes/vllm_gpu.py` and `ci/recipes/sglang_gpu.py`.
+that is pretended is in `ci/recipes/vllm_gpu.py` and `ci/recipes/sglang_gpu.py`.  A rank
+has 32 GiB for its cache.
 
 No weights are loaded and nothing is computed.  So this says that a command starts with
 the plugin, and how its cache would be laid out.  It does not say that answers are
@@ -65,10 +65,14 @@ def line(name: str, outcome: Mapping[str, Any]) -> str:
 
 
 def summary(engine: str, version: str, outcomes: Outcomes) -> str:
-    """`served: N of M`, and what became of the rest."""
+    """`served: N of M` of an engine, and what became of the rest."""
+    return f"{ENGINES[engine]} {version}: {_counts(outcomes)}"
+
+
+def _counts(outcomes: Outcomes) -> str:
     verdicts = [_verdict(outcome) for outcome in outcomes.values()]
     served = verdicts.count(SERVED)
-    parts = [f"{ENGINES[engine]} {version}: served: {served} of {len(verdicts)}"]
+    parts = [f"served: {served} of {len(verdicts)}"]
     for verdict in ("with a change", "left alone", "not served", UNPLANNED):
         if verdict in verdicts:
             parts.append(f"{verdicts.count(verdict)} {verdict}")
@@ -82,19 +86,19 @@ def page(recipes: Sequence[Recipe], found: Mapping[str, Any]) -> str:
         recipes: all of them.
         found: by engine, its `version` and its `outcomes`.
     """
-    lines = [_HEAD.rstrip(), ""]
+    everything = {k: v for e in found.values() for k, v in e["outcomes"].items()}
+    lines = [_HEAD.rstrip(), "", f"**{_counts(everything)}.**", ""]
     for engine, entry in found.items():
         lines.append(f"* {summary(engine, entry['version'], entry['outcomes'])}")
     lines += ["", "| recipe | engine | GPUs | with the plugin | GPU |"]
     lines += ["|---|---|---|---|---|"]
-    outcomes = {k: v for entry in found.values() for k, v in entry["outcomes"].items()}
     for recipe in recipes:
-        lines.append(_row(recipe, outcomes[recipe.id]))
+        lines.append(_row(recipe, everything[recipe.id]))
     lines.append(_WORDS.rstrip())
     for family in dict.fromkeys(recipe.family for recipe in recipes):
         lines += ["", f"## {family}"]
         for recipe in (r for r in recipes if r.family == family):
-            lines += ["", *_section(recipe, outcomes[recipe.id])]
+            lines += ["", *_section(recipe, everything[recipe.id])]
     return "\n".join(lines) + "\n"
 
 
@@ -141,8 +145,8 @@ def _section(recipe: Recipe, outcome: Mapping[str, Any]) -> Iterator[str]:
         return
     yield from _why_not(recipe, published)
     if recipe.changed and changed and changed["outcome"] == SERVED:
-        yield f"**Served with a change**, in pages of {changed['page_size']} tokens."
-        yield from _changes(recipe)
+        pages = f"in pages of {changed['page_size']} tokens"
+        yield f"**Served** {_changes(recipe)}, {pages}:"
         yield from _block(recipe.changed)
     else:
         yield "The command:"
@@ -161,11 +165,18 @@ def _why_not(recipe: Recipe, published: Mapping[str, Any]) -> Iterator[str]:
     yield f"**Not served as published.**  {who}: {sentence}"
 
 
-def _changes(recipe: Recipe) -> Iterator[str]:
-    """What the published command had, and has not."""
-    if recipe.drop:
-        dropped = [g for g in recipe.command.groups() if g[0] in recipe.drop]
-        yield f"Without {', '.join(f'`{shlex.join(group)}`' for group in dropped)}:"
+def _changes(recipe: Recipe) -> str:
+    """How the command that is served differs from the published one."""
+    dropped = [g for g in recipe.command.groups() if g[0] in recipe.drop]
+    flags = Command((), (), "", recipe.add).groups()
+    added = [*((item,) for item in recipe.environment), *flags]
+    parts = [f"without {_quoted(dropped)}"] if dropped else []
+    parts += [f"with {_quoted(added)}"] if added else []
+    return ", and ".join(parts)
+
+
+def _quoted(groups: Iterable[Sequence[str]]) -> str:
+    return ", ".join(f"`{' '.join(group)}`" for group in groups)
 
 
 def _block(command: Command) -> list[str]:

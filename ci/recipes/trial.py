@@ -136,6 +136,7 @@ def _environment(command: Command) -> Iterator[None]:
 
 
 def _sentence(text: str) -> str:
-    """The first paragraph, without names of temporary folders."""
+    """The first paragraph, without names of temporary folders and of who says it."""
     text = re.sub(r"/\S*/model\b", "MODEL", text.strip().split("\n\n")[0])
-    return " ".join(text.removeprefix("hybrid-plugin: ").split())
+    text = text.removeprefix("hybrid-plugin: ").removeprefix("it cannot serve this: ")
+    return " ".join(text.split())

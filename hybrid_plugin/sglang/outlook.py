@@ -31,14 +31,18 @@ def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
         return Outlook(Prospect.FAILS, unknown)
     view = _view(server_args)
     if view.radix_cache_backend != "hybrid":
-        from hybrid_plugin.sglang.arguments import NOTHING_TO_DO
-
-        return Outlook(Prospect.LEFT_ALONE, NOTHING_TO_DO)
+        return Outlook(Prospect.LEFT_ALONE, _idle(server_args))
     try:
         return _sized(server_args, view.page_size, cache_bytes)
     except Exception as error:
         note = f"SGLang could not describe the model ({error!r})"
         return Outlook(Prospect.SERVED, note=note)
+
+
+def _idle(server_args: Any) -> str:
+    from hybrid_plugin.sglang.arguments import reason_to_stay_idle
+
+    return reason_to_stay_idle(server_args) or 'the option "enabled" is false'
 
 
 def _words(error: BaseException) -> str:

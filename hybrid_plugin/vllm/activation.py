@@ -241,13 +241,12 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "sleep mode is not supported yet; drop --enable-sleep-mode."
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism is not supported yet; use tensor parallelism."
-    if parallel.decode_context_parallel_size > 1 or (
-        getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
-        yield (
-            "context parallelism is not supported yet; drop "
-            "--decode-context-parallel-size and --prefill-context-parallel-size."
-        )
+    for phase in ("decode", "prefill"):
+        if getattr(parallel, f"{phase}_context_parallel_size", 1) > 1:
+            yield (
+                "context parallelism is not supported yet; drop "
+                f"--{phase}-context-parallel-size."
+            )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported."
     if model.is_mm_prefix_lm:

@@ -49,17 +49,22 @@ def _configure(model: str, flags: Sequence[str]) -> VllmConfig:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser(prog="vllm")
-    ServeSubcommand().subparser_init(parser.add_subparsers())
+    parser, serve = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers())
     parsed = parser.parse_args(["serve", model, *flags])
     parsed.model = model
+    serve.validate(parsed)
     _load_parsers(parsed)
     args = AsyncEngineArgs.from_cli_args(parsed)
     return args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
 
 
 def _load_parsers(parsed: Namespace) -> None:
-    """Load files that bring parsers of answers, as the server does first of all."""
+    """Load files that bring parsers of answers, as the server does first of all.
+
+    Raises:
+        ValueError: naming the flag whose parser there is not, in no file either.
+    """
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -67,6 +72,12 @@ def _load_parsers(parsed: Namespace) -> None:
         ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
     if parsed.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
+    for flag, name, manager in (
+        ("--tool-call-parser", parsed.tool_call_parser, ToolParserManager),
+        ("--reasoning-parser", parsed.reasoning_parser, ReasoningParserManager),
+    ):
+        if name and name not in manager.list_registered():
+            raise ValueError(f"{flag} names {name}, and vLLM has no such parser.")
 
 
 def _failure(error: BaseException) -> Outlook:

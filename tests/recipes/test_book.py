@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recipes import document, trial
+from recipes import book, document, trial
 from recipes.book import Command, load
 from recipes.shapes import SHAPES
-from run_recipes import OUTCOMES, PAGE
+from run_recipes import OUTCOMES, PAGE, ROOT
 
 from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
@@ -82,7 +83,7 @@ def test_recipes_are_well_formed() -> None:
         assert set(recipe.renamed) <= set(recipe.published.flags), recipe.id
         assert recipe.changed is None or recipe.changed != recipe.command
         if recipe.layers_on_gpu is not None:
-            results = Path(__file__).parents[2] / "benchmarks" / "results"
+            results = ROOT / "benchmarks" / "results"
             assert (results / recipe.layers_on_gpu).exists()
 
 
@@ -91,6 +92,33 @@ def test_every_recipe_has_an_outcome_and_the_page_is_made_of_them() -> None:
         ids = [r.id for r in RECIPES if r.engine == engine]
         assert list(RECORDED[engine]["outcomes"]) == ids
     assert PAGE.read_text() == document.page(RECIPES, RECORDED)
+
+
+@pytest.mark.parametrize("engine", document.ENGINES)
+def test_outcomes_are_of_the_version_that_is_tested(engine: str) -> None:
+    rows = tomllib.loads((ROOT / "ci" / "matrix.toml").read_text())["row"]
+    newest = next(r for r in rows if r["engine"] == engine and r["tested"] == "ci")
+    assert RECORDED[engine]["version"] == newest["version"]
+
+
+def test_a_change_is_told_with_what_it_drops_and_adds() -> None:
+    entry = tomllib.loads("""
+        id = "x"
+        family = "X"
+        engine = "sglang"
+        shape = "y"
+        gpus = 1
+        source = "z"
+        command = "sglang serve --model-path m --a 1 --b 2 3 --c"
+        instead = { drop = ["--a", "--b"], add = ["--a", "4"], environment = ["E=5"] }
+    """)
+    recipe = book._recipe(entry, {"sglang": {}})
+    assert document._changes(recipe) == (
+        "without `--a 1`, `--b 2 3`, and with `E=5`, `--a 4`"
+    )
+    assert recipe.changed is not None
+    assert recipe.changed.environment == ("E=5",)
+    assert recipe.changed.flags == ("--c", "--enable-hybrid-plugin", "--a", "4")
 
 
 def test_what_is_not_served_says_why_and_the_way_out() -> None:

@@ -155,6 +155,21 @@ def test_the_reason_is_that_of_the_start(
     assert (found.prospect, found.reason) == (Prospect.REFUSED, reason)
 
 
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_a_parser_that_vllm_does_not_have_is_named(flag: str, tmp_path: Path) -> None:
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    found = outlook.foresee(model, (*FLAGS, flag, "no_such_one"), 1 << 30)
+    assert found.prospect is Prospect.FAILS
+    assert found.reason == f"{flag} names no_such_one, and vLLM has no such parser."
+
+
+def test_flags_that_the_server_refuses_at_once_fail(tmp_path: Path) -> None:
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    found = outlook.foresee(model, (*FLAGS, "--enable-auto-tool-choice"), 1 << 30)
+    assert found.prospect is Prospect.FAILS
+    assert "requires --tool-call-parser" in found.reason
+
+
 def test_words_of_a_failure_have_no_frame(tmp_path: Path) -> None:
     model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
     found = outlook.foresee(model, (*FLAGS, "--max-model-len=5000"), 1 << 30)
