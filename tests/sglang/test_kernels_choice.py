@@ -17,10 +17,12 @@ from sglang.srt.configs.gigachat35 import GigaChat35Config
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.sglang import architectures
+from hybrid_plugin.sglang.architectures import Example
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
-from tests.sglang.test_architectures import CASES, KIMI, SERVED, model_of
+from tests.sglang.test_architectures import CASES, SERVED
 
 EXPECTED = {
     "BailingMoeV2_5ForCausalLM": Mixer.LIGHTNING,
@@ -35,6 +37,7 @@ EXPECTED = {
     "Lfm2ForCausalLM": Mixer.SHORT_CONV,
     "Lfm2MoeForCausalLM": Mixer.SHORT_CONV,
     "Lfm2VlForConditionalGeneration": Mixer.SHORT_CONV,
+    "MiniCPMSALAForCausalLM": Mixer.LIGHTNING,
     "NemotronHForCausalLM": Mixer.MAMBA2,
     "NemotronH_Nano_VL_V2": Mixer.MAMBA2,
     "Qwen3NextForCausalLM": Mixer.GATED_DELTA_NET,
@@ -42,7 +45,19 @@ EXPECTED = {
     "Qwen3_5MoeForConditionalGeneration": Mixer.GATED_DELTA_NET,
     "ZayaForCausalLM": None,
 }
-CLAMPED = {"linear_attn_config": KIMI | {"gate_lower_bound": -5.0}}
+CLAMPED = {
+    "linear_attn_config": {
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2, 4],
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+    }
+}
+
+
+def model_of(kind: type, architecture: str, fields: dict[str, Any]) -> Any:
+    config = f"{kind.__module__}:{kind.__name__}"
+    return architectures.model_of(Example(architecture, config, fields))
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +93,8 @@ def lfm() -> Any:
 
 def test_every_served_architecture_has_its_kind() -> None:
     served = {
-        architecture: mixer_of(model_of(kind, architecture, fields))
-        for kind, architecture, fields, expected in CASES
+        example.architecture: mixer_of(architectures.model_of(example))
+        for example, expected in CASES
         if expected == SERVED
     }
     assert served == EXPECTED

@@ -414,6 +414,7 @@ def test_time_passes_only_where_files_are_all_that_is_waited_for(
         has_work=work,
         cache=SimpleNamespace(restores_due=due),
         take_report=taken.append,
+        hit_checking=None,
     )
     one.running, one.num_spec_tokens = running, 0
     slept: list[float] = []
