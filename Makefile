@@ -25,7 +25,8 @@ SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
 .PHONY: help demo demo-sglang demo-tiers test test-vllm test-sglang test-gpu kernels units-vllm \
-	units-sglang engines-vllm engines-sglang soak soak-gpu lint dist contracts clean
+	units-sglang engines-vllm engines-sglang soak soak-gpu lint dist contracts recipes \
+	clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +40,7 @@ help:
 	@echo "make lint   check style and types only"
 	@echo "make dist   build the wheel and the source archive, and try the wheel"
 	@echo "make contracts  check what we rely on in each engine version (downloads)"
+	@echo "make recipes  take published serving commands through both engines; write the page"
 	@echo "make clean  delete what the others made, the environments too"
 	@echo
 	@echo "VENV=FOLDER uses an environment of yours that has vLLM (on a GPU, say),"
@@ -74,7 +76,8 @@ engines-vllm: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/engines
 
 units-sglang: $(SGLANG_DEV_READY)
-	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/sglang_cpu
+	$(SGLANG_BIN)/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/sglang_cpu \
+		tests/recipes
 
 # What the other engine left in files is resumed from too, where it is installed.
 engines-sglang: export HYBRID_OTHER_PYTHON = $(abspath $(wildcard $(BIN)/python))
@@ -106,6 +109,11 @@ dist: $(DEV_READY)
 
 contracts: $(DEV_READY)
 	$(BIN)/python ci/run_matrix.py --all --contracts-only --compare
+
+# Writes what it finds; `make test` compares it with what is written.
+recipes: $(DEV_READY) $(SGLANG_DEV_READY)
+	OMP_NUM_THREADS=1 $(BIN)/python ci/run_recipes.py --engine vllm --write
+	OMP_NUM_THREADS=1 $(SGLANG_BIN)/python ci/run_recipes.py --engine sglang --write
 
 clean:
 	rm -rf build .venv-vllm .venv-sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis

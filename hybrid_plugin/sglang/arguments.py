@@ -26,10 +26,6 @@ from hybrid_plugin.sglang.speculation import arguments as speculation
 
 BACKEND = "hybrid"
 """Name of our prefix cache among SGLang's radix cache backends."""
-NOTHING_TO_DO = (
-    "the model has no state layers and no window pool beside its full attention, or "
-    "SGLang caches nothing of it"
-)
 
 
 def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -42,29 +38,30 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     """
     if not requested():
         pass  # a server whose options switched it off after its hooks were set
-    elif not is_hybrid(server_args):
+    elif (idle := reason_to_stay_idle(server_args)) is not None:
         if read_options().is_deterministic:
             with ending_the_server():
-                raise cannot_serve(
-                    f"deterministic needs the plugin, and {NOTHING_TO_DO}."
-                )
-        logger.info("hybrid-plugin is inactive: %s.", NOTHING_TO_DO)
+                raise cannot_serve(f"deterministic needs the plugin, and {idle}.")
+        logger.info("hybrid-plugin is inactive: %s.", idle)
     else:
         with ending_the_server():
             settle(server_args, read_options())
     previous(server_args)
 
 
-def is_hybrid(server_args: Any) -> bool:
-    """Whether SGLang gives the model KV and something beside it, and may cache both.
+def reason_to_stay_idle(server_args: Any) -> str | None:
+    """Why this server is not the plugin's business, a phrase; None if it is.
 
-    That is state slots, or a pool of its own for layers with windows.
+    It is if SGLang gives the model KV and something beside it, state slots or a pool of
+    its own for layers with windows, and may cache both.
     """
     view = overrides.resolved_view(server_args)
     if view.disable_radix_cache:
-        return False
+        return "prefix caching is switched off (--disable-radix-cache)"
     model = overrides.model_config_of(view)
-    return has_states(model) or has_windows(model)
+    if has_states(model) or has_windows(model):
+        return None
+    return "the model has no state layers and no window pool beside its full attention"
 
 
 def has_states(model: Any) -> bool:
@@ -134,11 +131,22 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
         chosen["mamba_radix_cache_strategy"] = "no_buffer"
+        _tell_of_strategy(view.mamba_radix_cache_strategy)
     overrides.declare_resolution(server_args, "hybrid_plugin", **chosen)
     logger.info(
         "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
         page_size,
     )
+
+
+def _tell_of_strategy(given: str) -> None:
+    """Say that a choice for SGLang's own cache chooses nothing, if one was made."""
+    if given not in ("auto", "no_buffer"):
+        logger.warning(
+            "hybrid-plugin: --mamba-radix-cache-strategy %s is for SGLang's own cache "
+            "and has no effect.",
+            given,
+        )
 
 
 def _check_storable(view: Any, option: str) -> None:
@@ -215,10 +223,6 @@ def _conflicts(view: Any) -> Iterator[str]:
         )
     if view.radix_cache_backend not in (None, BACKEND):
         yield f"it brings its own radix cache; drop --radix-cache-backend, or {FLAG}."
-    if view.mamba_radix_cache_strategy not in ("auto", "no_buffer"):
-        yield (
-            "--mamba-radix-cache-strategy is a choice for SGLang's own cache; drop it."
-        )
     if view.enable_int8_mamba_checkpoint:
         yield "snapshots are exact; drop --enable-int8-mamba-checkpoint."
     for flag in ("lmcache", "flexkv", "hisparse", "unified_cache_external_linker"):

@@ -23,7 +23,7 @@ def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
     try:
         server_args = _resolve(model, flags)
     except (Exception, SystemExit) as error:
-        text = str(error) or repr(error)
+        text = _words(error)
         ours = text.startswith("hybrid-plugin")
         return Outlook(Prospect.REFUSED if ours else Prospect.FAILS, text)
     unknown = _unknown_architecture(server_args)
@@ -31,17 +31,25 @@ def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
         return Outlook(Prospect.FAILS, unknown)
     view = _view(server_args)
     if view.radix_cache_backend != "hybrid":
-        from hybrid_plugin.sglang.arguments import NOTHING_TO_DO
-
-        return Outlook(Prospect.LEFT_ALONE, NOTHING_TO_DO)
-    if view.tp_size > 1:
-        note = "sizes are worked out for one rank; leave --tp-size out"
-        return Outlook(Prospect.SERVED, note=note)
+        return Outlook(Prospect.LEFT_ALONE, _idle(server_args))
     try:
         return _sized(server_args, view.page_size, cache_bytes)
     except Exception as error:
         note = f"SGLang could not describe the model ({error!r})"
         return Outlook(Prospect.SERVED, note=note)
+
+
+def _idle(server_args: Any) -> str:
+    from hybrid_plugin.sglang.arguments import reason_to_stay_idle
+
+    return reason_to_stay_idle(server_args) or 'the option "enabled" is false'
+
+
+def _words(error: BaseException) -> str:
+    """What went wrong; argparse has said it already, and ends with a number."""
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return "SGLang does not take these flags; see above."
+    return str(error) or repr(error)
 
 
 def _resolve(model: str, flags: Sequence[str]) -> Any:
@@ -134,11 +142,30 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
 
 
 def _token_bytes(model: Any) -> int:
-    """KV of one token in one attention layer, for unquantised caches."""
+    """KV of one token in one attention layer, on one tensor-parallel rank."""
+    from sglang.srt.runtime_context import get_parallel
+
     from hybrid_plugin.sglang.layout import is_latent
 
     if is_latent(model):
         elements = model.kv_lora_rank + model.qk_rope_head_dim
     else:
-        elements = model.get_num_kv_heads(1) * (model.head_dim + model.v_head_dim)
-    return int(elements * model.dtype.itemsize)
+        heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+        elements = heads * (model.head_dim + model.v_head_dim)
+    return int(elements * _kv_dtype(model).itemsize)
+
+
+def _kv_dtype(model: Any) -> Any:
+    """The type that SGLang keeps KV in, as far as arguments tell it."""
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+    from sglang.srt.runtime_context import get_model
+
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+        model=None,
+        model_dtype=model.dtype,
+        is_draft_worker=False,
+        is_dflash=False,
+        speculative_draft_attention_backend=None,
+    )
+    return dtype

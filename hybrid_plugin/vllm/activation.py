@@ -241,13 +241,12 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "sleep mode is not supported yet; drop --enable-sleep-mode."
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism is not supported yet; use tensor parallelism."
-    if parallel.decode_context_parallel_size > 1 or (
-        getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
-        yield (
-            "context parallelism is not supported yet; drop "
-            "--decode-context-parallel-size and --prefill-context-parallel-size."
-        )
+    for phase in ("decode", "prefill"):
+        if getattr(parallel, f"{phase}_context_parallel_size", 1) > 1:
+            yield (
+                "context parallelism is not supported yet; drop "
+                f"--{phase}-context-parallel-size."
+            )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported."
     if model.is_mm_prefix_lm:
@@ -261,10 +260,6 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "ReplaySSM keeps no exact states; drop --use-replayssm."
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         yield "it needs chunked prefill; drop --no-enable-chunked-prefill."
-    if vllm_config.scheduler_config.scheduler_cls is not None:
-        yield "it brings its own scheduler; drop --scheduler-cls."
-    if parallel.worker_cls != "auto":
-        yield "it brings its own worker; drop --worker-cls."
     if read_options(vllm_config).verify_fraction and parallel.data_parallel_size > 1:
         yield (
             "verify_fraction has an engine make steps of its own, and data-parallel "
@@ -274,6 +269,12 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     yield from serving.obstacles(vllm_config, read_options(vllm_config))
     if read_options(vllm_config).is_deterministic:
         yield from deterministic.obstacles(vllm_config)
+    # Last, because vLLM names its own worker soon after: whoever asks again once a
+    # configuration is complete is told the reason of the first time.
+    if vllm_config.scheduler_config.scheduler_cls is not None:
+        yield "it brings its own scheduler; drop --scheduler-cls."
+    if parallel.worker_cls != "auto":
+        yield "it brings its own worker; drop --worker-cls."
 
 
 def _mark(vllm_config: VllmConfig) -> None:

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.outlook import Outlook, Prospect
-from hybrid_plugin.vllm import activation
+from hybrid_plugin.vllm import activation, lone_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,9 +33,6 @@ def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
         return _failure(error)
     if not activation.is_active(config):
         return _why_not(config)
-    if config.parallel_config.world_size > 1:
-        note = "sizes are worked out for one rank; leave the parallel sizes out"
-        return Outlook(Prospect.SERVED, note=note)
     try:
         layout = _lay_out(config)
     except ConfigError as error:
@@ -53,12 +49,35 @@ def _configure(model: str, flags: Sequence[str]) -> VllmConfig:
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser(prog="vllm")
-    ServeSubcommand().subparser_init(parser.add_subparsers())
+    parser, serve = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers())
     parsed = parser.parse_args(["serve", model, *flags])
     parsed.model = model
+    serve.validate(parsed)
+    _load_parsers(parsed)
     args = AsyncEngineArgs.from_cli_args(parsed)
     return args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+
+
+def _load_parsers(parsed: Namespace) -> None:
+    """Load files that bring parsers of answers, as the server does first of all.
+
+    Raises:
+        ValueError: naming the flag whose parser there is not, in no file either.
+    """
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if parsed.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
+    if parsed.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
+    for flag, name, manager in (
+        ("--tool-call-parser", parsed.tool_call_parser, ToolParserManager),
+        ("--reasoning-parser", parsed.reasoning_parser, ReasoningParserManager),
+    ):
+        if name and name not in manager.list_registered():
+            raise ValueError(f"{flag} names {name}, and vLLM has no such parser.")
 
 
 def _failure(error: BaseException) -> Outlook:
@@ -68,11 +87,23 @@ def _failure(error: BaseException) -> Outlook:
         if isinstance(cause, ConfigError):
             return Outlook(Prospect.REFUSED, str(cause))
         cause = cause.__cause__ or cause.__context__
-    if "hybrid-plugin" in str(error) or "hybrid_plugin" in str(error):
-        return Outlook(Prospect.REFUSED, str(error))
+    words = _words(error)
+    if "hybrid-plugin" in words or "hybrid_plugin" in words:
+        return Outlook(Prospect.REFUSED, words)
     if isinstance(error, SystemExit):
         return Outlook(Prospect.FAILS, "vLLM does not take these flags; see above.")
-    return Outlook(Prospect.FAILS, str(error) or repr(error))
+    return Outlook(Prospect.FAILS, words)
+
+
+def _words(error: BaseException) -> str:
+    """What an error says, without the frame in which pydantic shows it."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error) or repr(error)
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    return str(cause or first["msg"])
 
 
 def _why_not(config: VllmConfig) -> Outlook:
@@ -92,40 +123,17 @@ def _without_an_implementation(config: VllmConfig, idle: str) -> Outlook:
     """
     architectures = getattr(config.model_config.hf_config, "architectures", None)
     missing = f"vLLM has no implementation of {', '.join(architectures or ())}"
-    if config.parallel_config.world_size == 1:
-        try:
-            _build(config)
-        except ValueError as error:
-            return Outlook(
-                Prospect.FAILS,
-                f"{missing}, and its Transformers backend cannot run it: {error}",
-            )
+    try:
+        with lone_rank.built(config):
+            pass
+    except ValueError as error:
+        return Outlook(
+            Prospect.FAILS,
+            f"{missing}, and its Transformers backend cannot run it: {error}",
+        )
     return Outlook(
         Prospect.LEFT_ALONE, f"{missing}; for its Transformers backend {idle}"
     )
-
-
-def _build(config: VllmConfig) -> None:
-    """Build the model without memory; its layers enter the configuration."""
-    import torch
-    from vllm.config.vllm import set_current_vllm_config
-    from vllm.distributed import (
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        set_current_vllm_config(config),
-        set_default_torch_dtype(config.model_config.dtype),
-    ):
-        meeting_point = f"file://{Path(folder, 'rank0')}"
-        init_distributed_environment(1, 0, meeting_point, 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        with torch.device("meta"):
-            initialize_model(config)
 
 
 def _lay_out(config: VllmConfig) -> CacheLayout:
@@ -134,23 +142,23 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
 
     from hybrid_plugin.vllm import page_layout, page_size, planning, servable
 
-    _build(config)
-    layers = config.compilation_config.static_forward_context
+    with lone_rank.built(config):
+        layers = config.compilation_config.static_forward_context
 
-    def specs() -> dict[str, KVCacheSpec]:
-        return {
-            name: spec
-            for name, layer in layers.items()
-            if isinstance(layer, AttentionLayerBase)
-            and (spec := layer.get_kv_cache_spec(config)) is not None
-        }
+        def specs() -> dict[str, KVCacheSpec]:
+            return {
+                name: spec
+                for name, layer in layers.items()
+                if isinstance(layer, AttentionLayerBase)
+                and (spec := layer.get_kv_cache_spec(config)) is not None
+            }
 
-    reason = servable.find_out(config, specs)
-    if reason is not None:
-        raise servable.UnservableError(reason)
-    page_size.choose(config)
-    packed = page_layout.obstacle(config) is None
-    return planning.make_layout(planning.make_groups(specs()), packed=packed)
+        reason = servable.find_out(config, specs)
+        if reason is not None:
+            raise servable.UnservableError(reason)
+        page_size.choose(config)
+        packed = page_layout.obstacle(config) is None
+        return planning.make_layout(planning.make_groups(specs()), packed=packed)
 
 
 def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:

@@ -69,7 +69,7 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
     if unknown:
         yield (
             f"{model.architecture} keeps caches of the kind {unknown[0]}, which is not "
-            "supported yet."
+            "supported yet; HYBRID_PLUGIN=0 leaves the model to vLLM."
         )
 
 

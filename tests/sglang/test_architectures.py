@@ -198,6 +198,21 @@ def test_each_is_served_left_alone_or_refused(
         assert not declared
 
 
+def test_without_prefix_caching_that_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in = SimpleNamespace(
+        resolved_view=lambda arguments: arguments,
+        model_config_of=lambda view: model_of(CASES[0][0]),
+    )
+    monkeypatch.setattr(arguments, "overrides", stand_in)
+    view: Any = View()
+    view.disable_radix_cache = True
+    assert arguments.reason_to_stay_idle(view) == (
+        "prefix caching is switched off (--disable-radix-cache)"
+    )
+
+
 def test_no_configuration_with_states_is_left_out() -> None:
     """A class that SGLang adds must be put into the walk."""
     known = {_load(example.config) for example, _ in CASES}

@@ -209,6 +209,22 @@ def test_a_chunk_of_100_tokens_starts_as_it_does_without_the_plugin() -> None:
     assert ours.settings["page_size"] == 4
 
 
+@pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy"])
+def test_a_choice_for_the_cache_that_is_replaced_has_no_effect(strategy: str) -> None:
+    drafts = ("--speculative-algorithm=NGRAM", "--speculative-num-draft-tokens=4")
+    plain = DRIVER.decide(Setup(flags=drafts))
+    flags = (*drafts, f"--mamba-radix-cache-strategy={strategy}")
+    ours = DRIVER.decide(Setup(flags=flags))
+    assert (ours.refusal, ours.active) == (None, True)
+    assert ours.settings == plain.settings
+    assert ours.settings["mamba_radix_cache_strategy"] == "no_buffer"
+    (said,) = set(ours.lines) - set(plain.lines)
+    assert said == (
+        f"hybrid-plugin: --mamba-radix-cache-strategy {strategy} is for SGLang's own "
+        "cache and has no effect."
+    )
+
+
 def test_enabled_false_is_stock() -> None:
     stock = DRIVER.decide(Setup(plugin=False))
     ours = DRIVER.decide(Setup(options={"enabled": False}))

@@ -38,17 +38,22 @@ print(found.prospect.value, "|", found.reason, "|", found.note)
 
 
 def foresee(folder: Path, config: dict[str, Any], *flags: str) -> str:
+    return run(FORESEE, folder, config, *flags)[-1]
+
+
+def run(code: str, folder: Path, config: dict[str, Any], *flags: str) -> list[str]:
+    """The lines that code prints, which is given a model and a server's flags."""
     (folder / "config.json").write_text(json.dumps(config))
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HYBRID_")}
     done = subprocess.run(
-        [sys.executable, "-c", FORESEE, str(folder), "--skip-tokenizer-init", *flags],
+        [sys.executable, "-c", code, str(folder), "--skip-tokenizer-init", *flags],
         env=clean | {"SGLANG_PLATFORM": "hybrid_cpu"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -63,3 +68,49 @@ def test_windows_are_served_where_sglang_gives_them_a_pool(
     flags: tuple[str, ...], expected: str, tmp_path: Path
 ) -> None:
     assert foresee(tmp_path, LAGUNA, *flags).startswith(expected)
+
+
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*-",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "mamba_n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+SIZES = """
+import json, sys
+from hybrid_plugin.sglang.outlook import foresee
+for flags in ([], ["--tp-size=2"], ["--kv-cache-dtype=fp8_e4m3"], ["--no-such-flag"]):
+    found = foresee(sys.argv[1], [*sys.argv[2:], *flags], 1 << 30)
+    layout = found.layout
+    sizes = layout and (layout.page_bytes, layout.slot_bytes)
+    print(found.prospect.value, json.dumps(sizes), found.reason, sep=" | ")
+"""
+
+
+def test_sizes_are_those_of_a_rank_and_of_its_kind_of_kv(tmp_path: Path) -> None:
+    found = [
+        line.split(" | ") for line in run(SIZES, tmp_path, NEMOTRON) if "|" in line
+    ]
+    sizes = [json.loads(size) for _, size, _ in found]
+    (page, slot), (page_of_two, slot_of_two), *others = sizes
+    assert page_of_two == page // 2 and slot // 2 <= slot_of_two < slot
+    assert others == [[page // 2, slot], None]
+    assert found[-1] == [
+        "fails",
+        "null",
+        "SGLang does not take these flags; see above.",
+    ]

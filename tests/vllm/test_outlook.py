@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.engine.outlook import Outlook, Prospect
-from hybrid_plugin.vllm import outlook
+from hybrid_plugin.vllm import outlook, servable
+from tests.engines.drivers.driver import MODEL
 from tests.vllm.hybrid_models import SERVED, write
 
 NEMOTRON = "NemotronHForCausalLM"
@@ -78,3 +83,96 @@ def test_what_drafts_take_is_said(tmp_path: Path) -> None:
     assert without.note == "" and without.layout is not None
     wider, plain = found.layout.states[0], without.layout.states[0]
     assert wider.state_bytes > plain.state_bytes, "windows hold the drafts' inputs"
+
+
+def layout_of(folder: Path, architecture: str, *flags: str) -> CacheLayout:
+    model = str(write(folder, architecture, SERVED[architecture]))
+    found = outlook.foresee(model, (*FLAGS, *flags), 1 << 30)
+    assert found.prospect is Prospect.SERVED and found.layout is not None, found
+    return found.layout
+
+
+def test_a_rank_of_several_has_its_share_of_heads(tmp_path: Path) -> None:
+    alone = layout_of(tmp_path, NEMOTRON)
+    rank = layout_of(tmp_path, NEMOTRON, "--tensor-parallel-size=2")
+    assert rank.page_bytes * 2 == alone.page_bytes
+    assert alone.slot_bytes // 2 <= rank.slot_bytes < alone.slot_bytes
+    assert layout_of(tmp_path, NEMOTRON) == alone, "the next model is alone again"
+
+
+def test_experts_that_are_dealt_out_change_no_layout(tmp_path: Path) -> None:
+    ranks = ("--tensor-parallel-size=2",)
+    cut = layout_of(tmp_path, "Qwen3NextForCausalLM", *ranks)
+    dealt = (*ranks, "--enable-expert-parallel")
+    assert layout_of(tmp_path, "Qwen3NextForCausalLM", *dealt) == cut
+
+
+def test_data_parallel_ranks_are_not_waited_for(tmp_path: Path) -> None:
+    """The first configuration that a process sees makes its groups."""
+    code = (
+        "import sys; from hybrid_plugin.vllm.outlook import foresee\n"
+        "found = foresee(sys.argv[1], sys.argv[2:], 1 << 30)\n"
+        "print(found.prospect.value, found.layout is not None)"
+    )
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    done = subprocess.run(
+        [sys.executable, "-c", code, model, *FLAGS, "--data-parallel-size=2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines()[-1:] == ["served True"], done.stderr[-3000:]
+
+
+PARSER = """
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.identity_reasoning_parser import IdentityReasoningParser
+ReasoningParserManager.register_module("of_the_checkpoint")(IdentityReasoningParser)
+"""
+
+
+def test_a_file_that_brings_a_parser_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "parser.py"
+    file.write_text(PARSER)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copy(MODEL / name, tmp_path)
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    flags = ("--max-model-len=512", "--reasoning-parser=of_the_checkpoint")
+    found = outlook.foresee(model, flags, 1 << 30)
+    assert found.prospect is Prospect.FAILS and "of_the_checkpoint" in found.reason
+    plugin = f"--reasoning-parser-plugin={file}"
+    found = outlook.foresee(model, (*flags, plugin), 1 << 30)
+    assert found.prospect is Prospect.SERVED, found.reason
+
+
+def test_the_reason_is_that_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM names its own worker once the plugin has stepped aside."""
+    reason = "it keeps what nobody knows."
+    monkeypatch.setattr(servable, "obstacles", lambda _: iter((reason,)))
+    found = foreseen(tmp_path, NEMOTRON, SERVED[NEMOTRON])
+    assert (found.prospect, found.reason) == (Prospect.REFUSED, reason)
+
+
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_a_parser_that_vllm_does_not_have_is_named(flag: str, tmp_path: Path) -> None:
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    found = outlook.foresee(model, (*FLAGS, flag, "no_such_one"), 1 << 30)
+    assert found.prospect is Prospect.FAILS
+    assert found.reason == f"{flag} names no_such_one, and vLLM has no such parser."
+
+
+def test_flags_that_the_server_refuses_at_once_fail(tmp_path: Path) -> None:
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    found = outlook.foresee(model, (*FLAGS, "--enable-auto-tool-choice"), 1 << 30)
+    assert found.prospect is Prospect.FAILS
+    assert "requires --tool-call-parser" in found.reason
+
+
+def test_words_of_a_failure_have_no_frame(tmp_path: Path) -> None:
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    found = outlook.foresee(model, (*FLAGS, "--max-model-len=5000"), 1 << 30)
+    assert found.prospect is Prospect.FAILS
+    assert found.reason.startswith("User-specified max_model_len (5000)")
+    assert "validation error" not in found.reason

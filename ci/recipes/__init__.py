@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published serving commands of hybrid models, taken through both engines."""

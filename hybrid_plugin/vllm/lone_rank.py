@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first tensor-parallel rank of a model, built without its peers or weights.
+
+What a rank keeps of a sequence depends on how many ranks there are, and not on what
+they say: no collective runs while layers are made.  So a process alone makes groups of
+one, and has vLLM's group of tensor-parallel ranks tell another size meanwhile.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+
+
+@contextmanager
+def built(config: VllmConfig) -> Iterator[None]:
+    """Make the layers of rank 0; they enter the configuration.
+
+    Some ask for the number of ranks again when they are asked for their caches: that is
+    to be done within.
+
+    Raises:
+        Exception: whatever the model's code raises.
+    """
+    import torch
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    _make_groups_of_one()
+    _make_workspace()
+    with _told(config.parallel_config):
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            initialize_model(config)
+        yield
+
+
+def _make_groups_of_one() -> None:
+    """Initialise what is distributed, without the peers that a server would have."""
+    from vllm.config.vllm import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    # Of the server's configuration vLLM would take the data-parallel ranks, and wait
+    # for them.
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        set_current_vllm_config(VllmConfig()),
+    ):
+        meeting_point = f"file://{Path(folder, 'rank0')}"
+        init_distributed_environment(1, 0, meeting_point, 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+def _make_workspace() -> None:
+    """Give layers the scratch memory that a worker would have, without any."""
+    import torch
+    from vllm.v1.worker import workspace
+
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device("meta"))
+
+
+@contextmanager
+def _told(parallel: ParallelConfig) -> Iterator[None]:
+    """Have layers cut their heads for as many tensor-parallel ranks as there would be.
+
+    Experts are cut likewise, though a server may deal them out: a table says where each
+    is, and tables cannot be read without memory.  They keep nothing of a sequence.
+    """
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group, dealt_out = get_tp_group(), parallel.enable_expert_parallel
+    device, size = group.device, group.world_size
+    group.device = torch.device("meta")  # where layers are made
+    group.world_size = parallel.tensor_parallel_size
+    parallel.enable_expert_parallel = False
+    try:
+        yield
+    finally:
+        group.device, group.world_size = device, size
+        parallel.enable_expert_parallel = dealt_out
