@@ -60,6 +60,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_LINEAR}:MergedColumnParallelLinear.__init__",
         ("input_size", "output_sizes", *_COMMON),
+        mentions=("_initialize_partition",),
     ),
     HookPoint(
         f"{_LINEAR}:RowParallelLinear.__init__",
@@ -93,7 +94,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(
         f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead.__init__",
-        ("num_embeddings", "embedding_dim", "quant_config", "prefix"),
+        ("num_embeddings", "embedding_dim", "bias", "quant_config", "prefix"),
     ),
     HookPoint(
         f"{_LAYERS}.radix_attention:RadixAttention.__init__",
@@ -112,6 +113,37 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         f"{_LAYERS}.radix_attention:RadixAttention.forward",
         ("self", "q", "k", "v", "forward_batch"),
     ),
+    HookPoint(f"{_LAYERS}.moe.ep_moe.layer:get_moe_impl_class", ("quant_config",)),
+    HookPoint(
+        f"{_LAYERS}.moe.fused_moe_triton.layer:FusedMoE.__init__",
+        (
+            "layer_id",
+            "top_k",
+            "num_experts",
+            "hidden_size",
+            "intermediate_size",
+            "reduce_results",
+            "quant_config",
+            "routed_scaling_factor",
+            "inplace",
+            "prefix",
+        ),
+    ),
+    HookPoint(
+        f"{_LAYERS}.moe.topk:TopK.__init__",
+        (
+            "top_k",
+            "layer_id",
+            "renormalize",
+            "scoring_func",
+            "use_grouped_topk",
+            "num_expert_group",
+            "topk_group",
+            "correction_bias",
+            "routed_scaling_factor",
+        ),
+    ),
+    HookPoint(f"{_LAYERS}.moe.topk:StandardTopKOutput"),
     HookPoint(
         f"{_LAYERS}.logits_processor:LogitsProcessor.__init__",
         ("config", "logit_scale"),
@@ -121,7 +153,10 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         f"{_LAYERS}.logits_processor:LogitsProcessor.forward",
         ("input_ids", "hidden_states", "lm_head", "logits_metadata"),
     ),
-    HookPoint(f"{_SRT}.distributed:tensor_model_parallel_all_reduce", ("input_",)),
+    HookPoint(
+        f"{_SRT}.distributed.communication_op:tensor_model_parallel_all_reduce",
+        ("input_",),
+    ),
     HookPoint(f"{_SRT}.runtime_context:get_parallel", ()),
     HookPoint(f"{_SRT}.runtime_context:get_spec", ()),
 )

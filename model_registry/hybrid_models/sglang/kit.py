@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
@@ -25,7 +25,7 @@ from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_bat
 from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import nn
 
-from hybrid_models.kit import Mix, Rope, Routing, StateTensor
+from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor
 from hybrid_models.sglang.configs import placement
 from hybrid_models.sglang.experts import Experts
 from hybrid_models.sglang.states import StateLayer
@@ -191,6 +191,21 @@ class SglangKit:
             sliding_window_size=-1 if window is None else window - 1,
             quant_config=self._quantisation,
             prefix=name,
+        )
+
+    def latent_attention(
+        self,
+        layer: int,
+        shape: LatentShape,
+        expand: nn.Module,
+        *,
+        scale: float,
+        name: str,
+    ) -> nn.Module:
+        """Not here: SGLang has classes of its own for what needs it."""
+        raise ValueError(
+            "model classes of hybrid-plugin have no latent attention in SGLang: leave "
+            'this one out of the option "models", for SGLang has a class of its own'
         )
 
     def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
