@@ -25,7 +25,7 @@ SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
 .PHONY: help demo demo-sglang demo-tiers test test-vllm test-sglang test-gpu kernels units-vllm \
-	units-sglang engines-vllm engines-sglang soak soak-gpu lint contracts clean
+	units-sglang engines-vllm engines-sglang soak soak-gpu lint dist contracts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make soak   the core's property tests for hours, not minutes"
 	@echo "make soak-gpu  memory moves at random under a vLLM that serves, memory-checked"
 	@echo "make lint   check style and types only"
+	@echo "make dist   build the wheel and the source archive, and try the wheel"
 	@echo "make contracts  check what we rely on in each engine version (downloads)"
 	@echo "make clean  delete what the others made, the environments too"
 	@echo
@@ -56,7 +57,7 @@ demo-tiers: $(READY)
 # Two at a time, the long ones first, and all of them, whatever fails.
 test: $(DEV_READY) $(SGLANG_DEV_READY)
 	@$(MAKE) --keep-going --jobs=2 engines-vllm engines-sglang units-vllm kernels \
-		units-sglang lint contracts
+		units-sglang lint contracts dist
 
 test-vllm: units-vllm engines-vllm
 
@@ -92,10 +93,16 @@ soak-gpu:
 soak: $(DEV_READY)
 	HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/core
 
+# The documentation too: as a site, in which every link between pages leads somewhere.
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
+
+# What is released, tried where there is nothing else.
+dist: $(DEV_READY)
+	tools/check_dist.sh $(abspath $(BIN))/python build/dist
 
 contracts: $(DEV_READY)
 	$(BIN)/python ci/run_matrix.py --all --contracts-only --compare

@@ -42,7 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     from hybrid_plugin.tools.doctor import command as doctor
     from hybrid_plugin.tools.models import command as models
     from hybrid_plugin.tools.plan import command as plan
+    from hybrid_plugin.tools.route import command as route
+    from hybrid_plugin.tools.session import command as session
     from hybrid_plugin.tools.simulate import command as simulate
+    from hybrid_plugin.tools.top import command as top
 
     parser: argparse.ArgumentParser = _Parser(
         prog="hybrid-plugin", description="Prefix cache for hybrid models."
@@ -53,7 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_parser(commands)
     plan.add_parser(commands)
     bundle.add_parser(commands)
+    top.add_parser(commands)
+    session.add_parser(commands)
     models.add_parser(commands)
+    route.add_parser(commands)
     return parser
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hybrid_plugin.core.policy.costs import PASS_TOKENS, SHARED_TOKENS
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.disk_options import DiskOptions as DiskOptions
 from hybrid_plugin.errors import ConfigError as ConfigError
+from hybrid_plugin.peer_options import PeerOptions as PeerOptions
 from hybrid_plugin.sizes import parse_bytes
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
@@ -70,6 +72,13 @@ class HybridConfig:
         "is for all ranks on this machine together, and `weights` may name the model's "
         "weights; by default none.",
     )
+    peers: PeerOptions | None = _option(  # noqa: RUF009 - a field, as the others
+        None,
+        "Other servers of the same model that read from `host_memory`, which it needs, "
+        'and from which this one reads: `{"listen": "127.0.0.1:7600"}`; for other '
+        'addresses also `"secret_file": "/etc/hybrid/secret"`, and `weights` may name '
+        "the model's weights; by default none.",
+    )
     state_memory_ratio: float | None = _option(
         None,
         "Share of the cache memory for state slots, between 0 and 1, without elastic "
@@ -81,10 +90,11 @@ class HybridConfig:
         "that saves at least this many tokens, so that the second chat with the same "
         "system message hits. By default the third does.",
     )
-    in_batch_prefix_min_tokens: int = _option(
-        256,
+    in_batch_prefix_min_tokens: int | None = _option(
+        None,
         "A request waits for another one that is computing the prefix that both "
-        "share, if that saves at least this many tokens; 0 for never.",
+        "share, if that saves at least this many tokens; 0 for never. By default 256, "
+        "and 64 on a CPU, where a forward pass of few tokens costs less.",
     )
     kernels: str = _option(
         "auto",
@@ -111,6 +121,13 @@ class HybridConfig:
         "draft; `replay`, one state and a small record of each draft, on our kernels; "
         "or `auto`, which is `columns` until `replay` was measured to be faster.",
     )
+    verify_fraction: float = _option(
+        0.0,
+        "Share of the requests with a hit, between 0 and 1, that are served again when "
+        "nothing else runs, with the hit and without. If log probabilities differ by "
+        "more than rounding, the log says so, and "
+        "`hybrid_cache_hit_checks_failed_total` counts it.",
+    )
     models: tuple[str, ...] = _option(
         (),
         'Architectures, such as `["JambaForCausalLM"]`, that our model classes serve '
@@ -128,6 +145,10 @@ class HybridConfig:
             raise ConfigError(
                 "state_memory_ratio fixes the pools, and elastic pools move: set "
                 "elastic to false, or leave state_memory_ratio out."
+            )
+        if not 0 <= self.verify_fraction <= 1:
+            raise ConfigError(
+                f"verify_fraction must lie between 0 and 1, got {self.verify_fraction}."
             )
         if self.kernels not in KERNELS:
             raise ConfigError(
@@ -161,6 +182,11 @@ class HybridConfig:
             raise ConfigError(
                 "disk needs host_memory, through which content goes to files and back: "
                 "give both, or leave disk out."
+            )
+        if self.peers is not None and self.host_memory is None:
+            raise ConfigError(
+                "peers needs host_memory, from which peers read: give both, or leave "
+                "peers out."
             )
         if self.is_deterministic and self.kernels == "engine":
             raise ConfigError(
@@ -196,6 +222,11 @@ class HybridConfig:
         return self.state_memory_ratio is None
 
     @property
+    def has_outer_tiers(self) -> bool:
+        """Whether there is something behind the host memory."""
+        return self.disk is not None or self.peers is not None
+
+    @property
     def is_deterministic(self) -> bool:
         """Whether the cache may hold canonical content only."""
         return self.deterministic != "off"
@@ -206,17 +237,24 @@ class HybridConfig:
         return "ours" if self.is_deterministic else self.kernels
 
     def snapshot_policy(
-        self, page_size: int, delimiters: Delimiters | None = None
+        self,
+        page_size: int,
+        delimiters: Delimiters | None = None,
+        pass_tokens: int = PASS_TOKENS,
     ) -> SnapshotPolicy:
         """The policy these options describe.
 
         Args:
             page_size: tokens in a page.
             delimiters: what ends a message, if the options want to know.
+            pass_tokens: what a forward pass costs; see `core/policy/costs.py`.
         """
+        fewest = self.in_batch_prefix_min_tokens
         return SnapshotPolicy(
             page_size=page_size,
-            in_batch_prefix_min_tokens=self.in_batch_prefix_min_tokens,
+            in_batch_prefix_min_tokens=min(pass_tokens, SHARED_TOKENS)
+            if fewest is None
+            else fewest,
             delimiters=delimiters,
             system_min_tokens=self.system_snapshot_min_tokens or 1,
         )
@@ -295,6 +333,8 @@ def _read_value(name: str, value: Any) -> Any:
         return DiskOptions.from_value(value)
     if name == "models" and isinstance(value, list):
         return tuple(value)
+    if name == "peers" and value is not None:
+        return PeerOptions.from_value(value)
     return _read_size(name, value) if name in _SIZES else value
 
 
@@ -319,6 +359,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "str": (str,),
         "DiskOptions": (DiskOptions,),
         "tuple[str, ...]": (tuple,),
+        "PeerOptions": (PeerOptions,),
     }
     is_bool = isinstance(value, bool)
     fits = isinstance(value, accepted[wanted]) and (not is_bool or wanted == "bool")
@@ -373,7 +414,7 @@ def switched_off_by_environment() -> bool:
 
 
 def options_table() -> str:
-    """The options as Markdown, for the README."""
+    """The options as Markdown, for docs/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for option in fields(HybridConfig):
         default = "" if option.default in (None, ()) else f"`{option.default}`"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.sizes import parse_bytes
@@ -19,6 +19,8 @@ class DiskOptions:
     Raises:
         ConfigError: for a value out of range.
     """
+
+    option: ClassVar[str] = "disk"
 
     path: str
     """An absolute folder."""

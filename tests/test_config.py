@@ -131,7 +131,7 @@ def test_unknown_option_lists_the_known_ones() -> None:
         ("enabled", "yes", "bool"),
         ("state_memory_ratio", "0.5", "float"),
         ("state_memory_ratio", True, "float"),
-        ("in_batch_prefix_min_tokens", None, "int"),
+        ("in_batch_prefix_min_tokens", 64.0, "int"),
         ("gpu_memory_budget", [8], "a size such as 40GiB"),
         ("gpu_memory_budget", 4e9, "a size such as 40GiB"),
         ("gpu_memory_budget", True, "a size such as 40GiB"),
@@ -229,6 +229,8 @@ def test_the_snapshot_policy_of_the_options() -> None:
     policy = HybridConfig().snapshot_policy(16)
     assert (policy.page_size, policy.chunk_end_min_tokens) == (16, 1024)
     assert (policy.system_min_tokens, policy.in_batch_prefix_min_tokens) == (1, 256)
+    on_cpu = HybridConfig().snapshot_policy(16, pass_tokens=64)
+    assert on_cpu.in_batch_prefix_min_tokens == 64
     asked = HybridConfig(system_snapshot_min_tokens=512, in_batch_prefix_min_tokens=0)
     policy = asked.snapshot_policy(16)
     assert (policy.system_min_tokens, policy.in_batch_prefix_min_tokens) == (512, 0)

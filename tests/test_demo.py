@@ -27,7 +27,6 @@ from hybrid_plugin.tools.demo.client import Answer, Client, _Reader
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
 from hybrid_plugin.tools.demo.engines import Launch, Levels, VllmEngine, speculating
 from hybrid_plugin.tools.demo.measure import Peaks, Result, percentile, summarise
-from hybrid_plugin.tools.demo.metrics import Metrics
 from hybrid_plugin.tools.demo.patience import LEAST_LIMIT_S, PROBES, Patience
 from hybrid_plugin.tools.demo.progress import PERIOD_S, Display
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
@@ -40,6 +39,7 @@ from hybrid_plugin.tools.demo.workloads import (
     all_workloads,
     shared_prompt,
 )
+from hybrid_plugin.tools.prometheus_text import Metrics
 
 SHARED, CHATS, TREE, BURST = all_workloads()
 

@@ -33,11 +33,11 @@ from hybrid_plugin.tools.demo.measure import (
     continued,
     summarise,
 )
-from hybrid_plugin.tools.demo.metrics import Metrics
 from hybrid_plugin.tools.demo.patience import Patience
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.tools.demo.tiers import SERVERS, TiersDemo
 from hybrid_plugin.tools.demo.workloads import Message, Workload, returning
+from hybrid_plugin.tools.prometheus_text import Metrics
 
 CHATS = returning(count=3)
 

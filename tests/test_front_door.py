@@ -35,6 +35,7 @@ class Request:
     cacheable: bool = True
     may_hit: bool = True
     may_pause: bool = True
+    is_check: bool = False
     hint: Any = None
     resumed: bool = False
     is_over: bool = True

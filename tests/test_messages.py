@@ -13,8 +13,8 @@ import pytest
 
 from hybrid_plugin.engine.metrics import (
     _AVERAGES,
+    _BY_REASON,
     _COUNTS,
-    _FAILURES,
     _POOLS,
     _TOTALS,
 )
@@ -67,7 +67,7 @@ def test_message_is_what_the_code_says(quote: str, sentences: list[str]) -> None
 def test_dashboard_shows_every_metric() -> None:
     text = (ROOT / "docs" / "grafana.json").read_text()
     used = set(re.findall(r"hybrid_cache_\w+", text))
-    known = {f"hybrid_cache_{name}_total" for name in (*_TOTALS, *_FAILURES)}
+    known = {f"hybrid_cache_{name}_total" for name in (*_TOTALS, *_BY_REASON)}
     known |= {f"hybrid_cache_{name}" for name in (*_POOLS, *_AVERAGES, *_COUNTS)}
     known.add("hybrid_cache_mapped_bytes")
     assert used == known

@@ -126,16 +126,24 @@ def test_evictions_move_the_averages() -> None:
         assert found[name] > before[name]
 
 
-@pytest.mark.parametrize("name", CacheStats().as_dict())
+@pytest.mark.parametrize(
+    "name", CacheStats().as_dict().keys() - metrics_module._BY_REASON.keys()
+)
 def test_every_total_is_published(name: str, labels: dict[str, str]) -> None:
     CacheMetrics(labels).publish(numbers(**{name: 3}))
     assert value(f"{name}_total", labels) == 3
 
 
 @pytest.mark.parametrize(
-    "name", OuterStats().as_dict("disk").keys() - metrics_module._FAILURES.keys()
+    "name",
+    [
+        name
+        for tier in ("disk", "peer")
+        for name in OuterStats().as_dict(tier)
+        if name not in metrics_module._BY_REASON
+    ],
 )
-def test_every_total_of_the_disk_is_published(
+def test_every_total_of_outer_tiers_is_published(
     name: str, labels: dict[str, str]
 ) -> None:
     CacheMetrics(labels).publish(numbers(**{name: 3}))
@@ -144,7 +152,9 @@ def test_every_total_of_the_disk_is_published(
 
 def test_failures_are_counted_by_their_reason(labels: dict[str, str]) -> None:
     cache = make_cache(pages=9, slots=5)
-    tier: Any = SimpleNamespace(name="disk", stats=OuterStats(), used_bytes=77)
+    tier: Any = SimpleNamespace(
+        name="disk", stats=OuterStats(), used_bytes=77, offers_bundles=False
+    )
     cache.tiers = (tier,)
     metrics = CacheMetrics(labels)
     metrics.publish(snapshot_of(cache))
@@ -157,6 +167,18 @@ def test_failures_are_counted_by_their_reason(labels: dict[str, str]) -> None:
     assert failed == 4
     assert value("disk_store_failures_total", labels, reason="disk_full") == 2
     assert value("disk_load_failures_total", labels, reason="torn") is None
+
+
+def test_computed_tokens_are_counted_by_their_reason(labels: dict[str, str]) -> None:
+    cache = make_cache(pages=9, slots=5)
+    metrics = CacheMetrics(labels)
+    metrics.publish(snapshot_of(cache))
+    assert value("computed_tokens_total", labels, reason="kv_evicted") == 0
+    serve(cache, "a", span(0, 10))
+    serve(cache, "b", (1, 2))
+    metrics.publish(snapshot_of(cache))
+    assert value("computed_tokens_total", labels, reason="new") == 10
+    assert value("computed_tokens_total", labels, reason="too_short") == 2
 
 
 def test_engines_of_one_process_are_told_apart(labels: dict[str, str]) -> None:

@@ -36,6 +36,7 @@ from hybrid_plugin.core.memory.window_tables import (
     WindowGroup,
     WindowTable,
 )
+from hybrid_plugin.core.misses import missed_tokens
 from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.policy.in_batch_sharing import Prefill
@@ -45,9 +46,10 @@ from hybrid_plugin.core.sequence import Admission, LiveSequence, LookUp
 from hybrid_plugin.core.stats import CacheStats, PoolLevel
 from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.host_tier import HostTier
-from hybrid_plugin.core.tiers.outer import Awaited, OuterTiers
+from hybrid_plugin.core.tiers.outer import Awaited, OuterTiers, Recording
 from hybrid_plugin.core.tiers.outer_tier import OuterTier
 from hybrid_plugin.core.tiers.restores import Restore, Restores, TransferRates
+from hybrid_plugin.core.tiers.saves import Saving
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.promise import Promise
@@ -126,6 +128,8 @@ class HybridCache:
             needs_snapshots=self.slots.needed or bool(self.windows),
             eviction=self.eviction,
         )
+        # As many as there could have been: a cache of twice the size had kept them.
+        self.tree.remember_evicted(self.pages.capacity * self.page_size)
         self.promises = Promises(self.tree, self.stats)
         self.memory = CacheMemory(
             self.pages,
@@ -214,7 +218,8 @@ class HybridCache:
         if not self._sequences and self._is_too_scattered(match, length):
             match = NO_MATCH
         if not self.tree.needs_snapshots:
-            return LookUp(length, namespace, match, {}, self.tree.version, ids, ttl)
+            version = self.tree.version
+            return LookUp(length, namespace, match, {}, version, ids, ttl, (), most)
         repays = self.tree.eviction.repays_pass
         planned = self.policy.snapshot_positions_of(
             ids,
@@ -243,7 +248,16 @@ class HybridCache:
         the tree all the same: under `namespace`.
         """
         ids = as_tokens(tokens)
-        return LookUp(len(tokens), namespace, NO_MATCH, {}, self.tree.version, ids, ttl)
+        return LookUp(
+            len(tokens),
+            namespace,
+            NO_MATCH,
+            {},
+            self.tree.version,
+            ids,
+            ttl,
+            may_hit=False,
+        )
 
     def is_current(self, found: LookUp) -> bool:
         """Whether a new look-up would give the same."""
@@ -339,6 +353,35 @@ class HybridCache:
             self.end_restores()
         return restore
 
+    def prefetch(self, found: LookUp) -> Fetching | None:
+        """Begin to fetch to the host what outer tiers have of a waiting sequence.
+
+        `restore` does it too, for a sequence that could be admitted; here nobody asks
+        whether it could.  Is something returned, it is what the sequence waits for.
+        """
+        if self._restores is None or self._outer is None or not found.limit:
+            return None
+        now = self.promises.pace.now
+        return self._outer.fetch(found, now, self._restores.queued(now))
+
+    def offer(self, namespace: Hashable, tokens: Sequence[int]) -> str | None:
+        """Let another server read the longest prefix that the host has of a sequence.
+
+        Call it when the sequence has ended.  The prefix stays on the host until the
+        outcome is reported (`outer_done`), or everything is flushed.
+
+        Args:
+            namespace: of the sequence.
+            tokens: as many of it as another server can use.
+
+        Returns:
+            What that server must know; None if the host has nothing of it, or if there
+            is no tier for offers.
+        """
+        if self._outer is None:
+            return None
+        return self._outer.offer(namespace, as_tokens(tokens))
+
     def is_restored(self, awaited: Awaited) -> bool:
         """Whether a sequence that waited for something need not wait for it any more.
 
@@ -365,7 +408,7 @@ class HybridCache:
         bundle: int | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Take the report on a `Write` or `Fetch`, on which all ranks agree.
+        """Take the report on a `Write`, `Fetch` or `Offer`, on which all ranks agree.
 
         Where each rank has a cache, all of them must hear the same reports, in the same
         order, between the same steps.
@@ -385,6 +428,90 @@ class HybridCache:
         now = self.promises.pace.now
         self._outer.done(ticket, ok, now, reason=reason, bundle=bundle, seconds=seconds)
 
+    # ------------------------------------------------------- kept in an outer tier
+
+    def save(self, tokens: Sequence[int], namespace: Hashable = None) -> Saving | None:
+        """Have what can be resumed of a sequence in the outer tier, before all others.
+
+        It goes on while steps are made; what it takes of the host's memory is in use
+        until it is over.
+
+        Args:
+            tokens: of the sequence; all of them may be resumed.
+            namespace: what besides tokens must be equal.
+
+        Returns:
+            What becomes of the longest prefix that device, host or outer tier can
+            resume; None if there is none.
+
+        Raises:
+            ValueError: if no outer tier keeps bundles.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        ids = as_tokens(tokens)
+        match = self.tree.match(namespace, ids, len(ids))
+        return self._outer.save(namespace, ids, match.length)
+
+    def bring(
+        self, tokens: Sequence[int], namespace: Hashable = None
+    ) -> Fetching | None:
+        """Begin to fetch a sequence to the host before anybody needs it there.
+
+        Args:
+            tokens: of the sequence; all of them may be resumed.
+            namespace: what besides tokens must be equal.
+
+        Returns:
+            The fetch; None if no tier has more of it than device and host, or if all of
+            the host's memory is in use.
+
+        Raises:
+            ValueError: if there is no outer tier.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        ids, length = as_tokens(tokens), len(tokens)
+        match = self.tree.match(namespace, ids, length)
+        found = LookUp(
+            length, namespace, match, {}, self.tree.version, ids, limit=length
+        )
+        return self._outer.bring(found, self.promises.pace.now)
+
+    def resumable(self, tokens: Sequence[int], namespace: Hashable = None) -> int:
+        """Tokens of a sequence that device or host can resume."""
+        ids = as_tokens(tokens)
+        on_device = self.tree.match(namespace, ids, len(ids)).length
+        if self.host is None:
+            return on_device
+        return max(on_device, self.host.match(namespace, ids, len(ids)).length)
+
+    def record(
+        self, name: str, text: str | None, discard: Sequence[str] = ()
+    ) -> Recording:
+        """Have a text kept beside the bundles, on all ranks, behind what is written.
+
+        Args:
+            name: hexadecimal digits; another text of that name goes.
+            text: to keep; None removes it.
+            discard: keys of bundles that go before, which nobody finds any more.
+
+        Raises:
+            ValueError: if no outer tier keeps bundles.
+        """
+        if self._outer is None:
+            raise ValueError("there is no outer tier")
+        return self._outer.record(name, text, discard)
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove bundles that an outer tier does not find any more.
+
+        Args:
+            keys: of them, as the tier calls them.
+        """
+        if self._outer is not None:
+            self._outer.discard(keys)
+
     @property
     def fetching(self) -> int:
         """Fetches that are out: sequences wait, though nothing may run."""
@@ -394,10 +521,21 @@ class HybridCache:
     def writing(self) -> int:
         """Writes that are out, or begin with the next commands if the host keeps them.
 
-        Nobody waits for them; but they go on only while steps are made.
+        No sequence waits for them; but they go on only while steps are made.
         """
         outer = self._outer
         return 0 if outer is None else outer.writing + outer.to_write
+
+    @property
+    def offering(self) -> int:
+        """Offers that are out: rows of the host are in use, and nobody waits."""
+        return 0 if self._outer is None else self._outer.offering
+
+    @property
+    def has_unsent_offers(self) -> bool:
+        """Whether ranks hear of an offer, or that one is withdrawn, only with the next
+        commands: other servers may wait for it."""
+        return self._outer is not None and self._outer.is_unsent
 
     def end_restores(self) -> bool:
         """Have the model's stream wait for all loads: what they bring is ordinary.
@@ -432,6 +570,7 @@ class HybridCache:
         window_demand: WindowDemand | None = None,
         cacheable: bool = True,
         resumed: bool = False,
+        counted: bool = True,
     ) -> Admission | None:
         """Start a sequence: give it pages for `num_tokens` tokens, and a state slot.
 
@@ -447,6 +586,7 @@ class HybridCache:
                 default nothing is reserved there.
             cacheable: whether its KV and states may enter the tree.
             resumed: whether it ran before, so that its hit counts apart.
+            counted: whether its hit counts at all.
 
         Returns:
             None if there is no room, with nothing changed.
@@ -480,11 +620,13 @@ class HybridCache:
             self.memory.unshare(match)
             self.stats.refusals += 1
             return None
+        if counted and not resumed:
+            self.stats.computed_tokens.update(missed_tokens(self.tree, found))
         self.tree.begin_admission()
         self.promises.pace.admitted()
         self._learn_divergence(found)
         held, origin = self._hold(match), found.origin
-        restored, brought = self._take_restored(match)
+        restored, brought = self._take_restored(match) if counted else (0, ("", 0))
         room = self.memory.obtain(
             match,
             now=self.memory.wanted(
@@ -502,8 +644,10 @@ class HybridCache:
         )
         self._restore(match, room)
         tables = self._window_tables(match, room)
-        self.stats.record_hit(found.length, match.length, resumed=resumed)
-        self._note_host_use(found, restored, brought, resumed=resumed)
+        if counted:
+            self.stats.record_hit(found.length, match.length, resumed=resumed)
+        counts = counted and not resumed
+        self._note_host_use(found, restored, brought, counts=counts)
         pages = match.pages + room.fresh
         self._sequences[seq_id] = LiveSequence(
             namespace=found.namespace,
@@ -525,7 +669,15 @@ class HybridCache:
             promise=_promise_of(found) if cacheable else None,
             admitted_at=self.tree.clock,
         )
-        return Admission(pages[:], room.slot, match.length)
+        source, fetched = brought
+        return Admission(
+            pages[:],
+            room.slot,
+            match.length,
+            from_host=restored - fetched,
+            fetched=fetched,
+            fetched_from=source,
+        )
 
     def grow(self, seq_id: str, num_tokens: int) -> Pages | None:
         """Give a live sequence pages for `num_tokens` tokens in all.
@@ -833,7 +985,7 @@ class HybridCache:
     def drain_commands(self) -> list[Command]:
         """Take the commands to run before the next forward pass."""
         if self._outer is not None:
-            self._outer.write()
+            self._outer.before_commands()
         commands, self._commands = self._commands, []
         # Only now: until here a snapshot might have been moved, or evicted for another.
         commands += [
@@ -848,6 +1000,8 @@ class HybridCache:
         for node, snapshot in unstored:
             if node.snapshot is snapshot:
                 self._store(node)
+        if self._outer is not None:
+            self._outer.go_on_saving(self._store_at_any_price)
         return commands
 
     # ------------------------------------------------------------- inspection
@@ -1017,14 +1171,14 @@ class HybridCache:
         restored: int,
         brought: tuple[str, int],
         *,
-        resumed: bool,
+        counts: bool,
     ) -> None:
         """Tell the tiers of an admission."""
         if self.host is None:
             return
         hit = found.match.length
         self.host.used(found.namespace, found.tokens, hit)
-        if resumed:
+        if not counts:
             return
         source, fetched = brought
         missed = found.length - hit + restored
@@ -1306,6 +1460,18 @@ class HybridCache:
             return
         namespace, tokens, pages = self.tree.path_of(node)
         self.host.store(namespace, tokens, pages, _snapshot(node))
+
+    def _store_at_any_price(self, namespace: Hashable, tokens: Tokens) -> None:
+        """Have the host keep a prefix that the device can resume, if it has the memory.
+
+        No pass is planned: the device has what its tree says.
+        """
+        assert self.host is not None and not self._crosses
+        match = self.tree.match(namespace, tokens, len(tokens))
+        if match.node is not None and match.length == len(tokens):
+            _, _, pages = self.tree.path_of(match.node)
+            snapshot = _snapshot(match.node)
+            self.host.store(namespace, tokens, pages, snapshot, at_any_price=True)
 
     def _holds_windows(self, sequence: LiveSequence, length: int) -> bool:
         """Whether a sequence without states can be resumed at `length`.

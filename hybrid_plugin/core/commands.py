@@ -316,6 +316,47 @@ class Discard:
     keys: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    """Begin to keep a small text beside the bundles, in the place of any other of its
+    name, or to remove it.
+
+    It comes behind the writes before it, so a text that names bundles is there only if
+    they are.
+    """
+
+    ticket: int
+    """Its outcome is reported under this number, which no other command has."""
+    name: str
+    """Hexadecimal digits."""
+    text: str | None
+    """None removes it, if it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Let a peer read a bundle from host rows, until it did or its lease ends.
+
+    What it reads is what the stores and copies before it leave in the rows: whoever
+    answers the peer waits for these, the model's stream waits for nothing.  Until the
+    outcome was reported, nothing rewrites or moves the rows, unless it is withdrawn.
+    """
+
+    ticket: int
+    """Its outcome is reported under this number, which no other command has."""
+    rows: BundleRows
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Tell every peer that it must not use what it read under these offers.
+
+    The commands behind it may rewrite the rows.  The outcomes are still reported.
+    """
+
+    tickets: tuple[int, ...]
+
+
 Command = (
     Zero
     | Copy
@@ -331,4 +372,7 @@ Command = (
     | Write
     | Fetch
     | Discard
+    | WriteRecord
+    | Offer
+    | Withdraw
 )

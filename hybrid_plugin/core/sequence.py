@@ -36,6 +36,8 @@ class LookUp:
     """Positions at which the application asked for a snapshot, at page ends."""
     limit: int = 0
     """Tokens that may be restored, at most; 0 where nothing may."""
+    may_hit: bool = True
+    """Whether it was looked up at all."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:
@@ -55,6 +57,13 @@ class Admission:
     pages: Pages
     slot: int
     hit: int
+    """Tokens that it resumes behind."""
+    from_host: int = 0
+    """Of those, tokens that host memory brought for it."""
+    fetched: int = 0
+    """Of those, tokens that a tier behind the host brought for it."""
+    fetched_from: str = ""
+    """Name of that tier."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ class CacheStats:
     """Tokens of admitted prompts, first admissions only."""
     hit_tokens: int = 0
     """Of those, tokens that were restored instead of computed."""
+    computed_tokens: Counter[str] = field(default_factory=Counter)
+    """The others, by the reason why; see `core/misses.py`."""
     resumed_queried_tokens: int = 0
     """Tokens of sequences that were admitted again after a preemption."""
     resumed_hit_tokens: int = 0
@@ -46,6 +48,11 @@ class CacheStats:
     """Sequences that ended after that state was overwritten: a later turn resumes from
     the snapshot before."""
 
+    hit_checks: int = 0
+    """Hits that were computed again and compared; see `engine/hit_checks.py`."""
+    hit_checks_failed: int = 0
+    """Of those, the ones that differed by more than rounding."""
+
     def record_hit(self, queried: int, hit: int, *, resumed: bool) -> None:
         """Count one admission."""
         if resumed:
@@ -56,8 +63,8 @@ class CacheStats:
             self.hit_tokens += hit
 
     def as_dict(self) -> dict[str, int]:
-        """Every total by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Every total by name; tokens that were computed for all reasons together."""
+        return _totals(self)
 
 
 @dataclass(slots=True)
@@ -113,12 +120,15 @@ class OuterStats:
 
     def as_dict(self, tier: str) -> dict[str, int]:
         """Every total by name, as `TIER_NAME`; failures for all reasons together."""
-        found = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            total = value.total() if isinstance(value, Counter) else value
-            found[f"{tier}_{one.name}"] = total
-        return found
+        return {f"{tier}_{name}": total for name, total in _totals(self).items()}
+
+
+def _totals(stats: CacheStats | OuterStats) -> dict[str, int]:
+    values = {one.name: getattr(stats, one.name) for one in fields(stats)}
+    return {
+        name: value.total() if isinstance(value, Counter) else value
+        for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

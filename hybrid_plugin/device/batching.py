@@ -15,15 +15,18 @@ from hybrid_plugin.core.commands import (
     Load,
     Map,
     MoveWindow,
+    Offer,
     SaveInPass,
     Store,
     Take,
     Unmap,
+    Withdraw,
     Write,
+    WriteRecord,
     Zero,
 )
 
-_Alone = Await | Write | Fetch | Discard
+_Alone = Await | Write | Fetch | Discard | WriteRecord | Offer | Withdraw
 """Of no pool, or of several."""
 
 
@@ -73,6 +76,14 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
             return {slot}, {destination}
         case Map() | Unmap() | Store() | Load():
             return set(), set()
-        case Await() | Write() | Fetch() | Discard():
+        case (
+            Await()
+            | Write()
+            | Fetch()
+            | Discard()
+            | WriteRecord()
+            | Offer()
+            | Withdraw()
+        ):
             return set(), set()
     raise TypeError(f"{command!r} is not a command")

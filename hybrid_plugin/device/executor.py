@@ -20,13 +20,16 @@ from hybrid_plugin.core.commands import (
     Load,
     Map,
     MoveWindow,
+    Offer,
     Pool,
     PoolId,
     SaveInPass,
     Store,
     Take,
     Unmap,
+    Withdraw,
     Write,
+    WriteRecord,
     Zero,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
@@ -40,9 +43,11 @@ from hybrid_plugin.device.virtual_arena import Refusal
 
 
 class Transfers(Protocol):
-    """Writes host rows to files, and fills them from files or peers."""
+    """Moves host rows to files, and from files or peers; offers them to peers."""
 
-    def run(self, command: Write | Fetch | Discard) -> None:
+    def run(
+        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+    ) -> None:
         """Begin what a command asks for, and wait for nothing."""
 
 
@@ -140,7 +145,9 @@ class Executor:
             if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
                 continue
-            if isinstance(first, Write | Fetch | Discard):
+            if isinstance(
+                first, Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+            ):
                 self._beyond_host(batch)
                 continue
             if isinstance(first, Store | Load | Await) or Pool.is_host(first.pool):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is called on disk, in the same words in every engine.
+"""What a model is called on disk and among peers, in the same words in every engine.
 
 Two servers find each other's bundles if everything here is equal.  An engine's own view
 of a model differs from one engine to the next (classes, defaults, names of layers), so
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -25,15 +25,23 @@ from hybrid_plugin.tiers.identity import config_digest, weights_of
 CONFIG_FILE = "config.json"
 DUMMY = "dummy"
 """What both engines call weights that are not loaded but made up."""
-UNNAMED_DUMMIES = (
-    "disk cannot tell dummy weights from others: name them in disk.weights, or leave "
-    "disk out."
-)
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version")
 """Entries of a configuration that change nothing in a model."""
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 """A number between the dots of a module's name."""
+
+
+class NamesWeights(Protocol):
+    """An option that may name the model's weights, for which the user answers then."""
+
+    @property
+    def option(self) -> str:
+        """What it is called."""
+
+    @property
+    def weights(self) -> str | None:
+        """The name; None if they are told by their files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +51,19 @@ class ModelFiles:
     name: str
     """As the user gave it."""
     folder: Path
+    option: str = DiskOptions.option
+    """Which needs to know."""
 
     @classmethod
-    def find(cls, name: str, revision: str | None = None) -> ModelFiles:
+    def find(
+        cls, name: str, revision: str | None = None, option: str = DiskOptions.option
+    ) -> ModelFiles:
         """Find a model that the engine has loaded: a folder, or in the hub's cache.
 
         Args:
             name: a folder, or a name on the hub.
             revision: on the hub.
+            option: which needs to know.
 
         Raises:
             ConfigError: if it is neither, or has no configuration.
@@ -61,10 +74,11 @@ class ModelFiles:
             folder = Path(cached).parent if isinstance(cached, str) else folder
         if not (folder / CONFIG_FILE).is_file():
             raise ConfigError(
-                f"disk needs the {CONFIG_FILE} of {name} on this machine, to tell the "
-                "model from others: give the model as a folder, or leave disk out."
+                f"{option} needs the {CONFIG_FILE} of {name} on this machine, to tell "
+                f"the model from others: give the model as a folder, or leave {option} "
+                "out."
             )
-        return cls(name, folder)
+        return cls(name, folder, option)
 
     def configuration(self) -> dict[str, Any]:
         """What the model's configuration says about it.
@@ -77,33 +91,42 @@ class ModelFiles:
             entries = dict(read.items())
         except (ValueError, AttributeError, OSError) as error:
             raise ConfigError(
-                f"disk cannot read the {CONFIG_FILE} of {self.name} ({error}): leave "
-                "disk out."
+                f"{self.option} cannot read the {CONFIG_FILE} of {self.name} "
+                f"({error}): leave {self.option} out."
             ) from error
         return {key: entries[key] for key in entries if key not in _SAYS_NOTHING}
 
 
-def weights_name(disk: DiskOptions, files: ModelFiles, load_format: str) -> str:
+def unnamed_dummies(option: str) -> str:
+    """A sentence about dummy weights without a name."""
+    return (
+        f"{option} cannot tell dummy weights from others: name them in "
+        f"{option}.weights, or leave {option} out."
+    )
+
+
+def weights_name(given: NamesWeights, files: ModelFiles, load_format: str) -> str:
     """`Identity.weights` of a model.
 
     Args:
-        disk: the option.
+        given: the option.
         files: of the model.
         load_format: how the engine loads weights, in its words.
 
     Raises:
         ConfigError: for weights that no file tells from others.
     """
-    if disk.weights is not None:
-        return f"name {disk.weights}"
+    if given.weights is not None:
+        return f"name {given.weights}"
     if load_format == DUMMY:
-        raise ConfigError(UNNAMED_DUMMIES)
+        raise ConfigError(unnamed_dummies(given.option))
     try:
         return weights_of(files.folder)
     except OSError as error:
         raise ConfigError(
-            f"disk cannot tell the weights of {files.name} from others ({error}): name "
-            "them in disk.weights, or leave disk out."
+            f"{given.option} cannot tell the weights of {files.name} from others "
+            f"({error}): name them in {given.option}.weights, or leave {given.option} "
+            "out."
         ) from error
 
 

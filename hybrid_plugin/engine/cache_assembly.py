@@ -13,7 +13,7 @@ from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
-from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
+from hybrid_plugin.core.policy.costs import pass_tokens_of
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
@@ -54,6 +54,7 @@ def build_cache(
         delimiters,
         has_states=bool(layout.states),
         keeps_states_inside=keeps_states_inside,
+        device_type=device_type,
     )
     return HybridCache(
         pages=pools.pages,
@@ -104,6 +105,7 @@ def policy_for(
     *,
     has_states: bool,
     keeps_states_inside: bool,
+    device_type: str = "cuda",
 ) -> SnapshotPolicy:
     """Where a model's snapshots are taken.
 
@@ -114,9 +116,10 @@ def policy_for(
         has_states: whether it has state layers; what attention windows need is there
             when a pass has run, at any token.
         keeps_states_inside: as for `build_cache`.
+        device_type: likewise.
     """
     grid = 1 if not has_states else CHUNK if keeps_states_inside else 0
-    policy = options.snapshot_policy(page_size, delimiters)
+    policy = options.snapshot_policy(page_size, delimiters, pass_tokens_of(device_type))
     return replace(policy, grid=grid, canonical=options.is_deterministic)
 
 
@@ -125,7 +128,7 @@ def eviction_for(layout: CacheLayout, device_type: str = "cuda") -> ExpectedSavi
     return ExpectedSaving(
         token_bytes=layout.page_bytes / layout.page_size,
         slot_bytes=layout.snapshot_bytes,
-        pass_tokens=CPU_PASS_TOKENS if device_type == "cpu" else PASS_TOKENS,
+        pass_tokens=pass_tokens_of(device_type),
     )
 
 

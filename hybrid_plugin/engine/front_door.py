@@ -3,8 +3,8 @@
 
 An adapter says what an engine's request is (`IncomingRequest`) and calls in this order:
 
-    plan_sharing -> must_wait -> must_wait_for_restore -> look_up -> chunk_end -> admit
-        -> cross -> advance -> cross ... -> end
+    (expect) -> plan_sharing -> must_wait -> must_wait_for_restore -> look_up
+        -> chunk_end -> admit -> cross -> advance -> cross ... -> end
 
 What an engine's scheduler decides between two calls may take any number of steps.  In
 the meantime other requests change the tree, so a look-up is repeated when it is stale.
@@ -32,6 +32,9 @@ from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.outer import Awaited
 from hybrid_plugin.core.tree.tokens import Tokens, as_tokens
 from hybrid_plugin.engine.hints import Hints
+from hybrid_plugin.tiers.failure import Failure
+from hybrid_plugin.tiers.peers.params import PeerOffer
+from hybrid_plugin.tiers.peers.tier import PeerTier
 
 
 class IncomingRequest(Protocol):
@@ -70,6 +73,11 @@ class IncomingRequest(Protocol):
         """Whether it may be served from the cache."""
 
     @property
+    def is_check(self) -> bool:
+        """Whether it repeats another one to check a hit: it leaves nothing, and counts
+        nowhere."""
+
+    @property
     def may_pause(self) -> bool:
         """Whether its prefill may end a chunk for a snapshot."""
 
@@ -97,6 +105,8 @@ class _Waiting:
     found: LookUp | None = None
     restore: Awaited | None = None
     """From another tier, that it waited for last."""
+    forget_offer: Callable[[], None] | None = None
+    """Where a peer has offered something for it: notes that it needs that no more."""
 
 
 class FrontDoor:
@@ -175,6 +185,37 @@ class FrontDoor:
         waiting.restore = restore
         restore.waiters += 1
         return not self.cache.is_restored(restore)
+
+    def expect(
+        self, request: IncomingRequest, tier: PeerTier, offer: PeerOffer
+    ) -> Failure | None:
+        """Begin to fetch what a peer offers for a request that has just come.
+
+        Call it before anything else of the request; the offer counts until it is
+        admitted or over.
+
+        Args:
+            request: that is not live.
+            tier: of peers, behind the cache's host memory.
+            offer: that came with it.
+
+        Returns:
+            Why the offer is of no use; None if it is.
+        """
+        if not request.may_hit or not request.cacheable:
+            return None
+        waiting = self._note(request)
+        failure = tier.expect(request.namespace(), waiting.tokens, offer)
+        if failure is not None:
+            return failure
+        waiting.forget_offer = partial(tier.forget, offer)
+        self.pass_time()
+        found = self._find(request, waiting.tokens, waiting.limit)
+        fetch = self.cache.prefetch(found)
+        if fetch is not None:
+            waiting.restore = fetch
+            fetch.waiters += 1
+        return None
 
     def is_restoring(self, seq_id: str) -> bool:
         """Whether a restore for a waiting request has begun and is not over."""
@@ -256,8 +297,9 @@ class FrontDoor:
             reserve_tokens=reserve_tokens,
             watermark_pages=watermark_pages,
             window_demand=window_demand,
-            cacheable=request.cacheable,
+            cacheable=request.cacheable and not request.is_check,
             resumed=request.resumed,
+            counted=not request.is_check,
         )
         if admission is not None:
             self.forget(request.seq_id)
@@ -338,8 +380,12 @@ class FrontDoor:
     def forget(self, seq_id: str) -> None:
         """Drop what is known of a request that was never admitted."""
         waiting = self._waiting.pop(seq_id, None)
-        if waiting is not None and waiting.restore is not None:
+        if waiting is None:
+            return
+        if waiting.restore is not None:
             waiting.restore.waiters -= 1
+        if waiting.forget_offer is not None:
+            waiting.forget_offer()
 
     def count_preemption(self) -> None:
         """Count a running request that was put back into the queue."""

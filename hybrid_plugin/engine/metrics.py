@@ -14,7 +14,9 @@ from prometheus_client import Counter, Gauge
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.misses import MissReason
 from hybrid_plugin.core.stats import HostStats, OuterStats
+from hybrid_plugin.tiers.disk import DiskTier
 
 _POOLS = {
     "pages": "KV pages",
@@ -48,6 +50,8 @@ _TOTALS = {
     "drafts_refused": "Proposed drafts dropped for want of slots or pages.",
     "turn_ends_exact": "Requests that left the state after their last known token.",
     "turn_ends_missed": "Requests whose last state was overwritten before they ended.",
+    "hit_checks": "Hits that were computed again and compared.",
+    "hit_checks_failed": "Of these, hits that differed by more than rounding.",
     "moves": "Granules of memory that pools got or lost.",
     "moved_bytes": "Bytes of them.",
     "granules_emptied": "Granules emptied by moving what was cached in them.",
@@ -69,12 +73,26 @@ _TOTALS = {
     "disk_loads": "Prefixes that were read from disk.",
     "disk_loaded_bytes": "Bytes of host memory that each rank filled from disk.",
     "disk_loads_refused": "Prefixes on disk for which the host had no room worth less.",
+    "peer_queried_tokens": "Tokens of admitted prompts that neither the device nor the "
+    "host had.",
+    "peer_hit_tokens": "Tokens of admitted prompts that another server computed.",
+    "peer_stores": "Offered prefixes that another server read.",
+    "peer_stored_bytes": "Bytes of these on each rank.",
+    "peer_stores_refused": "Prefixes to be offered that the host did not have.",
+    "peer_loads": "Prefixes that were read from other servers.",
+    "peer_loaded_bytes": "Bytes of host memory that each rank filled from these.",
+    "peer_loads_refused": "Prefixes of other servers for which the host had no room "
+    "worth less.",
 }
-_FAILURES = {
+_BY_REASON = {
+    "computed_tokens": "Tokens of admitted prompts that were not restored, by reason.",
     "disk_store_failures": "Prefixes that could not be written to disk, by reason.",
     "disk_load_failures": "Prefixes that could not be read from disk, by reason.",
+    "peer_store_failures": "Offered prefixes that nobody read, by reason.",
+    "peer_load_failures": "Prefixes of other servers that were of no use, by reason.",
 }
-_DISK = "disk"
+_OUTER = ("disk", "peer")
+"""Names of the tiers behind the host."""
 _AVERAGES = {
     "evicted_worth": "Tokens of prefill that what was evicted lately was expected to "
     "save, per GiB and admission.",
@@ -86,9 +104,13 @@ _COUNTS = {
     "announced_pages": "KV pages in events: a request can resume at their end or "
     "behind.",
     "disk_used_bytes": "Bytes of all files on disk.",
+    "disk_sessions": "Saved sessions on disk.",
+    "disk_pinned_bytes": "Bytes of their files, which nothing makes room of.",
+    "peer_used_bytes": "Bytes of host memory, on all ranks, that others may read.",
+    "peer_offers": "Prefixes that are offered to other servers.",
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
-_FAILED = "failed"
+_REASON = "reason"
 _FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
 """What is sent as whole numbers of a smaller unit, and that unit."""
 _GIB = 1 << 30
@@ -99,8 +121,7 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
 
     `level/POOL/KIND` counts ids; `mapped/POOL`, bytes, is there where pools share
     memory; `average/NAME` is an average of late, `count/NAME` a number of now,
-    `failed/NAME/REASON` a total that is there once anything failed; the others are
-    totals.
+    `reason/NAME/REASON` a total; the others are totals.
     """
     levels = {
         f"{_LEVEL}/{pool}/{kind}": getattr(level, kind)
@@ -128,22 +149,36 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
     host = HostStats() if cache.host is None else cache.host.stats
     totals = cache.stats.as_dict() | host.as_dict()
-    return levels | totals | moved | sizes | sent | _disk_numbers(cache)
-
-
-def _disk_numbers(cache: HybridCache) -> dict[str, int]:
-    disk = next((tier for tier in cache.tiers if tier.name == _DISK), None)
-    stats = OuterStats() if disk is None else disk.stats
-    found = stats.as_dict(_DISK)
-    for name, failures in (
-        ("disk_store_failures", stats.store_failures),
-        ("disk_load_failures", stats.load_failures),
-    ):
-        del found[name]
-        found |= {f"{_FAILED}/{name}/{why}": n for why, n in failures.items()}
-    if disk is not None:
-        found[f"{_COUNT}/disk_used_bytes"] = disk.used_bytes
+    # With those that are 0: a rate needs a counter's beginning.
+    reasons: dict[str, int] = {
+        why: cache.stats.computed_tokens[why] for why in MissReason
+    }
+    computed = _by_reason("computed_tokens", reasons)
+    found = levels | totals | moved | sizes | sent | computed
+    for name in _OUTER:
+        found |= _outer_numbers(cache, name)
     return found
+
+
+def _outer_numbers(cache: HybridCache, name: str) -> dict[str, int]:
+    """Those of a tier behind the host, whether or not it is there."""
+    tier = next((one for one in cache.tiers if one.name == name), None)
+    stats = OuterStats() if tier is None else tier.stats
+    found = stats.as_dict(name)
+    found |= _by_reason(f"{name}_store_failures", stats.store_failures)
+    found |= _by_reason(f"{name}_load_failures", stats.load_failures)
+    if tier is not None:
+        found[f"{_COUNT}/{name}_used_bytes"] = tier.used_bytes
+        if tier.offers_bundles:
+            found[f"{_COUNT}/{name}_offers"] = cache.offering
+    if isinstance(tier, DiskTier):
+        found[f"{_COUNT}/disk_sessions"] = tier.sessions
+        found[f"{_COUNT}/disk_pinned_bytes"] = tier.pinned_bytes
+    return found
+
+
+def _by_reason(name: str, counts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{_REASON}/{name}/{why}": count for why, count in counts.items()}
 
 
 def _gauge_of(pool: str) -> str:
@@ -163,7 +198,7 @@ class CacheMetrics:
         self._gauges, self._counters = _collectors(tuple(labels))
         self._labels = dict(labels)
         self._published = dict.fromkeys(_TOTALS, 0)
-        self._failed: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
 
     def publish(self, numbers: Mapping[str, int]) -> None:
         """Set gauges, and advance counters to the totals in `numbers`."""
@@ -180,10 +215,10 @@ class CacheMetrics:
                 gauge.set(value * _FRACTIONS[place])
             elif what == _COUNT:
                 self._gauges[place].labels(**self._labels).set(value)
-            elif what == _FAILED:
-                failed = self._counters[pool].labels(**self._labels, reason=kind)
-                failed.inc(value - self._failed.get(name, 0))
-                self._failed[name] = value
+            elif what == _REASON:
+                counter = self._counters[pool].labels(**self._labels, reason=kind)
+                counter.inc(value - self._reasons.get(name, 0))
+                self._reasons[name] = value
         for name, before in self._published.items():
             grown = (numbers[name] - before) * _FRACTIONS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
@@ -219,6 +254,6 @@ def _collectors(
         name: Counter(f"hybrid_cache_{name}", text, label_names)
         for name, text in _TOTALS.items()
     }
-    for name, text in _FAILURES.items():
+    for name, text in _BY_REASON.items():
         counters[name] = Counter(f"hybrid_cache_{name}", text, [*label_names, "reason"])
     return gauges, counters

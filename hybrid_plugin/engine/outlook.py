@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from logging import Logger
 
-from hybrid_plugin.config import ConfigError, DiskOptions, HybridConfig
+from hybrid_plugin.config import (
+    ConfigError,
+    DiskOptions,
+    HybridConfig,
+    PeerOptions,
+)
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine.sizing import EngineLimits, divide
+from hybrid_plugin.tiers.peers.agent import library
 
 
 class Prospect(StrEnum):
@@ -42,6 +48,8 @@ class Outlook:
     """Of host memory behind the pools, if the options give some."""
     disk: DiskOptions | None = None
     """Of files behind that, likewise."""
+    peers: PeerOptions | None = None
+    """Of other servers that read it, likewise."""
     max_model_len: int = 0
     note: str = ""
     """Why there are no numbers, or what they do not say."""
@@ -64,6 +72,9 @@ class Outlook:
         """
         longest = limits.max_model_len
         try:
+            if options.peers is not None:
+                library()
+                options.peers.secret()
             plan = divide(
                 layout,
                 cache_bytes,
@@ -85,5 +96,6 @@ class Outlook:
             shared=plan.shared,
             host=plan.host,
             disk=options.disk,
+            peers=options.peers,
             max_model_len=longest,
         )

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_plugin.config import ConfigError, DiskOptions
-from hybrid_plugin.device.executor import Executor
+from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.tiers import rates
-from hybrid_plugin.tiers.agreement import Lost, Outcome, Reduce
+from hybrid_plugin.tiers.agreement import Lost
 from hybrid_plugin.tiers.bundle import Bundle, Layouts
-from hybrid_plugin.tiers.disk import DiskTier
 from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.files import Files
 from hybrid_plugin.tiers.folder_lock import check_private, hold
@@ -22,7 +21,7 @@ from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.rates import DiskRates
 from hybrid_plugin.tiers.shelf import BundleShelf
-from hybrid_plugin.tiers.transfers import RankTransfers, check_rows
+from hybrid_plugin.tiers.transfers import check_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,8 @@ class FilesOfWeights:
     Weights that are updated in memory are in no file.  Who decides hears of an update a
     step or two later; what it orders until then under the old name is refused here.
     """
+
+    at_once = 1
 
     def __init__(self, shelf: BundleShelf, fingerprint: str) -> None:
         """Begin with the weights of the files.
@@ -73,61 +74,29 @@ class FilesOfWeights:
         """See `Sink.discard`."""
         self._shelf.discard(keys)
 
+    def record(self, name: str, text: str | None) -> Failure | None:
+        """See `Sink.record`: what is named was written, of whatever weights it is."""
+        return self._shelf.record(name, text)
+
     def _is_outdated(self, bundle: Bundle) -> bool:
         name = BundleName.from_text(bundle.key)
         return self.updates > 0 and name.fingerprint == self._fingerprint
 
 
-class RankFiles:
-    """The files of one rank, and what moves bundles between them and its host rows."""
+def files_of(
+    host: HostCopies, disk: DiskOptions, identity: Identity, layouts: Layouts
+) -> FilesOfWeights:
+    """The files of one rank.
 
-    def __init__(
-        self,
-        executor: Executor,
-        disk: DiskOptions,
-        identity: Identity,
-        layouts: Layouts,
-        all_reduce: Reduce,
-    ) -> None:
-        """Have a rank's commands write, read and remove its files.
-
-        Args:
-            executor: of the rank, with host memory.
-            disk: the option.
-            identity: of the rank.
-            layouts: of its rows.
-            all_reduce: the greatest of all ranks, element by element.
-        """
-        assert executor.host is not None, "files are behind host memory"
-        check_rows(layouts, executor.host)
-        shelf = BundleShelf(disk.folder, identity.rank_name, layouts)
-        self._files = FilesOfWeights(shelf, identity.fingerprint())
-        self._transfers = RankTransfers(
-            executor.host, self._files, {DiskTier.name: self._files}
-        )
-        self._all_reduce = all_reduce
-        executor.transfers = self._transfers
-
-    @property
-    def updates(self) -> int:
-        """Of the weights, since the start."""
-        return self._files.updates
-
-    def weights_changed(self) -> None:
-        """Note that the weights are no longer those of the files."""
-        self._files.updates += 1
-
-    def settle(self) -> list[Outcome]:
-        """What all ranks are done with since the last call; see `RankTransfers`."""
-        return self._transfers.settle(self._all_reduce)
-
-    def wait(self, seconds: float) -> None:
-        """See `RankTransfers.wait`."""
-        self._transfers.wait(seconds)
-
-    def close(self) -> None:
-        """Finish what is at hand; nothing touches host rows after."""
-        self._transfers.close()
+    Args:
+        host: memory of the rank.
+        disk: the option.
+        identity: of the rank.
+        layouts: of its rows.
+    """
+    check_rows(layouts, host)
+    shelf = BundleShelf(disk.folder, identity.rank_name, layouts)
+    return FilesOfWeights(shelf, identity.fingerprint())
 
 
 def try_folder(

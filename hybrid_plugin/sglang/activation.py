@@ -101,7 +101,7 @@ def add_arguments(result: Any, parser: argparse.ArgumentParser) -> None:
         type=str,
         default=None,
         metavar="JSON",
-        help="Options of hybrid-plugin, as a JSON object; see its README.",
+        help="Options of hybrid-plugin, as a JSON object; see docs/options.md.",
     )
 
 

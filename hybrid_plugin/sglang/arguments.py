@@ -11,7 +11,12 @@ from typing import Any
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
-from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError, HybridConfig
+from hybrid_plugin.config import (
+    DEFAULT_PAGE_SIZE,
+    ConfigError,
+    DiskOptions,
+    HybridConfig,
+)
 from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import deterministic, known_pools
@@ -121,8 +126,9 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     if options.host_memory is not None:
         ranks = max(view.tp_size * view.dp_size // view.nnodes, 1)
         host_memory.check_room(options.host_memory, ranks, host_memory.free_bytes())
-    if options.disk is not None:
-        _check_disk(view)
+    for given in (options.disk, options.peers):
+        if given is not None:
+            _check_storable(view, given.option)
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
     chosen |= speculation.running_requests(view, options)
     if has_states(model):
@@ -135,25 +141,30 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     )
 
 
-def _check_disk(view: Any) -> None:
-    """Refuse what has no name on disk, and what would share files without knowing.
+def _check_storable(view: Any, option: str) -> None:
+    """Refuse what other processes have no name for, and what would share files.
+
+    Args:
+        view: of the arguments.
+        option: that needs such names.
 
     Raises:
         ConfigError: naming the flag.
     """
     if max(view.dp_size, view.attn_dp_size or 1) > 1:
+        own = " with a folder of its own" if option == DiskOptions.option else ""
         raise ConfigError(
-            "disk serves one replica, and with data parallelism there are several: "
-            "leave it out, or start a server for each with a folder of its own."
+            f"{option} serves one replica, and with data parallelism there are "
+            f"several: leave it out, or start a server for each{own}."
         )
     if view.nnodes > 1:
         raise ConfigError(
-            "disk serves one machine, and the ranks are on several: leave it out."
+            f"{option} serves one machine, and the ranks are on several: leave it out."
         )
     if view.enable_lora or view.lora_paths:
         raise ConfigError(
-            "disk cannot tell the weights of adapters in SGLang from others: drop "
-            "--enable-lora and --lora-paths, or leave disk out."
+            f"{option} cannot tell the weights of adapters in SGLang from others: drop "
+            f"--enable-lora and --lora-paths, or leave {option} out."
         )
 
 
@@ -198,7 +209,10 @@ def _conflicts(view: Any) -> Iterator[str]:
             "which keeps turn ends."
         )
     if view.disaggregation_mode != "null":
-        yield "prefill/decode disaggregation is not supported yet; drop its flags."
+        yield (
+            "SGLang's own prefill/decode disaggregation does not know the plugin's "
+            "pools; drop its flags, and give the option peers."
+        )
     if view.radix_cache_backend not in (None, BACKEND):
         yield f"it brings its own radix cache; drop --radix-cache-backend, or {FLAG}."
     if view.mamba_radix_cache_strategy not in ("auto", "no_buffer"):

@@ -11,11 +11,11 @@ import torch
 from sglang.srt.configs import hybrid_arch
 from sglang.srt.runtime_context import get_parallel
 
-from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, AttentionWindow
 from hybrid_plugin.engine.bundle_identity import (
     ModelFiles,
+    NamesWeights,
     attention_layer,
     in_order,
     model_digest,
@@ -95,26 +95,27 @@ def kept_layers(
 
 
 def identity_of(
-    model: Any, server_args: Any, disk: DiskOptions, kept: KeptLayers
+    model: Any, server_args: Any, given: NamesWeights, kept: KeptLayers
 ) -> Identity:
     """Name the model, its weights and this rank.
 
     Args:
         model: SGLang's `ModelConfig`.
         server_args: its `ServerArgs`.
-        disk: the option.
+        given: the option that needs it.
         kept: of this rank.
 
     Raises:
         ConfigError: if the model cannot be told from others.
     """
-    files = ModelFiles.find(server_args.model_path, server_args.revision)
-    weights = weights_name(disk, files, server_args.load_format)
+    option = given.option
+    files = ModelFiles.find(server_args.model_path, server_args.revision, option)
+    weights = weights_name(given, files, server_args.load_format)
     drafts = server_args.speculative_draft_model_path
     if any(layer.startswith("draft ") for layer in kept.layers) and drafts:
         beside = ModelFiles.find(drafts, server_args.speculative_draft_model_revision)
         load_format = server_args.speculative_draft_load_format or "auto"
-        weights += f" drafts {weights_name(disk, beside, load_format)}"
+        weights += f" drafts {weights_name(given, beside, load_format)}"
     return Identity(
         weights=weights,
         config=model_digest(

@@ -349,6 +349,10 @@ CACHE_HOOKS = (
             "multimodal_inputs",
             "cache_request_handle",
             "sampling_params",
+            "cached_tokens_device",
+            "cached_tokens_host",
+            "cached_tokens_storage",
+            "_cache_breakdown_computed",
         ),
     ),
     HookPoint(f"{_BATCH}:Req.finished", ("self",)),
@@ -464,7 +468,7 @@ SCHEDULER_HOOKS = (
     ),
     HookPoint(
         f"{_BATCH}:ScheduleBatch.prepare_for_extend",
-        mentions=("prefix_lens", "extend_num_tokens"),
+        mentions=("prefix_lens", "extend_num_tokens", "_cache_breakdown_computed"),
     ),
     HookPoint(f"{_BATCH}:Req.init_next_round_input", ("tree_cache",)),
     HookPoint(
@@ -938,7 +942,77 @@ REPLAY_HOOKS = (
 )
 """For drafts that are recorded: `draft_states`."""
 
-HOOKS = (
+_MESSAGES = f"{_SRT}.managers.io_struct"
+_SERVER = f"{_SRT}.entrypoints.http_server"
+
+ORDER_HOOKS = (
+    HookPoint(f"{_SRT}.managers.tokenizer_manager:TokenizerManager.__init__", own=True),
+    HookPoint(f"{_SCHEDULER}.handle_dumper_control", ("self", "recv_req"), own=True),
+    HookPoint(_SCHEDULER, mentions=("DumperControlReqInput", "handle_dumper_control")),
+    HookPoint(
+        f"{_SCHEDULER}.process_input_requests",
+        mentions=("_request_dispatcher", "send_control_output"),
+    ),
+    HookPoint(f"{_MESSAGES}:DumperControlReqInput.method"),
+    HookPoint(f"{_MESSAGES}:DumperControlReqInput.body"),
+    HookPoint(f"{_MESSAGES}:DumperControlReqOutput.success"),
+    HookPoint(f"{_MESSAGES}:DumperControlReqOutput.response"),
+    HookPoint(f"{_MESSAGES}:DumperControlReqOutput.error"),
+)
+"""How orders about saved sessions get to the schedulers."""
+
+SAVED_SESSION_HOOKS = (
+    HookPoint(f"{_SERVER}:app"),
+    HookPoint(f"{_SERVER}:get_global_state", ()),
+    HookPoint(f"{_SERVER}:_GlobalState.tokenizer_manager"),
+    HookPoint(
+        f"{_SRT}.managers.tokenizer_control_mixin:TokenizerControlMixin.dumper_control",
+        ("self", "obj"),
+    ),
+    HookPoint(
+        f"{_SRT}.managers.tokenizer_manager:TokenizerManager",
+        mentions=("model_config", "context_len"),
+    ),
+    # What is asked of the server itself.
+    HookPoint(f"{_SERVER}:openai_v1_tokenize", ("request", "raw_request")),
+    HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeRequest.prompt"),
+    HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeRequest.messages"),
+    HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeResponse.tokens"),
+)
+"""What endpoints for saved sessions rely on, in the process with the server."""
+
+HIT_CHECK_HOOKS = (
+    HookPoint(f"{_SCHEDULER}.handle_generate_request", ("self", "recv_req")),
+    HookPoint(
+        f"{_SRT}.managers.io_struct:TokenizedGenerateReqInput",
+        mentions=(
+            "input_text",
+            "input_ids",
+            "input_embeds",
+            "mm_inputs",
+            "token_type_ids",
+            "sampling_params",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "token_ids_logprob",
+            "stream",
+            "extra_key",
+            "cache_salt",
+        ),
+    ),
+    HookPoint(
+        f"{_SRT}.sampling.sampling_params:SamplingParams.normalize",
+        ("self", "tokenizer"),
+    ),
+    HookPoint(
+        f"{_BATCH}:Req.__init__",
+        mentions=("lora_id", "output_top_logprobs_idx", "output_top_logprobs_val"),
+    ),
+)
+"""Requests of our own, and what comes of them."""
+
+ENGINE_HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
     + MEMORY_HOOKS
@@ -948,5 +1022,9 @@ HOOKS = (
     + KERNEL_HOOKS
     + DRAFT_HOOKS
     + REPLAY_HOOKS
+    + ORDER_HOOKS
 )
+"""What every process of an engine with the plugin relies on."""
+
+HOOKS = ENGINE_HOOKS + SAVED_SESSION_HOOKS + HIT_CHECK_HOOKS
 """Every point, as the compatibility checks read them."""

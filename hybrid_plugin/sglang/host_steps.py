@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
+from hybrid_plugin.core.policy.costs import pass_tokens_of
 from hybrid_plugin.device.pass_timer import PassTimer
 from hybrid_plugin.engine.prefill_time import PrefillTime
 from hybrid_plugin.sglang.clock import RankClock
@@ -34,12 +34,11 @@ class HostSteps:
             clock: gets what is measured, to send it.
             device: of the passes.
         """
-        on_cpu = device.type == "cpu"
         self._cache = cache
         self._clock = clock
         self._device = device
         self._timer = PassTimer(device)
-        self._time = PrefillTime(CPU_PASS_TOKENS if on_cpu else PASS_TOKENS)
+        self._time = PrefillTime(pass_tokens_of(device.type))
         self._stream: Any = None
         """Of the last pass; a CPU has none."""
         clock.measured = self.token_seconds

@@ -16,6 +16,9 @@ def _while_there(target: str, *mentions: str) -> Need:
 
 
 NEEDED = {
+    "patches._take_session_orders": _while_there(
+        f"{_SCHEDULER}.handle_dumper_control", "handle_request"
+    ),
     "patches.hook_command_line": _while_there(
         f"{_SRT}.server_args:ServerArgs.add_cli_args"
     ),

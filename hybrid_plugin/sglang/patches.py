@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.refusals import ending_the_server, named
 from hybrid_plugin.sglang import activation
-from hybrid_plugin.sglang.contracts import COMMAND_LINE_HOOKS, HOOKS
+from hybrid_plugin.sglang.contracts import (
+    COMMAND_LINE_HOOKS,
+    ENGINE_HOOKS,
+    HIT_CHECK_HOOKS,
+    SAVED_SESSION_HOOKS,
+)
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.upstream.hookpoints import LiveView, problems
 from hybrid_plugin.upstream.standing import untested
@@ -62,7 +67,7 @@ def hook_engine() -> None:
     if _ENGINE_HOOKED:
         return
     activation.read_options()
-    _require(HOOKS)
+    _require(ENGINE_HOOKS)
     _warn_if_untested()
     _settle_arguments()
     _allow_paged_overlap()
@@ -84,6 +89,7 @@ def hook_engine() -> None:
     _fold_drafts(replay)
     _capture_prefills(layers)
     _follow_weights()
+    _take_session_orders()
     _apply()
     _ENGINE_HOOKED = True
 
@@ -352,16 +358,20 @@ def _build_cache(clock: RankClock, memory: PoolMemory) -> None:
 
     @named()
     def build(context: Any) -> Any:
-        from hybrid_plugin.sglang import disk, host_copies
+        from hybrid_plugin.sglang import host_copies, outer_tiers
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
         allocator, outer = context.params.token_to_kv_pool_allocator, None
         if allocator.cache.host is not None:
             host_copies.attach(allocator.cache, allocator.executor)
-        options = activation.read_options().disk
-        if options is not None:
-            outer = disk.attach(context, memory.drafts, options)
-        return HybridPrefixCache(context.params, clock, outer)
+        options = activation.read_options()
+        if options.has_outer_tiers:
+            outer = outer_tiers.attach(context, memory.drafts, options)
+        if options.verify_fraction:
+            _require(HIT_CHECK_HOOKS)
+        return HybridPrefixCache(
+            context.params, clock, outer, verify_fraction=options.verify_fraction
+        )
 
     register_radix_cache_backend(BACKEND, build)
 
@@ -447,10 +457,12 @@ def _park_paused_requests() -> None:
 
 
 def _park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+    from hybrid_plugin.sglang.hit_checks import check_when_idle
     from hybrid_plugin.sglang.parking import park_paused
 
     if _served_by(scheduler.tree_cache):
         park_paused(scheduler, running_batch, last_batch)
+        check_when_idle(scheduler, running_batch, last_batch)
         scheduler.tree_cache.plan_waits(scheduler.waiting_queue)
 
 
@@ -486,6 +498,8 @@ def _stream(
 
     if _served_by(streamer.tree_cache):
         reqs = with_output(reqs)
+        if streamer.tree_cache.hit_checking is not None:
+            reqs = streamer.tree_cache.hit_checking.without_own(reqs)
     original(streamer, reqs, *args, **kwargs)
 
 
@@ -775,6 +789,34 @@ def _follow_weights() -> None:
         _hook(f"{manager}.{update}", "BEFORE", updating)
     _hook(f"{manager}.record_weight_version_after_update", "AFTER", loaded)
     _hook(f"{manager}.end_weight_update", "AFTER", loaded)
+
+
+def _take_session_orders() -> None:
+    """Symptom: saved sessions have no endpoint, and nobody but a scheduler reaches the
+    cache.
+
+    Cause: SGLang's application and its kinds of control requests are closed lists.
+    Fix: where a process has the server, add endpoints when its tokenizer is made, which
+    is before it is served; and take control requests of our method in the schedulers.
+    Delete when: plugins can add endpoints and control requests.
+    """
+    from hybrid_plugin.sglang import saved_sessions
+
+    @named()
+    def made(result: None, *_: Any, **__: Any) -> None:
+        if saved_sessions.server_is_loaded():
+            _require(SAVED_SESSION_HOOKS)
+            saved_sessions.attach()
+
+    def take(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+        if request.method != saved_sessions.METHOD:
+            return original(scheduler, request)
+        cache = scheduler.tree_cache
+        return saved_sessions.answer(cache if _served_by(cache) else None, request.body)
+
+    managers = f"{_SRT}.managers"
+    _hook(f"{managers}.tokenizer_manager.TokenizerManager.__init__", "AFTER", made)
+    _hook(f"{managers}.scheduler.Scheduler.handle_dumper_control", "AROUND", take)
 
 
 # -------------------------------------------------------------------- internal

@@ -9,7 +9,7 @@ does all of that by sequence, so these methods have nothing left to do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,9 @@ from hybrid_plugin.core.memory.window_tables import WindowDemand
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.engine.session_desk import Answer, without_disk
 from hybrid_plugin.sglang.clock import RankClock
+from hybrid_plugin.sglang.hit_checks import HitChecking
 from hybrid_plugin.sglang.host_steps import HostSteps
 from hybrid_plugin.sglang.kv_events import KvEvents
 from hybrid_plugin.sglang.log import logger
@@ -40,6 +42,7 @@ from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.outer_steps import OuterSteps
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
 from hybrid_plugin.sglang.speculation.steps import DraftSteps
+from hybrid_plugin.tiers.peers.params import OWN
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -61,6 +64,7 @@ class HybridPrefixCache(BasePrefixCache):
         params: CacheInitParams,
         clock: RankClock,
         outer: OuterSteps | None = None,
+        verify_fraction: float = 0.0,
     ) -> None:
         """Wrap the core cache that the allocator carries.
 
@@ -68,6 +72,7 @@ class HybridPrefixCache(BasePrefixCache):
             params: of SGLang, with our allocator in it.
             clock: has the time, equal on all ranks.
             outer: where there is something behind the host memory.
+            verify_fraction: of the requests with a hit that are checked.
         """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -83,6 +88,8 @@ class HybridPrefixCache(BasePrefixCache):
         """Of the live sequences, by their ids; the core says which are live."""
         self._paused: list[Req] = []
         self._parked: set[str] = set()
+        self._told: set[str] = set()
+        """Requests whose offers of other servers were read."""
         self.resumes_parked = False
         """Whether the batch that is launched next goes on with a parked request."""
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
@@ -99,6 +106,9 @@ class HybridPrefixCache(BasePrefixCache):
         if self.cache.host is not None:
             self._host = HostSteps(self.cache, clock, torch.device(self.device))
         self._outer = outer
+        self.hit_checking: HitChecking | None = None
+        if verify_fraction:
+            self.hit_checking = HitChecking(verify_fraction, self.cache.stats)
 
     @property
     def slot_ids(self) -> torch.Tensor:
@@ -114,7 +124,10 @@ class HybridPrefixCache(BasePrefixCache):
         if req is not None and self.is_live(req):
             return self._match_of_paused(req)
         if req is not None:
-            found = self.front_door.look_up(SGLangRequest(req), len(key))
+            request, limit = SGLangRequest(req), len(key)
+            if self.hit_checking is not None and request.is_check:
+                limit = self.hit_checking.limit(limit)
+            found = self.front_door.look_up(request, limit)
         else:
             space = namespace(key.extra_key, key.cache_salt)
             found = self.cache.look_up(key.token_ids, space, len(key))
@@ -191,6 +204,9 @@ class HybridPrefixCache(BasePrefixCache):
         if admission is None:
             return False
         self._requests[request.seq_id] = req
+        request.note_sources(admission)
+        if self.hit_checking is not None and not request.is_check:
+            self.hit_checking.admitted(req, admission.hit)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:
@@ -214,7 +230,20 @@ class HybridPrefixCache(BasePrefixCache):
             self._host.plan(waiting=bool(queue))
         if self._outer is not None:
             self._outer.settle()
+            self._read_offers(self._outer, queue)
         self.front_door.plan_sharing(map(SGLangRequest, queue))
+
+    def _read_offers(self, outer: OuterSteps, queue: Sequence[Req]) -> None:
+        """Begin to fetch what other servers have computed of requests that came."""
+        if outer.peers is None:
+            return
+        for req in queue:
+            name, extra = _id(req), req.sampling_params.custom_params
+            if name in self._told or not isinstance(extra, dict) or OWN not in extra:
+                continue
+            self._told.add(name)
+            if not self.is_live(req):
+                outer.peers.arrived(self.front_door, SGLangRequest(req), extra[OWN])
 
     def must_wait(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""
@@ -338,7 +367,14 @@ class HybridPrefixCache(BasePrefixCache):
     @property
     def may_sleep(self) -> bool:
         """Whether nothing goes on that needs the scheduler's rounds."""
-        return self._outer is None or not self._outer.is_busy
+        checks = self.hit_checking is not None and self.hit_checking.is_waiting
+        return not checks and (self._outer is None or not self._outer.is_busy)
+
+    def take_session_order(self, order: Mapping[str, Any]) -> Answer:
+        """Take an order about saved sessions; see `SessionDesk.take`."""
+        if self._outer is None:
+            return without_disk()
+        return self._outer.take_session_order(order)
 
     def weights_change(self) -> None:
         """Note that the model's weights are about to be updated."""
@@ -351,6 +387,8 @@ class HybridPrefixCache(BasePrefixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """End the request's sequence: finished, aborted or retracted."""
         self._parked.discard(_id(req))
+        if req.finished():
+            self._told.discard(_id(req))
         self._requests.pop(_id(req), None)
         name = _id(req)
         verifying = self.cache.is_live(name) and self.cache.is_verifying(name)
@@ -366,6 +404,7 @@ class HybridPrefixCache(BasePrefixCache):
         every such path releases more; a parked request has a row, pages and a slot.
         """
         name = sequence_id(handle)
+        self._told.discard(name)
         self.front_door.forget(name)
         req = self._requests.get(name)
         if req is not None:

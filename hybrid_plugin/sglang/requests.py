@@ -8,9 +8,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybrid_plugin.engine.hit_checks import Run
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+    from hybrid_plugin.core.sequence import Admission
+
+
+RUN = "hybrid_check_run"
+"""Attribute of a request of ours that checks a hit: which run it is."""
 
 
 def sequence_id(handle: CacheRequestHandle) -> str:
@@ -83,8 +91,17 @@ class SGLangRequest:
 
     @property
     def may_hit(self) -> bool:
-        """True: SGLang has no request that writes to the cache and does not read."""
-        return True
+        """Whether it may be served from the cache.
+
+        SGLang has no request that writes to the cache and does not read; of a check of
+        ours one does neither.
+        """
+        return getattr(self.req, RUN, None) is not Run.COMPUTED
+
+    @property
+    def is_check(self) -> bool:
+        """Whether it is one of ours, that checks a hit."""
+        return hasattr(self.req, RUN)
 
     @property
     def may_pause(self) -> bool:
@@ -103,6 +120,20 @@ class SGLangRequest:
     def resumed(self) -> bool:
         """Whether it ran before and was retracted."""
         return bool(self.req.retracted_stain)
+
+    def note_sources(self, admission: Admission) -> None:
+        """Tell the client where its cached tokens were: SGLang's own answer has fields.
+
+        SGLang finds it out itself when the first chunk is prepared, for its own
+        hierarchical cache, unless it is known by then.
+        """
+        if self.resumed:
+            return
+        brought = admission.from_host + admission.fetched
+        self.req.cached_tokens_device = admission.hit - brought
+        self.req.cached_tokens_host = admission.from_host
+        self.req.cached_tokens_storage = admission.fetched
+        self.req._cache_breakdown_computed = True
 
     @property
     def is_over(self) -> bool:

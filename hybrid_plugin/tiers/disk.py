@@ -3,11 +3,13 @@
 
 It decides for all ranks and does no I/O: ranks write, read and remove files as they are
 told to (`BundleShelf`).  Where each rank decides for itself, all decide alike.
+
+Bundles can be pinned: they are never evicted, and nothing takes their place.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ from hybrid_plugin.tiers.describe import frame_bytes
 from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.index import BundleIndex, Entry
-from hybrid_plugin.tiers.keys import BundleName, name_of
+from hybrid_plugin.tiers.keys import BundleName, keys_at, name_of
 
 _SOUND: tuple[str, ...] = (Reason.OTHER_TOKENS, Reason.LAYOUT)
 """A bundle that could not be read for these is in order; any other is removed, so that
@@ -39,6 +41,8 @@ class DiskTier:
 
     name = "disk"
     keeps_bundles = True
+    offers_bundles = False
+    is_divisible = False
 
     def __init__(
         self,
@@ -66,6 +70,16 @@ class DiskTier:
         self._index = BundleIndex()
         self._pending: set[str] = set()
         """Keys of what is being stored."""
+        self._pins: Counter[str] = Counter()
+        """By key, how many hold it; there need not be a bundle."""
+        self._pinned: tuple[int, int] | None = None
+        """The version and bytes of pinned bundles; None when pins have changed."""
+        self._flushed: set[str] = set()
+        """Keys of pinned bundles that nobody finds since a flush."""
+        self.reserved_bytes = 0
+        """Bytes of what else lies in the folder and counts, which never goes."""
+        self.sessions = 0
+        """That are saved; `SessionBook` counts them."""
         # A second of reading, as much as the first fetches are worth.
         self._reads = deque([(read_bytes_per_second, 1.0)], maxlen=_TRANSFERS)
         entries = list(entries)
@@ -79,7 +93,21 @@ class DiskTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, those that are being written included."""
-        return self._index.used_bytes
+        return self._index.used_bytes + self.reserved_bytes
+
+    @property
+    def budget(self) -> int:
+        """Bytes that all files may have together."""
+        return self._budget
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of all that is pinned, and of what else never goes."""
+        if self._pinned is None or self._pinned[0] != self.version:
+            pinned = map(self._index.get, self._pins)
+            size = sum(one.file_bytes for one in pinned if one is not None)
+            self._pinned = self.version, size
+        return self.reserved_bytes + self._pinned[1]
 
     @property
     def count(self) -> int:
@@ -96,7 +124,17 @@ class DiskTier:
 
     def trim(self) -> Sequence[str]:
         """Keys to discard before anything is written: what is too much at the start."""
-        return self._make_room(0, ())
+        return self._make_room(0, self._kept(()))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model whose bundles are found."""
+        return self._fingerprint
+
+    @property
+    def is_renewed(self) -> bool:
+        """Whether the weights are others than any that a restart has."""
+        return bool(self._identity.update)
 
     def renew(self, update: str) -> None:
         """Find and store for other weights from now on.
@@ -120,6 +158,10 @@ class DiskTier:
             StoredBundle(entry.name.text, entry.start, entry.end)
             for entry in path or ()
         ]
+
+    def patience(self, computing: float) -> float:
+        """As long as computing takes: nobody is served later than twice the time."""
+        return computing
 
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
         """See `OuterTier.fetched`."""
@@ -147,7 +189,8 @@ class DiskTier:
     ) -> Storing | None:
         """See `OuterTier.begin_store`.
 
-        Refused is what is stored, what has no name on disk, what is behind a gap, and
+        Refused is what is stored, what has no name on disk, what is behind a gap, what
+        would take the place of something pinned that is in order and not found, and
         what is larger than the budget leaves.
         """
         try:
@@ -172,7 +215,10 @@ class DiskTier:
         return (key,)
 
     def clear(self) -> Sequence[str]:
-        """See `OuterTier.clear`; the bundles of other models stay."""
+        """See `OuterTier.clear`; the bundles of other models stay.
+
+        What is pinned stays too, but nobody finds it before `reveal`.
+        """
         self.version += 1
         own = [
             entry
@@ -180,7 +226,88 @@ class DiskTier:
             if entry.name.fingerprint == self._fingerprint
             and entry.name.key not in self._pending
         ]
-        return self._gone(own)
+        for entry in own:
+            if self._pins[entry.name.key] and entry.is_usable:
+                self._index.show(entry.name.key, is_usable=False)
+                self._flushed.add(entry.name.key)
+        return self._gone(one for one in own if not self._pins[one.name.key])
+
+    # ----------------------------------------------------------------- pinning
+
+    def path(self, namespace: Hashable, tokens: Tokens) -> tuple[Entry, ...]:
+        """The bundles of a sequence, the last of which ends where it does; or none.
+
+        Raises:
+            TypeError: for a namespace that has no name on disk.
+        """
+        end = len(tokens)
+        key = keys_at(self._fingerprint, namespace, tokens, {end})[end]
+        return self._index.path_to(key) or ()
+
+    def pin(self, keys: Iterable[str]) -> None:
+        """Keep bundles as long as `unpin` is not called as often, if they are there.
+
+        Args:
+            keys: of their files.
+        """
+        self._pins.update(keys)
+        self._pinned = None
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let bundles go again as any others."""
+        self._pins.subtract(keys)
+        self._pins += Counter()  # without what nobody holds
+        self._pinned = None
+        self._flushed &= self._pins.keys()
+
+    def reveal(self, keys: Iterable[str]) -> None:
+        """Find pinned bundles again that a flush has hidden."""
+        for key in self._flushed.intersection(keys):
+            self._flushed.discard(key)
+            if self._index.get(key) is not None:
+                self._index.show(key, is_usable=True)
+                self.version += 1
+
+    def get(self, key: str) -> Entry | None:
+        """The bundle of a file's key."""
+        return self._index.get(key)
+
+    def reserve(self, size: int) -> Sequence[str] | None:
+        """Make room for what else lies in the folder.
+
+        Args:
+            size: bytes more; fewer where it is negative.
+
+        Returns:
+            Keys to discard; None if there is no such room, with nothing changed.
+        """
+        kept = self._kept(())
+        if size > 0 and self._too_much(kept, size):
+            return None
+        discard = self._make_room(max(size, 0), kept)
+        self.reserved_bytes += size
+        return discard
+
+    def drop(self, keys: Sequence[str]) -> Sequence[str]:
+        """Remove the bundles of a path that nothing pinned, and nothing behind, needs.
+
+        Args:
+            keys: of their files, from the start of the sequence.
+
+        Returns:
+            Keys to discard.
+        """
+        followers = Counter(entry.name.parent for entry in self._index.oldest())
+        gone: list[str] = []
+        for key in reversed(keys):
+            entry = self._index.get(key)
+            if entry is None:
+                continue
+            if followers[key] or self._pins[key] or key in self._pending:
+                break
+            followers[entry.name.parent] -= 1
+            gone += self._gone([entry])
+        return gone
 
     # ---------------------------------------------------------------- internal
 
@@ -193,9 +320,11 @@ class DiskTier:
             return None
         if self._index.path_to(name.key) is not None:
             return None
+        if old is not None and not old.is_usable and self._pins[name.key]:
+            return None
         entry = Entry(name, start, end, self._file_bytes(name, start, end, size), False)
         kept = self._kept(before)
-        if entry.file_bytes > self._budget - sum(each.file_bytes for each in kept):
+        if self._too_much(kept, entry.file_bytes):
             return None
         replaced = () if old is None else self._gone([old])
         discard = (*replaced, *self._make_room(entry.file_bytes, kept))
@@ -212,14 +341,20 @@ class DiskTier:
         )
 
     def _kept(self, before: Iterable[Entry]) -> list[Entry]:
-        """What nothing makes room for: what is being stored, and what comes before."""
+        """What nothing makes room for: what is pinned or being stored, and what comes
+        before."""
         kept = {entry.name.key: entry for entry in before}
-        for key in self._pending:
+        for key in self._pending | self._pins.keys():
             entry = self._index.get(key)
             while entry is not None and entry.name.key not in kept:
                 kept[entry.name.key] = entry
                 entry = self._index.get(entry.name.parent)
         return list(kept.values())
+
+    def _too_much(self, kept: Iterable[Entry], size: int) -> bool:
+        """Whether bytes more do not fit beside what must stay."""
+        least = self.reserved_bytes + sum(each.file_bytes for each in kept)
+        return least + size > self._budget
 
     def _make_room(self, size: int, kept: Iterable[Entry]) -> tuple[str, ...]:
         """Let go what was not used for the longest time.
@@ -232,7 +367,7 @@ class DiskTier:
             Keys to discard.
         """
         spared = {entry.name.key for entry in kept}
-        excess = self._index.used_bytes + size - self._budget
+        excess = self.used_bytes + size - self._budget
         victims = []
         for entry in self._index.oldest():
             if excess <= 0:

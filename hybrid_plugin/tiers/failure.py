@@ -26,6 +26,15 @@ class Reason(StrEnum):
     BUSY = "the queue is full"
     CLOSED = "the tier is closed"
     INTERNAL = "the tier has a fault"
+    PEER_GONE = "the peer does not answer"
+    PEER_SECRET = "the peer has another secret"
+    PEER_VERSION = "the peer speaks another version"
+    PEER_RANKS = "the peer has another number of ranks"
+    PEER_MODEL = "the peer serves another model"
+    PEER_MALFORMED = "the peer said what makes no sense"
+    LEASE_OVER = "the peer's lease is over"
+    UNREAD = "nobody read it in time"
+    DECLINED = "the peer could not use it"
 
 
 @dataclass(frozen=True, slots=True)

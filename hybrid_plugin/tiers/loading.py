@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the memory of this process from a file, and converts where rows differ."""
+"""Fills the memory of this process from elsewhere, and converts where rows differ."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.tiers.bundle import Bundle, Layouts, PageBytes, Row, pages_of
-from hybrid_plugin.tiers.bundle_file import BundleReader
+from hybrid_plugin.tiers.bundle_file import BundleReader, Rows
 from hybrid_plugin.tiers.convert import Conversion, conversion
 from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.manifest import STATE, TOKENS, Manifest, Run
@@ -19,8 +21,39 @@ from hybrid_plugin.tiers.row_layout import RowLayout
 Conversions = dict[str, Conversion]
 
 
+class Contents(Protocol):
+    """What is said of a bundle before it is read, such as by a `Manifest`."""
+
+    @property
+    def start(self) -> int:
+        """Its first token."""
+
+    @property
+    def end(self) -> int:
+        """Behind its last token."""
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """One for each pool of pages."""
+
+    @property
+    def state(self) -> RowLayout | None:
+        """None for models without states."""
+
+
+class Reader(Protocol):
+    """Reads a bundle, such as a `BundleReader`."""
+
+    @property
+    def manifest(self) -> Contents:
+        """What it holds."""
+
+    def read(self, name: str, rows: Rows) -> Failure | None:
+        """Fill memory with a tensor; see `BundleReader.read`."""
+
+
 def conversions(
-    manifest: Manifest, layouts: Layouts, narrow: bool
+    manifest: Contents, layouts: Layouts, narrow: bool
 ) -> Conversions | Failure:
     """How each tensor of rows becomes rows of this process."""
     source: dict[str, RowLayout] = {run.pool: run.layout for run in manifest.runs}
@@ -74,11 +107,11 @@ def check(reader: BundleReader, wanted: Bundle, rank: str) -> Failure | None:
     return None
 
 
-def fill(reader: BundleReader, moves: Conversions, wanted: Bundle) -> Failure | None:
+def fill(reader: Reader, moves: Conversions, wanted: Bundle) -> Failure | None:
     """Read pages, and the state if it is wanted.
 
     Args:
-        reader: of the file, which was checked.
+        reader: of a bundle that was checked.
         moves: `conversions` of its manifest.
         wanted: where to; after a failure it holds anything.
 
@@ -123,7 +156,7 @@ def _first_token(position: int, layout: RowLayout) -> int:
 
 
 def _load_pages(
-    reader: BundleReader, run: Run, move: Conversion, wanted: PageBytes
+    reader: Reader, run: Run, move: Conversion, wanted: PageBytes
 ) -> Failure | None:
     end, target = reader.manifest.end, move.target
     place = pages_of(wanted.start, end, target.tokens)
@@ -157,7 +190,7 @@ def _move(
 
 
 def _load_state(
-    reader: BundleReader,
+    reader: Reader,
     move: Conversion,
     row: Row,
 ) -> Failure | None:

@@ -26,12 +26,12 @@ from hybrid_plugin.tiers.describe import (
     with_checksums,
 )
 from hybrid_plugin.tiers.failure import Failure, Reason
-from hybrid_plugin.tiers.files import Files
+from hybrid_plugin.tiers.files import Files, write_all
 from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.loading import check, conversions, fill, gap
 from hybrid_plugin.tiers.manifest import Manifest
 
-SUFFIX, UNFINISHED = ".bundle", ".unfinished"
+SUFFIX, RECORD, UNFINISHED = ".bundle", ".session", ".unfinished"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 class BundleShelf:
     """One rank's part of all bundles: a file for each, in a folder of its own."""
+
+    at_once = 1
 
     def __init__(
         self,
@@ -112,6 +114,39 @@ class BundleShelf:
                 return Failure(Reason.DISK_FULL, str(self.path))
             return Failure(Reason.IO, f"{error.strerror}")
         return manifest
+
+    def record(self, name: str, text: str | None) -> Failure | None:
+        """Keep a text beside the bundles, in the place of any other of its name.
+
+        In part it is never found.
+
+        Args:
+            name: hexadecimal digits.
+            text: None removes it, if it is there.
+        """
+        finished = self.path / (name + RECORD)
+        unfinished = finished.with_suffix(UNFINISHED)
+        try:
+            if text is None:
+                with contextlib.suppress(FileNotFoundError):
+                    self.files.remove(finished)
+            else:
+                self._write_text(unfinished, text)
+                self.files.rename(unfinished, finished)
+            self.files.sync_folder(self.path)
+        except OSError as error:
+            self._remove(unfinished)
+            full = error.errno in _FULL
+            return Failure(Reason.DISK_FULL if full else Reason.IO, f"{error.strerror}")
+        return None
+
+    def _write_text(self, path: Path, text: str) -> None:
+        file = self.files.create(path)
+        try:
+            write_all(self.files, file, [memoryview(text.encode())], 0)
+            self.files.sync(file)
+        finally:
+            self.files.close(file)
 
     def read(self, wanted: Bundle, *, is_first: bool = True) -> Failure | None:
         """Read a bundle.  After a failure the memory holds anything.

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.tiers import bundle_file
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
-from hybrid_plugin.tiers.files import Files
+from hybrid_plugin.tiers.files import Files, read_all
 from hybrid_plugin.tiers.folder_lock import check_private, hold
 from hybrid_plugin.tiers.index import Entry
 from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.loading import conversions
 from hybrid_plugin.tiers.manifest import Manifest
-from hybrid_plugin.tiers.shelf import SUFFIX, UNFINISHED
+from hybrid_plugin.tiers.saved_session import MAX_FILE, SavedSession
+from hybrid_plugin.tiers.shelf import RECORD, SUFFIX, UNFINISHED
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,19 @@ class StockedFile:
 Stock: TypeAlias = dict[str, dict[str, StockedFile]]
 """By rank and key; ranks send it to each other."""
 
-Gather: TypeAlias = Callable[[Stock], Sequence[Stock]]
-"""What all ranks give, on each of them, in the same order."""
+Own = TypeVar("Own")
+
+
+class Gather(Protocol):
+    """Exchanges what ranks have, where each decides for itself."""
+
+    def __call__(self, own: Own, /) -> Sequence[Own]:
+        """What all ranks give, on each of them, in the same order."""
+
+
+def alone(own: Own) -> Sequence[Own]:
+    """Where one process decides for all ranks."""
+    return [own]
 
 
 class TierFolder:
@@ -99,7 +111,7 @@ class TierFolder:
         """Let another server open the folders."""
         self._held.close()
 
-    def entries(self, gather: Gather = lambda own: [own]) -> list[Entry]:
+    def entries(self, gather: Gather = alone) -> list[Entry]:
         """The bundles of which every rank has its part, the least recently used first.
 
         The others are removed.  All ranks that decide for themselves call it at once,
@@ -122,6 +134,30 @@ class TierFolder:
         found.sort(key=lambda each: each[:3])
         self._remove_all_but({key for *_, key, _ in found})
         return [entry for *_, entry in found]
+
+    def sessions(self, gather: Gather = alone) -> list[SavedSession]:
+        """The sessions that every rank has, in the order of their files' names.
+
+        The others, and damaged ones, are removed.  All ranks that decide for themselves
+        call it at once, and get the same.
+
+        Args:
+            gather: as for `entries`.
+        """
+        own = {rank: self._read_sessions(self._path / rank) for rank in self._stock}
+        ranks: dict[str, dict[str, SavedSession]] = {}
+        for each in gather(own):
+            ranks |= each
+        first, *others = ranks.values()
+        common = {
+            key: session
+            for key, session in sorted(first.items())
+            if all(other.get(key) == session for other in others)
+        }
+        for rank, found in own.items():
+            for key in found.keys() - common.keys():
+                self._remove(self._path / rank / (key + RECORD))
+        return list(common.values())
 
     def discard(self, keys: Iterable[str]) -> None:
         """Remove bundles of the ranks for which this process decides.
@@ -162,6 +198,24 @@ class TierFolder:
                 found[read.name.key] = read
         return found
 
+    def _read_sessions(self, folder: Path) -> dict[str, SavedSession]:
+        """Read all sessions of a rank by their keys; remove what is damaged.
+
+        What cannot be read now may be read later, and stays.
+        """
+        found = {}
+        for name in self._files.names(folder):
+            if not name.endswith(RECORD):
+                continue
+            session = read_session(self._files, folder / name)
+            if isinstance(session, Failure):
+                logger.warning("hybrid-plugin: no session in %s: %s", name, session)
+                if session.reason != Reason.IO:
+                    self._remove(folder / name)
+            else:
+                found[session.key] = session
+        return found
+
     def _examine(self, path: Path, own: Layouts) -> StockedFile | Failure:
         try:
             with bundle_file.reading(self._files, path) as reader:
@@ -198,6 +252,32 @@ class TierFolder:
             pass
         except OSError as error:
             logger.warning("hybrid-plugin: %s cannot be removed: %s", path, error)
+
+
+def read_session(files: Files, path: Path) -> SavedSession | Failure:
+    """Read the file of a session.
+
+    Args:
+        files: the system.
+        path: of the file.
+    """
+    try:
+        file = files.open(path)
+        try:
+            size = files.size(file)
+            if size > MAX_FILE:
+                return Failure(Reason.MALFORMED, f"{size} bytes")
+            content = bytearray(size)
+            if not read_all(files, file, [memoryview(content)], 0):
+                return Failure(Reason.TORN, "session")
+        finally:
+            files.close(file)
+    except OSError as error:
+        return Failure(Reason.IO, f"{error.strerror}")
+    session = SavedSession.from_text(content.decode(errors="replace"))
+    if isinstance(session, SavedSession) and path.name != session.key + RECORD:
+        return Failure(Reason.REPLACED, f"it is {session.name!r:.80}")
+    return session
 
 
 def _whole(parts: Sequence[StockedFile]) -> Entry | None:

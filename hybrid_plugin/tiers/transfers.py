@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of writes and fetches: runs the commands, keeps their outcomes.
+"""A rank's part of writes, fetches and offers: runs commands, keeps their outcomes.
 
 Files and peers take any time and fail, and neither the host nor the model's stream
-waits for them.  So each source has a thread of its own, and what is written another
+waits for them.  So each source has threads of its own, and what is written another
 one.  What a command reads and writes is its own until its outcome was polled.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     Executor,
@@ -18,15 +18,19 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from functools import partial
 from typing import Protocol
 
 from hybrid_plugin.core.commands import (
     BundleRows,
     Discard,
     Fetch,
+    Offer,
     Pool,
     PoolId,
+    Withdraw,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.tiers.agreement import Lost, Outcome, Reduce, agree
 from hybrid_plugin.tiers.bundle import Bundle, Layouts, PageBytes, Row
@@ -37,8 +41,8 @@ from hybrid_plugin.tiers.row_layout import RowLayout
 
 logger = logging.getLogger(__name__)
 
-Threads = Callable[[str], Executor]
-"""Makes what runs jobs one by one, in order, by a name."""
+Threads = Callable[[str, int], Executor]
+"""Makes what runs jobs in order, by a name: so many at once."""
 
 
 class HostMemory(Protocol):
@@ -65,10 +69,14 @@ class HostMemory(Protocol):
 class Source(Protocol):
     """Where a rank gets bundles from: a disk, or a peer."""
 
+    @property
+    def at_once(self) -> int:
+        """Fetches that may run beside each other."""
+
     def fetch(self, bundles: Sequence[Bundle]) -> Lost | None:
         """Fill memory with bundles, in the order of the sequence: all, or it failed.
 
-        Runs in a thread of the source's own and may take any time, but must end.  When
+        Runs in a thread for the source alone and may take any time, but must end.  When
         it does, nothing touches the memory any more, which after a failure holds
         anything.
         """
@@ -83,9 +91,31 @@ class Sink(Protocol):
     def discard(self, keys: Sequence[str]) -> None:
         """Remove bundles, where they are there."""
 
+    def record(self, name: str, text: str | None) -> Failure | None:
+        """Keep a text, in the place of any other of its name; None removes it."""
+
+
+class Lender(Protocol):
+    """What lets peers of a rank read bundles from its host rows."""
+
+    def offer(
+        self, ticket: int, bundle: Bundle, copies_over: Callable[[], None]
+    ) -> Future[Lost | None]:
+        """Let a bundle be read, once the copies are over that fill its rows.
+
+        Returns:
+            What becomes of it: lost, if nobody has read it when its lease ends.
+        """
+
+    def withdraw(self, tickets: Iterable[int]) -> None:
+        """Have nobody use what is read of these offers from now on."""
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+
 
 class RankTransfers:
-    """Runs `Write`, `Fetch` and `Discard` on one rank.
+    """Runs `Write`, `Fetch`, `Discard`, `WriteRecord`, `Offer` and `Withdraw`.
 
     `run` and `poll` are called by one thread, and do not wait for any disk or peer.
     """
@@ -96,6 +126,7 @@ class RankTransfers:
         sink: Sink | None,
         sources: Mapping[str, Source],
         threads: Threads | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """Start with nothing out.
 
@@ -104,15 +135,21 @@ class RankTransfers:
             sink: takes what is written; None where nothing is.
             sources: by the name that `Fetch` gives.
             threads: makes them; by default real ones.
+            lender: takes what is offered; None where nothing is.
         """
-        threads = _thread if threads is None else threads
+        threads = _threads if threads is None else threads
         self._memory = memory
         self._sink = sink
         self._sources = dict(sources)
-        self._writer = threads("write")
-        self._readers = {name: threads(name) for name in sources}
+        self._lender = lender
+        self._writer = threads("write", 1)
+        self._readers = {
+            name: threads(name, source.at_once) for name, source in sources.items()
+        }
         self._out: dict[int, Future[Outcome]] = {}
         """By ticket, in the order of the commands: the same on all ranks."""
+        self._offered: set[int] = set()
+        """Tickets of offers among them."""
         self._told: set[Reason] = set()
         """Reasons that the log has of this rank since the last success."""
 
@@ -121,12 +158,15 @@ class RankTransfers:
         """Whether no outcome is still to be polled: the same on all ranks."""
         return not self._out
 
-    def run(self, command: Write | Fetch | Discard) -> None:
+    def run(
+        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+    ) -> None:
         """Begin what a command asks for.
 
         Raises:
             KeyError: for a source that there is not.
-            TypeError: for a `Write` or `Discard` where nothing is kept.
+            TypeError: where nothing is kept, for a `Write`, `Discard` or `WriteRecord`,
+                and where nothing is offered, for an `Offer` or `Withdraw`.
             ValueError: for a row without memory, and a ticket that is out.
         """
         match command:
@@ -137,10 +177,18 @@ class RankTransfers:
                 source, bundles = self._sources[name], [self._bundle(r) for r in many]
                 thread = self._readers[name]
                 self._begin(ticket, thread, lambda: _fetch(source, bundles))
+            case WriteRecord(ticket, name, text):
+                sink = self._keeper()
+                work = partial(_record, sink, name, text)
+                self._begin(ticket, self._writer, work)
             case Discard(keys):
                 # Behind all that came before; the thread itself only has the writes.
-                sink, before = self._keeper(), list(self._out.values())
+                sink, before = self._keeper(), self._of_jobs()
                 self._writer.submit(_discard, sink, keys, before)
+            case Offer(ticket, rows):
+                self._offer(ticket, self._bundle(rows))
+            case Withdraw(tickets):
+                self._lending().withdraw(tickets)
 
     def poll(self) -> list[Outcome]:
         """What is done since the last call, where this is the only rank."""
@@ -157,12 +205,15 @@ class RankTransfers:
         """
         if not self._out:
             return []
+        if self._lender is not None:
+            self._lender.expire()
         own = {
             ticket: job.result() if job.done() else None
             for ticket, job in self._out.items()
         }
         agreed = agree(own, all_reduce)
         for outcome in agreed:
+            self._offered.discard(outcome.ticket)
             del self._out[outcome.ticket]
             self._log(own[outcome.ticket])
         return agreed
@@ -170,9 +221,9 @@ class RankTransfers:
     def wait(self, seconds: float) -> None:
         """Return when anything that is out is done, or after so many seconds.
 
-        Where nothing is out, return at once.
+        Where nothing is out but offers, whose end nobody waits for, return at once.
         """
-        wait(self._out.values(), seconds, FIRST_COMPLETED)
+        wait(self._of_jobs(), seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Finish the jobs at hand and drop the others; nothing touches memory after.
@@ -203,6 +254,33 @@ class RankTransfers:
             raise ValueError(f"ticket {ticket} is out already")
         copies = self._memory.copies_over()
         self._out[ticket] = thread.submit(_outcome, ticket, copies, work)
+
+    def _offer(self, ticket: int, bundle: Bundle) -> None:
+        if ticket in self._out:
+            raise ValueError(f"ticket {ticket} is out already")
+        lender, begin = self._lending(), time.perf_counter()
+        end: Future[Outcome] = Future()
+        self._out[ticket] = end
+        self._offered.add(ticket)
+        size = _bytes(bundle)
+
+        def note(done: Future[Lost | None]) -> None:
+            lost, seconds = done.result(), time.perf_counter() - begin
+            if not end.cancelled():
+                moved = size if lost is None else 0
+                end.set_result(Outcome(ticket, lost, moved, seconds))
+
+        copies = self._memory.copies_over()
+        lender.offer(ticket, bundle, copies).add_done_callback(note)
+
+    def _of_jobs(self) -> list[Future[Outcome]]:
+        """What is out of writes and fetches."""
+        return [job for ticket, job in self._out.items() if ticket not in self._offered]
+
+    def _lending(self) -> Lender:
+        if self._lender is None:
+            raise TypeError("this rank offers nothing to peers")
+        return self._lender
 
     def _keeper(self) -> Sink:
         if self._sink is None:
@@ -275,6 +353,11 @@ def _fetch(source: Source, bundles: Sequence[Bundle]) -> Lost | int:
     return source.fetch(bundles) or sum(_bytes(bundle) for bundle in bundles)
 
 
+def _record(sink: Sink, name: str, text: str | None) -> Lost | int:
+    failure = sink.record(name, text)
+    return Lost(0, failure) if failure is not None else len(text or "")
+
+
 def _discard(sink: Sink, keys: Sequence[str], before: list[Future[Outcome]]) -> None:
     wait(before)
     try:
@@ -283,8 +366,8 @@ def _discard(sink: Sink, keys: Sequence[str], before: list[Future[Outcome]]) -> 
         _fault(error)
 
 
-def _thread(name: str) -> Executor:
-    return ThreadPoolExecutor(1, f"hybrid-plugin {name}")
+def _threads(name: str, count: int) -> Executor:
+    return ThreadPoolExecutor(count, f"hybrid-plugin {name}")
 
 
 def _fault(error: Exception) -> Failure:

@@ -119,6 +119,8 @@ def activate(vllm_config: VllmConfig) -> None:
         switched_off = switched_off_by_environment() or options.enabled is False
         if options.is_deterministic and not switched_off:
             raise cannot_serve(f"deterministic needs the plugin, and {idle}.")
+        if options.peers is not None and not switched_off:
+            raise cannot_serve(f"peers needs the plugin, and {idle}.")
         logger.info("hybrid-plugin is inactive: %s.", idle)
         return
     conflict = next(conflicts(vllm_config), None)
@@ -126,9 +128,10 @@ def activate(vllm_config: VllmConfig) -> None:
         refuse_if_demanded(options, conflict)
         logger.warning("hybrid-plugin is inactive: %s", conflict)
         return
-    if options.disk is not None:
-        for obstacle in storable.obstacles(vllm_config, options.disk):
-            raise cannot_serve(obstacle)
+    for given in (options.disk, options.peers):
+        if given is not None:
+            for obstacle in storable.obstacles(vllm_config, given):
+                raise cannot_serve(obstacle)
     _mark(vllm_config)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
 
@@ -143,12 +146,13 @@ def step_aside(vllm_config: VllmConfig) -> None:
 
 
 def refuse_if_demanded(options: HybridConfig, reason: str) -> None:
-    """Do not step aside where the plugin was asked for by name.
+    """Do not step aside where the plugin, or what it alone has, was asked for.
 
     Raises:
         ConfigError: with the `reason`, a sentence.
     """
-    if options.enabled or options.is_deterministic:
+    needed = options.is_deterministic or options.peers is not None
+    if options.enabled or needed:
         raise cannot_serve(reason)
 
 
@@ -228,7 +232,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield f"it does not support the platform {current_platform.device_type!r} yet."
     if vllm_config.kv_transfer_config is not None:
-        yield "KV connectors are not supported yet; drop --kv-transfer-config."
+        yield (
+            "vLLM's KV connectors do not know the plugin's pools; drop "
+            "--kv-transfer-config, and for prefill and decode servers give the option "
+            "peers."
+        )
     if model.enable_sleep_mode:
         yield "sleep mode is not supported yet; drop --enable-sleep-mode."
     if parallel.pipeline_parallel_size > 1:
@@ -257,6 +265,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         yield "it brings its own scheduler; drop --scheduler-cls."
     if parallel.worker_cls != "auto":
         yield "it brings its own worker; drop --worker-cls."
+    if read_options(vllm_config).verify_fraction and parallel.data_parallel_size > 1:
+        yield (
+            "verify_fraction has an engine make steps of its own, and data-parallel "
+            "ones make them together: leave one of them out."
+        )
     yield from servable.obstacles(vllm_config)
     yield from serving.obstacles(vllm_config, read_options(vllm_config))
     if read_options(vllm_config).is_deterministic:

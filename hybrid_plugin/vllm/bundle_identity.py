@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model that an engine serves is called on disk."""
+"""What the model that an engine serves is called on disk and among peers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.engine.bundle_identity import (
     ModelFiles,
+    NamesWeights,
     attention_layer,
     in_order,
     model_digest,
@@ -27,29 +27,30 @@ if TYPE_CHECKING:
 
 
 def identity_of(
-    vllm_config: VllmConfig, config: HybridKVCacheConfig, disk: DiskOptions, rank: int
+    vllm_config: VllmConfig, config: HybridKVCacheConfig, given: NamesWeights, rank: int
 ) -> Identity:
     """Name the model, its weights and a rank.
 
     Args:
         vllm_config: of the engine.
         config: of its pools.
-        disk: the option.
+        given: the option that needs it.
         rank: among those with tensor parallelism.
 
     Raises:
         ConfigError: if the model cannot be told from others.
     """
     model: Any = vllm_config.model_config
-    files = ModelFiles.find(model.model, model.revision)
+    option = given.option
+    files = ModelFiles.find(model.model, model.revision, option)
     described = files
     if model.hf_config_path:
-        described = ModelFiles.find(model.hf_config_path)
+        described = ModelFiles.find(model.hf_config_path, option=option)
     load_format = str(vllm_config.load_config.load_format)
-    weights = weights_name(disk, files, load_format)
-    drafter = _drafter(vllm_config)
+    weights = weights_name(given, files, load_format)
+    drafter = _drafter(vllm_config, option)
     if drafter is not None:
-        weights += f" drafts {weights_name(disk, drafter, load_format)}"
+        weights += f" drafts {weights_name(given, drafter, load_format)}"
     entries, kinds = _kept(config)
     return Identity(
         weights=weights,
@@ -66,13 +67,13 @@ def identity_of(
     )
 
 
-def _drafter(vllm_config: VllmConfig) -> ModelFiles | None:
+def _drafter(vllm_config: VllmConfig, option: str) -> ModelFiles | None:
     """The files of a model that proposes drafts, where it is another one."""
     speculative = vllm_config.speculative_config
     beside: Any = None if speculative is None else speculative.draft_model_config
     if beside is None or beside.model == vllm_config.model_config.model:
         return None
-    return ModelFiles.find(beside.model, beside.revision)
+    return ModelFiles.find(beside.model, beside.revision, option)
 
 
 def _kept(config: HybridKVCacheConfig) -> tuple[list[str], set[str]]:

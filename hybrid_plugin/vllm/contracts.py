@@ -1194,6 +1194,12 @@ DISK_HOOKS: tuple[Contract, ...] = (
         mentions=("has_requests", "sleep"),
     ),
     HookPoint("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens"),
+    # Orders about saved sessions come as utility calls.
+    HookPoint(
+        f"{_CORE}:EngineCoreProc._handle_client_request",
+        mentions=("UTILITY", "getattr", "_invoke_utility_method"),
+    ),
+    HookPoint(f"{_CORE}:EngineCore", mentions=("scheduler",)),
     # What names a model.
     *_fields(_MODEL, "model", "revision", "hf_config_path", "hf_overrides"),
     *_fields(_MODEL, "dtype", "quantization", "multimodal_config"),
@@ -1205,7 +1211,11 @@ DISK_HOOKS: tuple[Contract, ...] = (
         mentions=("mm_processor_cache_gb", "enable_prefix_caching"),
     ),
     *_fields(
-        "vllm.lora.request:LoRARequest", "lora_path", "lora_int_id", "load_inplace"
+        "vllm.lora.request:LoRARequest",
+        "lora_name",
+        "lora_path",
+        "lora_int_id",
+        "load_inplace",
     ),
     # How the bytes of a page and of a slot lie.
     *_fields(
@@ -1252,6 +1262,102 @@ DISK_HOOKS: tuple[Contract, ...] = (
 )
 """What files behind host memory rely on."""
 
+_CLIENT = "vllm.v1.engine.core_client"
+_LAUNCHERS = "vllm.entrypoints.launchers"
+_TOKENIZE = "vllm.entrypoints.serve.tokenize"
+
+SAVED_SESSION_HOOKS: tuple[Contract, ...] = (
+    HookPoint(f"{_LAUNCHERS}.app:attach_endpoint_plugins", ("app",)),
+    HookPoint(f"{_LAUNCHERS}.app:build_app", mentions=("attach_endpoint_plugins",)),
+    HookPoint(
+        f"{_LAUNCHERS}.api_server.app_state:init_app_state",
+        mentions=("engine_client", "openai_serving_models"),
+    ),
+    HookPoint(
+        "vllm.v1.engine.async_llm:AsyncLLM.__init__",
+        mentions=("engine_core", "vllm_config"),
+    ),
+    HookPoint(f"{_CLIENT}:AsyncMPClient.call_utility_async", ("self", "method")),
+    HookPoint(
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels",
+        mentions=("lora_requests",),
+    ),
+    # What is asked of the server itself, and what its API key is asked for.
+    HookPoint(f"{_TOKENIZE}.api_router:tokenize", ("request", "raw_request")),
+    *_fields(f"{_TOKENIZE}.protocol:TokenizeCompletionRequest", "prompt"),
+    *_fields(f"{_TOKENIZE}.protocol:TokenizeChatRequest", "messages", "tools"),
+    *_fields(f"{_TOKENIZE}.protocol:TokenizeResponse", "tokens"),
+    HookPoint(
+        "vllm.entrypoints.serve.middleware.authenticate:GUARDED_PREFIX",
+    ),
+)
+"""What endpoints for saved sessions rely on, in the process with the API."""
+
+PEER_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.add_request",
+        ("self", "request"),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(f"{_SCHEDULER}:Scheduler._free_request", ("self", "request")),
+    HookPoint(
+        f"{_SCHEDULER}:Scheduler.update_from_output",
+        mentions=("_free_request", "kv_transfer_params"),
+        own=True,
+    ),
+    HookPoint(f"{_CORE}:EngineCore.add_request", mentions=("kv_transfer_params",)),
+    HookPoint(
+        "vllm.v1.request:Request",
+        mentions=(
+            "kv_transfer_params",
+            "prompt_token_ids",
+            "num_prompt_tokens",
+            "_all_token_ids",
+            "max_tokens",
+            "resumable",
+        ),
+    ),
+    *_fields(
+        "vllm.v1.request:RequestStatus", "FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"
+    ),
+    HookPoint("vllm.v1.engine:EngineCoreOutput.kv_transfer_params"),
+)
+"""How a request says that another server goes on with it, or has begun it."""
+
+HIT_CHECK_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        "vllm.v1.request:Request.__init__",
+        (
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "pooling_params",
+            "lora_request",
+            "cache_salt",
+        ),
+        mentions=("mm_features", "num_preemptions", "num_prompt_tokens"),
+    ),
+    *_fields(
+        "vllm.sampling_params:SamplingParams",
+        "temperature",
+        "max_tokens",
+        "logprobs",
+        "detokenize",
+        "skip_reading_prefix_cache",
+    ),
+    *_fields(
+        "vllm.v1.engine:EngineCoreOutput",
+        "request_id",
+        "new_logprobs",
+        "prefill_stats",
+    ),
+    *_fields("vllm.v1.engine:EngineCoreOutputs", "outputs"),
+    *_fields("vllm.v1.metrics.stats:PrefillStats", "num_cached_tokens"),
+    *_fields("vllm.v1.outputs:LogprobsLists", "logprob_token_ids", "logprobs"),
+)
+"""Requests of our own, and what comes of them."""
+
 ENGINE_HOOKS = (
     *OPTION_HOOKS,
     *CORE_HOOKS,
@@ -1262,11 +1368,14 @@ ENGINE_HOOKS = (
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
     *ENGINE_HOOKS,
+    *SAVED_SESSION_HOOKS,
     *WORKER_HOOKS,
     *CPU_HOOKS,
     *DETERMINISTIC_HOOKS,
     *ATTENTION_HOOKS,
     *PREFILL_GRAPH_HOOKS,
+    *PEER_HOOKS,
+    *HIT_CHECK_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
     *REPLAY_HOOKS,

@@ -24,8 +24,15 @@ from hybrid_plugin.engine.bundle_identity import AdapterNames
 from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.front_door import FrontDoor
+from hybrid_plugin.engine.outer_side import OuterSide
+from hybrid_plugin.engine.peers import Peers, own_entry
+from hybrid_plugin.engine.session_desk import Answer, Serving, opening, without_disk
+from hybrid_plugin.tiers.peers.params import wants_remote_decode, wants_remote_prefill
+from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
+from hybrid_plugin.vllm.hit_checks import HitChecking
 from hybrid_plugin.vllm.kv_events import KvEvents
+from hybrid_plugin.vllm.peers import tokens_for_others
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.reports import Report
 from hybrid_plugin.vllm.requests import VllmRequest
@@ -83,6 +90,7 @@ class HybridKVCacheManager:
         records_drafts: bool = False,
         kv_events: KvEvents | None = None,
         max_running: int | None = None,
+        serving: Serving | None = None,
     ) -> None:
         """Create the cache.
 
@@ -98,6 +106,7 @@ class HybridKVCacheManager:
             records_drafts: as in `HybridCache`.
             kv_events: publishes what the cache can resume; None publishes nothing.
             max_running: requests that run at once, at most; None for any number.
+            serving: what saved sessions say of this server.
         """
         device = current_platform.device_type
         self.cache = build_cache(
@@ -116,19 +125,25 @@ class HybridKVCacheManager:
         self.block_pool = _Blocks()
         self.front_door = FrontDoor(self.cache, logger, clock)
         self.draft_steps = DraftSteps(self.cache)
+        self.hit_checking: HitChecking | None = None
+        if options.verify_fraction:
+            self.hit_checking = HitChecking(options.verify_fraction, self.cache.stats)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._max_running = max_running
         self._restoring = 0
         """Requests of this step that wait for their prefix from host memory."""
         self._may_begin = True
         """Whether one behind them may begin to restore its own."""
-        self._disk_options = options.disk
-        self._disk: Disk | None = None
+        self._serving = serving or Serving("", "vLLM")
+        self._options = options
+        self._outer: OuterSide | None = None
         """Opened when the workers have said what they have."""
+        self._early: list[Request] = []
+        """Requests with offers of peers that came before."""
         self._was_flushed = False
         """Whether the workers have yet to hear of a flush, which removes files."""
         self._weight_updates = 0
-        self._adapters = None if options.disk is None else AdapterNames()
+        self._adapters = AdapterNames() if options.has_outer_tiers else None
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats()
@@ -147,8 +162,11 @@ class HybridKVCacheManager:
 
         The pages are those of full attention: nobody reads the others here.
         """
-        found = self.front_door.look_up(self._read(request), max_cache_hit_length)
-        if self._kv_events is not None:
+        read = self._read(request)
+        if read.is_check and self.hit_checking is not None:
+            max_cache_hit_length = self.hit_checking.limit(request.request_id)
+        found = self.front_door.look_up(read, max_cache_hit_length)
+        if self._kv_events is not None and not read.is_check:
             self._kv_events.note(request, found)
         return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
 
@@ -180,6 +198,8 @@ class HybridKVCacheManager:
         )
         if admission is None:
             return None
+        if self.hit_checking is not None and not self.hit_checking.owns(seq_id):
+            self.hit_checking.admitted(request, admission.hit)
         shared = admission.hit // self.cache.page_size
         return self._last_pages(seq_id, len(admission.pages) - shared, slot=True)
 
@@ -201,6 +221,8 @@ class HybridKVCacheManager:
         """A step will be planned."""
         self._restoring, self._may_begin = 0, True
         self.front_door.pass_time()
+        if self._outer is not None:
+            self._outer.step()
 
     def must_wait(self, request: Request) -> bool:
         """Whether a request that waits should go on waiting: for another one, for its
@@ -235,42 +257,101 @@ class HybridKVCacheManager:
 
     @property
     def is_opening(self) -> bool:
-        """Whether the files are yet to be opened: the workers' first answer tells."""
-        return self._disk_options is not None and self._disk is None
+        """Whether what is behind the host is yet to be opened: the workers' first
+        answer tells."""
+        return self._options.has_outer_tiers and self._outer is None
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are of use without any request: files come, go or are read."""
-        if self._disk_options is None:
+        """Whether steps are of use without any request: files come, go or are read,
+        peers are read from, or wait to hear of an offer, or a hit is to be checked."""
+        if self.hit_checking is not None and self.hit_checking.is_waiting:
+            return True
+        if not self._options.has_outer_tiers:
             return False
         return (
             self.is_opening
+            or self.cache.has_unsent_offers
             or self._was_flushed
             or self.cache.writing > 0
             or self.cache.fetching > 0
+            or (self._outer is not None and self._outer.is_busy)
         )
+
+    def take_session_order(self, order: Mapping[str, Any]) -> Answer:
+        """Take an order about saved sessions; see `SessionDesk.take`."""
+        if self._options.disk is None:
+            return without_disk()
+        if self._outer is None:
+            return opening()
+        namespace = saved_sessions.namespace(order, self._adapters)
+        return self._outer.take_session_order(order, namespace)
 
     def close(self) -> None:
         """Let another server have the files."""
-        if self._disk is not None:
-            self._disk.close()
+        if self._outer is not None:
+            self._outer.close()
 
     def take_report(self, report: Report) -> None:
-        """Note what a worker has measured, and what became of writes and fetches.
+        """Note what a worker has measured, and what became of transfers.
 
         Raises:
             ConfigError: if the files' folder cannot be used.
         """
         self.new_measurements(report)
-        if report.disk is not None and self._disk_options is not None:
-            self._disk = Disk(self._disk_options, report.disk, self.cache)
-            logger.info("hybrid-plugin: %s.", self._disk.found())
-        if self._disk is None:
+        if self.is_opening and (report.disk or report.peers):
+            self._open(report)
+        if self._outer is None:
             return
         if report.weight_updates > self._weight_updates:
             self._weight_updates = report.weight_updates
-            self._disk.renew()
-        self._disk.take(report.outcomes)
+            self._outer.renew()
+        self._outer.take(report.outcomes)
+
+    def _open(self, report: Report) -> None:
+        """Put what the workers have behind the host."""
+        disk = peers = None
+        if report.disk is not None and self._options.disk is not None:
+            disk = Disk(self._options.disk, report.disk, self._serving)
+            logger.info("hybrid-plugin: %s.", disk.found())
+        if report.peers is not None:
+            peers = Peers(report.peers, logger)
+        self._outer = OuterSide(self.cache, disk=disk, peers=peers)
+        early, self._early = self._early, []
+        for request in early:
+            if not request.is_finished():
+                self.arrives(request)
+
+    # ------------------------------------------------------------------ peers
+
+    def arrives(self, request: Request) -> None:
+        """Begin to fetch what another server has computed of a request's prompt."""
+        params = request.kv_transfer_params
+        if self._options.peers is None or not wants_remote_prefill(params):
+            return
+        if self._outer is None:
+            self._early.append(request)
+            return
+        assert self._outer.peers is not None, "the options give some"
+        entry = own_entry(params)
+        self._outer.peers.arrived(self.front_door, self._read(request), entry)
+
+    def offer(self, request: Request) -> dict[str, Any] | None:
+        """Offer the prompt of a request that ended to the server that goes on.
+
+        Returns:
+            `kv_transfer_params` for that server; None if there is nothing to offer, or
+            nobody asked.
+        """
+        peers = None if self._outer is None else self._outer.peers
+        if peers is None or not wants_remote_decode(request.kv_transfer_params):
+            return None
+        read = self._read(request)
+        if not read.cacheable:
+            return None
+        tokens = read.tokens()[: tokens_for_others(request)]
+        offer = peers.offer(self.cache, read.namespace(), tokens)
+        return None if offer is None else offer.as_params()
 
     def new_measurements(self, report: Report) -> None:
         """Note what a worker has measured."""
@@ -398,7 +479,9 @@ class HybridKVCacheManager:
     # ---------------------------------------------------------------- internal
 
     def _read(self, request: Request) -> VllmRequest:
-        return VllmRequest(request, self._adapters)
+        checking = self.hit_checking
+        is_check = checking is not None and checking.owns(request.request_id)
+        return VllmRequest(request, self._adapters, is_check)
 
     def create_kv_cache_blocks(
         self, blocks: tuple[Sequence[KVCacheBlock], ...]

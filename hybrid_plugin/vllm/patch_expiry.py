@@ -42,10 +42,25 @@ NEEDED = {
     "patches.patch_engine": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_configs",)),
     ),
+    "patches._patch_utilities": Need(
+        HookPoint(
+            "vllm.v1.engine.core:EngineCoreProc._handle_client_request",
+            mentions=("UTILITY", "getattr"),
+        )
+    ),
+    "patches.patch_app": Need(
+        HookPoint("vllm.plugins:load_endpoint_plugins", mentions=("VLLM_PLUGINS",))
+    ),
     "patches.patch_sessions": Need(
         HookPoint(
             "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
             mentions=("num_output_placeholders",),
+        )
+    ),
+    "patches.patch_connector_warning": Need(
+        HookPoint(
+            "vllm.v1.engine.core:EngineCore.add_request",
+            mentions=("kv_transfer_params", "get_kv_connector"),
         )
     ),
     "patches._patch_specs": Need(

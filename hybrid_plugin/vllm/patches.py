@@ -11,6 +11,7 @@ why (cause), what it does (fix) and when it can be deleted.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,9 @@ HALF_LOADED = (
 
 _ARGUMENTS = "vllm.engine.arg_utils"
 _ENGINE_CORE = "vllm.v1.engine.core"
+_APP = "vllm.entrypoints.launchers.app"
 _INPUT = "vllm.v1.engine.input_processor"
+_NO_CONNECTOR = "Got kv_transfer_params, but no KVConnector found"
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 
 
@@ -126,9 +129,16 @@ def patch_config() -> None:
                 )
                 if config.speculative_config is not None:
                     require(contracts.SPECULATION_HOOKS)
+                if activation.read_options(config).peers is not None:
+                    require(contracts.PEER_HOOKS)
+                if activation.read_options(config).verify_fraction:
+                    require(contracts.HIT_CHECK_HOOKS)
                 _warn_if_untested()
                 patch_engine()
                 patch_sessions()
+                if _APP in sys.modules:  # of what has an API
+                    require(contracts.SAVED_SESSION_HOOKS)
+                    patch_app()
         original(config)
 
     wrap("vllm.config:VllmConfig.try_verify_and_update_config", wrapper)
@@ -192,8 +202,27 @@ def patch_engine() -> None:
 
     wrap(f"{_ENGINE_CORE}:get_kv_cache_configs", plan)
     wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
+    _patch_utilities()
     _patch_specs()
     _patch_builder()
+
+
+def patch_app() -> None:
+    """Symptom: saved sessions have no endpoint, unless VLLM_PLUGINS names the plugin.
+
+    Cause: vLLM loads plugins with endpoints only if they are named there, and who names
+    one switches off all plugins that are not named.
+    Fix: where the plugin serves the model, add ours behind theirs.
+    Delete when: a plugin that serves the model may add endpoints.
+    """
+
+    def attach(original: Callable[..., None], app: Any, *args: Any) -> None:
+        from hybrid_plugin.vllm import saved_sessions
+
+        original(app, *args)
+        saved_sessions.attach(app)
+
+    wrap(f"{_APP}:attach_endpoint_plugins", attach)
 
 
 def patch_sessions() -> None:
@@ -216,6 +245,36 @@ def patch_sessions() -> None:
         return original(processor, *args, **more)
 
     wrap(f"{_INPUT}:InputProcessor.process_inputs", take)
+
+
+def _patch_utilities() -> None:
+    """Symptom: nobody but the engine core reaches the cache.
+
+    Cause: a utility call names a method of the engine core, and has no registry.
+    Fix: give it a method for orders about saved sessions.
+    Delete when: a scheduler can take utility calls.
+    """
+    from hybrid_plugin.vllm import saved_sessions
+
+    owner, name = resolve(f"{_ENGINE_CORE}:EngineCore")
+    setattr(getattr(owner, name), saved_sessions.CALL, saved_sessions.take)
+
+
+def patch_connector_warning() -> None:
+    """Symptom: each request with `kv_transfer_params` is said to be served without.
+
+    Cause: vLLM looks for a connector, which the scheduler does not need.
+    Fix: drop that line of the log.
+    Delete when: a scheduler can say that it reads the parameters itself.
+    """
+    core = logging.getLogger(_ENGINE_CORE)
+    if not any(isinstance(one, _NotOfConnectors) for one in core.filters):
+        core.addFilter(_NotOfConnectors())
+
+
+class _NotOfConnectors(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_NO_CONNECTOR)
 
 
 def _patch_specs() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS, PASS_TOKENS
+from hybrid_plugin.core.policy.costs import pass_tokens_of
 from hybrid_plugin.device.pass_timer import PassTimer
 from hybrid_plugin.engine.prefill_time import PrefillTime
 
@@ -24,9 +24,8 @@ class PrefillMeasure:
         Args:
             device: of the worker.
         """
-        on_cpu = device.type == "cpu"
         self._timer = PassTimer(device)
-        self._time = PrefillTime(CPU_PASS_TOKENS if on_cpu else PASS_TOKENS)
+        self._time = PrefillTime(pass_tokens_of(device.type))
 
     @contextmanager
     def pass_of(self, tokens: int) -> Iterator[None]:

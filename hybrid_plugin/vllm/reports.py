@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_plugin.engine.rank_files import RanksOnDisk
+from hybrid_plugin.engine.rank_peers import RanksWithPeers
 from hybrid_plugin.tiers.agreement import Outcome
 
 _REPORT = "hybrid_report"
@@ -28,10 +29,13 @@ class Report:
     """Of copies from host memory; None without any."""
     disk: RanksOnDisk | None = None
     """What the ranks say of their files, in the first report; None without a disk."""
+    peers: RanksWithPeers | None = None
+    """What they say of themselves as peers, likewise."""
     weight_updates: int = 0
-    """Of weights in memory; counted where there is a disk."""
+    """Of weights in memory; counted where something is behind the host memory."""
     outcomes: tuple[Outcome, ...] = ()
-    """Of writes and fetches, on which all ranks agree, since the last report."""
+    """Of writes, fetches and offers, on which all ranks agree, since the last report.
+    """
 
 
 def can_carry(output: Any) -> bool:

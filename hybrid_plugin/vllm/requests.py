@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -47,6 +47,8 @@ class VllmRequest:
     request: Request
     adapters: AdapterNames | None = None
     """Names that last; None where vLLM's own do."""
+    is_check: bool = False
+    """Whether it is one of ours, that checks a hit."""
 
     @property
     def seq_id(self) -> str:
@@ -76,23 +78,8 @@ class VllmRequest:
 
     def namespace(self) -> Hashable:
         """What the whole request must have in common with another."""
-        lora = self._adapter()
-        salt: object = self.request.cache_salt
-        if lora is None and salt is None:
-            return None
-        # A salt that is no string cannot come from vLLM's own front end.
-        return lora, salt if salt is None or isinstance(salt, str) else repr(salt)
-
-    def _adapter(self) -> Hashable:
-        adapter = self.request.lora_request
-        if not adapter:
-            return None
-        if self.adapters is None:
-            return str(adapter.lora_name)
-        if adapter.load_inplace:  # over others, without another id
-            return UnnamedAdapter(adapter.lora_name)
-        name = self.adapters.of(adapter.lora_path, adapter.lora_int_id)
-        return name or UnnamedAdapter(adapter.lora_name)
+        salt = self.request.cache_salt
+        return namespace_of(self.request.lora_request, salt, self.adapters)
 
     @property
     def cacheable(self) -> bool:
@@ -124,6 +111,31 @@ class VllmRequest:
     def is_over(self) -> bool:
         """Whether it was finished or aborted; a preempted one is not."""
         return bool(self.request.is_finished())
+
+
+def namespace_of(adapter: Any, salt: object, names: AdapterNames | None) -> Hashable:
+    """What requests must have in common beside tokens.
+
+    Args:
+        adapter: vLLM's `LoRARequest`, or what has its name, number and path; None for
+            none.
+        salt: of the request.
+        names: that last; None where vLLM's own do.
+    """
+    lora = _name_of(adapter, names) if adapter else None
+    if lora is None and salt is None:
+        return None
+    # A salt that is no string cannot come from vLLM's own front end.
+    return lora, salt if salt is None or isinstance(salt, str) else repr(salt)
+
+
+def _name_of(adapter: Any, names: AdapterNames | None) -> Hashable:
+    if names is None:
+        return str(adapter.lora_name)
+    if adapter.load_inplace:  # over others, without another id
+        return UnnamedAdapter(adapter.lora_name)
+    name = names.of(adapter.lora_path, adapter.lora_int_id)
+    return name or UnnamedAdapter(adapter.lora_name)
 
 
 def _number(identifier: str) -> int:

@@ -6,18 +6,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm import __version__
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from hybrid_plugin.engine import chat_template
 from hybrid_plugin.engine.refusals import cannot_serve
-from hybrid_plugin.vllm import deterministic, patches, reports
+from hybrid_plugin.engine.session_desk import Serving
+from hybrid_plugin.vllm import deterministic, patches, peers, reports
 from hybrid_plugin.vllm.activation import (
     carried_chat_template,
     logger,
     read_options,
 )
+from hybrid_plugin.vllm.hit_checks import when_idle
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import attach_stats
@@ -47,6 +51,10 @@ IDLE_SECONDS = 0.01
 that comes meanwhile waits as long.  It halves what empty steps take of the processors,
 from 1.6 to 0.75 of two; most of the rest is how vLLM's processes wait for each other.
 """
+
+
+_ANSWERED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+"""How a request ends that was not aborted."""
 
 
 class _OnTwoPools(Scheduler):
@@ -83,6 +91,9 @@ class _OnTwoPools(Scheduler):
                 records_drafts=serving.replays(vllm_config, options),
                 kv_events=events,
                 max_running=vllm_config.scheduler_config.max_num_seqs,
+                serving=Serving(
+                    str(vllm_config.model_config.model), f"vLLM {__version__}"
+                ),
             )
 
         with patches.manager_factory(create_manager):
@@ -94,6 +105,9 @@ class _OnTwoPools(Scheduler):
             deterministic.check_budget(vllm_config, step)
         self.need_mamba_block_aligned_split = True
         self._narrows_drafter = serving.takes_fewer_drafts(vllm_config)
+        self._has_peers = options.peers is not None
+        if self._has_peers:
+            patches.patch_connector_warning()
 
     def _mamba_block_aligned_split(
         self,
@@ -119,8 +133,26 @@ class _OnTwoPools(Scheduler):
         may: bool = super()._handle_blocked_waiting_request(request)
         return may and not self.kv_cache_manager.must_wait(request)
 
+    def add_request(self, request: Request) -> None:
+        """Queue a request, of which another server may have computed the prompt, or
+        will compute the answer."""
+        if self._has_peers:
+            peers.leave_last_token(request)
+        super().add_request(request)
+        if self._has_peers:
+            self.kv_cache_manager.arrives(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """End a request, and say where another server finds its prompt."""
+        params, *others = super()._free_request(request, *args, **kwargs)
+        if self._has_peers and request.status in _ANSWERED:
+            params = self.kv_cache_manager.offer(request) or params
+        return params, *others
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
+        checking = self.kv_cache_manager.hit_checking
+        when_idle(checking, bool(self.requests), super().add_request)
         self.kv_cache_manager.step_begins()
         self.kv_cache_manager.plan_in_batch_sharing(
             request
@@ -191,12 +223,16 @@ class _OnTwoPools(Scheduler):
             self.kv_cache_manager.draft_steps.take_outcome(
                 scheduler_output, model_runner_output
             )
-        return super().update_from_output(
+        outputs = super().update_from_output(
             scheduler_output, model_runner_output, *args, **kwargs
         )
+        if self.kv_cache_manager.hit_checking is not None:
+            self.kv_cache_manager.hit_checking.take(outputs)
+        return outputs
 
     def has_requests(self) -> bool:
-        """Whether the engine is to make steps: also for what files are waited for."""
+        """Whether the engine is to make steps: also for what files are waited for, and
+        to check hits."""
         return bool(super().has_requests()) or self.kv_cache_manager.has_work
 
     def shutdown(self) -> None:

@@ -19,7 +19,7 @@ from hybrid_plugin.vllm import (
     patches,
     reports,
     servable,
-    worker_disk,
+    worker_tiers,
 )
 from hybrid_plugin.vllm.kernels import agreement, state_layers
 from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
@@ -31,6 +31,7 @@ from hybrid_plugin.vllm.reports import Report
 from hybrid_plugin.vllm.scheduler import COMMANDS, PREFILL_TOKENS, ROWS
 from hybrid_plugin.vllm.speculation import block_tables, windows
 from hybrid_plugin.vllm.speculation import patches as speculation_patches
+from hybrid_plugin.vllm.worker_tiers import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from hybrid_plugin.engine.rank_files import RankFiles, RanksOnDisk
+    from hybrid_plugin.engine.rank_tiers import RankTiers
     from hybrid_plugin.tiers.agreement import Outcome
 
 
@@ -62,12 +63,12 @@ class RunsCommands:
         """Where it counts how long a prefill takes."""
         self._load_rate: float | None = None
         """Bytes in a second that come from host memory, on every rank at least."""
-        self._files: RankFiles | None = None
+        self._tiers: RankTiers | None = None
         """Behind the host memory, where the options give some."""
-        self._on_disk: RanksOnDisk | None = None
+        self._ranks = Ranks()
         """What of the ranks the scheduler has not heard yet."""
         self._outcomes: list[Outcome] = []
-        """Of writes and fetches, likewise."""
+        """Of writes, fetches and offers, likewise."""
         self._stepped_aside: str | None = None
         """Why vLLM's own code runs in this worker, None if it does not."""
 
@@ -157,7 +158,7 @@ class RunsCommands:
         if kv_cache_config.host is not None:
             self._load_rate = host_rows.attach(executor, kv_cache_config.host)
             self._passes = PrefillMeasure(self.device)
-        self._open_files(kv_cache_config)
+        self._open_tiers(kv_cache_config)
         self._layers.interior = executor.interior
         self._state_groups = [
             group
@@ -173,24 +174,24 @@ class RunsCommands:
         if self.device.type != "cpu":  # where nothing is compiled
             self._layers.warm_up(self.vllm_config.scheduler_config.max_num_seqs)
 
-    def _open_files(self, config: HybridKVCacheConfig) -> None:
-        """Put files behind the host memory, if the options name a folder."""
-        disk = activation.read_options(self.vllm_config).disk
-        if disk is None:
+    def _open_tiers(self, config: HybridKVCacheConfig) -> None:
+        """Put what the options name behind the host memory: files, peers."""
+        options = activation.read_options(self.vllm_config)
+        if not options.has_outer_tiers:
             return
         layers = self.vllm_config.compilation_config.static_forward_context
-        self._files, self._on_disk = worker_disk.attach(
+        self._tiers, self._ranks = worker_tiers.attach(
             self._pools.executor,
             self.vllm_config,
             config,
-            disk,
+            options,
             self._pools.layouts(config, layers),
         )
 
     def shutdown(self) -> None:
         """End, and give the host memory back."""
-        if self._files is not None:
-            self._files.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._pools.close()
         super().shutdown()  # type: ignore[misc]
 
@@ -206,8 +207,8 @@ class RunsCommands:
 
     def _weights_changed(self) -> None:
         self._layers.refresh()
-        if self._files is not None:
-            self._files.weights_changed()
+        if self._tiers is not None:
+            self._tiers.weights_changed()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step's commands, then the step, on the same stream.
@@ -218,8 +219,8 @@ class RunsCommands:
         commands = getattr(scheduler_output, COMMANDS, None)
         if commands is not None:
             self._pools.executor.run(commands)
-        if self._files is not None:
-            self._outcomes += self._files.settle()
+        if self._tiers is not None:
+            self._outcomes += self._tiers.settle()
         rows = getattr(scheduler_output, ROWS, None)
         if rows:
             v2 = self.vllm_config.use_v2_model_runner
@@ -243,7 +244,7 @@ class RunsCommands:
         report = self._measured()
         if report == self._reported or not reports.can_carry(output):
             return output
-        self._outcomes, self._on_disk = [], None
+        self._outcomes, self._ranks = [], Ranks()
         self._reported = self._measured()
         return reports.attach(output, report)
 
@@ -253,8 +254,9 @@ class RunsCommands:
             move_seconds=executor.moves.seconds,
             token_seconds=None if passes is None else passes.token_seconds(),
             load_bytes_per_second=self._load_rate,
-            disk=self._on_disk,
-            weight_updates=0 if self._files is None else self._files.updates,
+            disk=self._ranks.disk,
+            peers=self._ranks.peers,
+            weight_updates=0 if self._tiers is None else self._tiers.updates,
             outcomes=tuple(self._outcomes),
         )
 

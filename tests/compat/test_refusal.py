@@ -94,6 +94,51 @@ def test_drafts_are_refused_by_name(
     assert contract.target in str(refusal.value)
 
 
+@pytest.mark.parametrize("contract", _used(contracts.SAVED_SESSION_HOOKS))
+def test_a_server_whose_endpoints_moved_is_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    import_module("vllm.entrypoints.launchers.app")  # of a process with an API
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(contracts.PEER_HOOKS))
+def test_peers_are_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    options = {"host_memory": 1 << 20, "peers": {}}
+    hybrid_model.additional_config = {"hybrid_plugin": options}
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(contracts.HIT_CHECK_HOOKS))
+def test_checks_of_hits_are_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    hybrid_model.additional_config = {"hybrid_plugin": {"verify_fraction": 0.5}}
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    # A class whose initializer is gone lacks what others rely on, too.
+    target = contract.target.removesuffix(".__init__")
+    assert target in str(refusal.value)
+
+
 @pytest.mark.parametrize("contract", _used(contracts.CONFIG_HOOKS))
 def test_plugin_stays_idle_and_says_why(
     contract: Contract,

@@ -15,7 +15,7 @@ from hybrid_plugin.core.policy.aged_order import Rank
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.reuse_classes import KV_ALONE, class_of
 from hybrid_plugin.core.tiers.fetches import Fetching
-from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.host_tier import HostSource, HostTier
 from hybrid_plugin.core.tiers.restores import Restore
 from hybrid_plugin.core.tiers.writes import Writing
 from hybrid_plugin.core.tree.node import Node
@@ -149,6 +149,24 @@ def writes_of(cache: HybridCache) -> list[Writing]:
     return list(outer._writes.running.values())
 
 
+def saves_of(cache: HybridCache) -> list[HostSource]:
+    """What saves hold on the host."""
+    outer = cache._outer
+    if outer is None or outer._saves is None:
+        return []
+    held = [one._source for one in outer._saves.running]
+    return [source for source in held if source is not None]
+
+
+def offers_of(cache: HybridCache) -> list[HostSource]:
+    """What is offered to other servers, and was not withdrawn."""
+    outer = cache._outer
+    if outer is None or outer._offers is None:
+        return []
+    running = outer._offers.running.values()
+    return [one.source for one in running if one.source is not None]
+
+
 def audit_host(cache: HybridCache, host: HostTier) -> None:
     """The host's tree is one as the device's; what is loaded from it is in use."""
     memory, tree = host.memory, host.tree
@@ -157,6 +175,8 @@ def audit_host(cache: HybridCache, host: HostTier) -> None:
     fetches, writes = fetches_of(cache), writes_of(cache)
     sources = [one.source for one in restores_of(cache)]
     sources += [one.source for one in writes if not one.is_flushed]
+    sources += saves_of(cache)
+    sources += offers_of(cache)
     locks: Counter[Node] = Counter(source.node for source in sources)
     bases = Counter(one.base for one in fetches if one.base is not None)
     for node in tree.nodes():

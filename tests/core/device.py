@@ -24,13 +24,16 @@ from hybrid_plugin.core.commands import (
     Load,
     Map,
     MoveWindow,
+    Offer,
     Pool,
     PoolId,
     SaveInPass,
     Store,
     Take,
     Unmap,
+    Withdraw,
     Write,
+    WriteRecord,
     Zero,
 )
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow, live_pages
@@ -109,10 +112,12 @@ class HostMemory:
         self.loads: dict[int, list[tuple[PoolId, int, int]]] = {}
         """By ticket, what is being loaded: pool, row, and where to."""
         self.tickets: set[int] = set()
-        self.queue: list[Write | Fetch | Discard] = []
+        self.queue: list[Write | Fetch | Discard | WriteRecord | Offer] = []
         """What the ranks have yet to do for outer tiers."""
-        self.out: dict[int, Write | Fetch] = {}
+        self.out: dict[int, Write | Fetch | WriteRecord | Offer] = {}
         """By ticket, what was ordered and not reported."""
+        self.withdrawn: set[int] = set()
+        """Tickets of offers that nobody may use any more."""
 
     def clone(self) -> HostMemory:
         """A copy to try commands on."""
@@ -122,17 +127,27 @@ class HostMemory:
         twin.loads = {ticket: list(loads) for ticket, loads in self.loads.items()}
         twin.tickets = set(self.tickets)
         twin.queue, twin.out = list(self.queue), dict(self.out)
+        twin.withdrawn = set(self.withdrawn)
         return twin
 
-    def order(self, command: Write | Fetch | Discard) -> None:
+    def order(
+        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+    ) -> None:
         """Take what is to be done for an outer tier."""
+        if isinstance(command, Withdraw):
+            out = self.out.keys() & set(command.tickets)  # others ended meanwhile
+            for ticket in out:
+                if not isinstance(self.out[ticket], Offer):
+                    raise ContentError(f"ticket {ticket} is no offer")
+            self.withdrawn |= out
+            return
         self.queue.append(command)
         if isinstance(command, Discard):
             return
         if command.ticket in self.out:
             raise ContentError(f"ticket {command.ticket} is out already")
-        for pool, row in rows_of(command):
-            if isinstance(command, Write):
+        for pool, row in () if isinstance(command, WriteRecord) else rows_of(command):
+            if isinstance(command, Write | Offer):
                 self.read(pool, row)
                 continue
             if (pool, row) in self._read_by_others() or (pool, row) in self._fetched():
@@ -213,8 +228,12 @@ class HostMemory:
         return {(pool, row) for each in self.loads.values() for pool, row, _ in each}
 
     def _read_by_others(self) -> set[tuple[PoolId, int]]:
-        writes = [one for one in self.out.values() if isinstance(one, Write)]
-        return self._loading().union(*map(rows_of, writes))
+        reads = [
+            one
+            for ticket, one in self.out.items()
+            if isinstance(one, Write | Offer) and ticket not in self.withdrawn
+        ]
+        return self._loading().union(*map(rows_of, reads))
 
     def _fetched(self) -> set[tuple[PoolId, int]]:
         fetches = [one for one in self.out.values() if isinstance(one, Fetch)]
@@ -234,9 +253,9 @@ class HostMemory:
             self.rows.pop((pool, row), None)
 
 
-def rows_of(command: Write | Fetch) -> set[tuple[PoolId, int]]:
+def rows_of(command: Write | Fetch | Offer) -> set[tuple[PoolId, int]]:
     """Host rows that a command reads or fills, by device pool."""
-    bundles = (command.rows,) if isinstance(command, Write) else command.rows
+    bundles = command.rows if isinstance(command, Fetch) else (command.rows,)
     return {row for bundle in bundles for row in _rows_of_bundle(bundle)}
 
 
@@ -409,7 +428,7 @@ class FakeDevice:
                 group[destination] = list(group[source])
             case Store() | Load() | Await():
                 self._copy_rows(command)
-            case Write() | Fetch() | Discard():
+            case Write() | Fetch() | Discard() | WriteRecord() | Offer() | Withdraw():
                 self._require(self.host is not None, f"{command}: there is no host")
                 assert self.host is not None
                 self.host.order(command)

@@ -26,6 +26,7 @@ from tests.core.traffic import (
     with_drafts,
     with_host,
     with_outer,
+    with_peers,
     with_windows,
 )
 
@@ -304,6 +305,7 @@ def seeded_traffic(
     drafts: bool = False,
     host: bool = False,
     outer: bool = False,
+    peers: bool = False,
 ) -> Traffic:
     """Traffic on a random elastic engine."""
     rng = random.Random(f"elastic/{seed}/{page_size}")
@@ -312,4 +314,6 @@ def seeded_traffic(
         setup = with_host(setup)
     if outer:
         setup = with_outer(setup)
+    if peers:
+        setup = with_peers(setup)
     return Traffic(rng, ElasticEngine(setup, cache))

@@ -32,10 +32,11 @@ from hybrid_plugin.core.policy.in_batch_sharing import (
 )
 from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.outer import Awaited
+from hybrid_plugin.core.tiers.saves import Saving
 from hybrid_plugin.core.tree.tokens import Pages
 from tests.core.audit import audit, cached_content, full_state, restores_of
 from tests.core.device import FakeDevice, Forward, Prefixes
-from tests.core.outer import FakeRanks, FakeTier
+from tests.core.outer import FakePeers, FakeRanks, FakeTier
 from tests.core.requests import Access, Output, Request
 from tests.core.setups import Setup
 from tests.core.support import Tokens
@@ -79,6 +80,10 @@ class FakeEngine:
         self.counts_ends = True
         """Whether to check that the cache keeps each last state that there is."""
         self.now = 0.0
+        self.saves: list[Saving] = []
+        """Those that are not over."""
+        self.saved = 0
+        """Saves that were over, and had what they should."""
         self._submitted = 0
         self._work: dict[Request, int] = {}
         self._drafts: dict[Request, int] = {}
@@ -89,7 +94,7 @@ class FakeEngine:
     def _build_ranks(self) -> FakeRanks | None:
         """Ranks that work on the host rows of the device."""
         host, setup = self.device.host, self.setup
-        if not setup.outer_bytes or host is None:
+        if not (setup.outer_bytes or setup.peers) or host is None:
             return None
         luck = random.Random(f"ranks/{setup!r}")
         return FakeRanks(host, setup.page_size, luck, setup.trouble)
@@ -116,6 +121,16 @@ class FakeEngine:
         )
         request.history = self._history(request)
         self.waiting.append(request)
+        if self.setup.peers and access is Access.NORMAL and self.luck.random() < 0.5:
+            self._prefetch(request)
+
+    def _prefetch(self, request: Request) -> None:
+        """Begin to fetch what peers have of a request that has just come."""
+        fetch = self.cache.prefetch(self._look_up(request))
+        if fetch is not None:
+            assert fetch.length < request.known
+            request.restore = fetch
+            fetch.waiters += 1
 
     def _history(self, request: Request) -> list[int]:
         """Numbers of its prefixes, and of what steps compute beyond them."""
@@ -144,7 +159,9 @@ class FakeEngine:
         for request, end in self._work.items():
             self.cache.cross(request.seq_id, end)
         self.cache.trim_scratch(len(self._work))
-        self.device.run(self.cache.drain_commands())
+        commands = self.cache.drain_commands()
+        self._check_saves()
+        self.device.run(commands)
         self._do_io()
         work = enumerate(self._work.items())
         parts = {one: self._forward(one, end, row) for row, (one, end) in work}
@@ -205,23 +222,50 @@ class FakeEngine:
         if self.ranks is not None:
             for _ in range(self.ranks.rng.choice((0, 1, 1, 2))):
                 self.ranks.report(self.cache)
+                self._check_saves()
+
+    def save(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Have what can be resumed of a sequence in the outer tier."""
+        saving = self.cache.save(tokens, namespace)
+        if saving is not None:
+            self.saves.append(saving)
+        self._check_saves()
+
+    def bring(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Have what the outer tier has of a sequence on the host."""
+        fetch = self.cache.bring(tokens, namespace)
+        assert fetch is None or fetch.length > self.cache.resumable(tokens, namespace)
+
+    def _check_saves(self) -> None:
+        """What is saved is found, and what is not says why."""
+        for saving in [one for one in self.saves if one.is_over]:
+            self.saves.remove(saving)
+            if saving.reason:
+                continue
+            (tier,) = self.cache.tiers
+            found = tier.find(saving.namespace, saving.tokens, saving.length)
+            assert found and found[-1].end == saving.length, "it is not there"
+            self.saved += 1
 
     @property
     def has_io(self) -> bool:
         """Whether there is anything left to do for outer tiers."""
         if self.ranks is None or self.device.host is None:
             return False
-        outer = self.cache.fetching + self.cache.writing
+        outer = self.cache.fetching + self.cache.writing + self.cache.offering
         return bool(outer or self.cache._commands or self.device.host.queue)
 
     def check_files(self) -> None:
         """Check that, with nothing left to do, files are there for what is found."""
         if self.ranks is None:
             return
-        (tier,) = self.cache.tiers
-        assert isinstance(tier, FakeTier)
-        assert not tier.begun and not self.ranks.reports, "somebody waits for ever"
-        assert set(tier.entries) == set(self.ranks.files), "files leak, or are missing"
+        for tier in self.cache.tiers:
+            assert isinstance(tier, FakeTier | FakePeers)
+            waits = tier.begun or self.ranks.reports or self.saves
+            assert not waits, "somebody waits for ever"
+            if isinstance(tier, FakeTier):
+                files = set(self.ranks.files)
+                assert set(tier.entries) == files, "files leak, or are missing"
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass; it only changes what is worth how much."""
@@ -289,10 +333,22 @@ class FakeEngine:
         self.cache.finish(
             request.seq_id, request.known_tokens, computed, preempted=preempted
         )
+        if self.setup.peers and not preempted and self.luck.random() < 0.5:
+            self._offer(request)
         if exact is not None and self.counts_ends:
             done = stats.as_dict()
             found = {name: done[name] for name in expected}
             assert found == expected, f"{found}, not {expected}"
+
+    def _offer(self, request: Request) -> None:
+        """Offer what the host has of a request, or of its beginning."""
+        end = self.luck.randint(1, request.known)
+        before = cached_content(self.cache)
+        private = request.access is Access.PRIVATE
+        key = self.cache.offer(request.namespace, request.known_tokens[:end])
+        assert cached_content(self.cache) == before, "what is cached stays cached"
+        if key is not None and not private:
+            assert self.cache.has_unsent_offers
 
     def _has_exact_state(self, request: Request, *, noted: bool) -> bool | None:
         """Whether there is a state of all known tokens; None if nobody wants one."""

@@ -8,13 +8,23 @@ gone, a fetch leaves garbage behind.  What they report is always true.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.commands import BundleRows, Discard, Fetch, Pool, PoolId, Write
+from hybrid_plugin.core.commands import (
+    BundleRows,
+    Discard,
+    Fetch,
+    Offer,
+    Pool,
+    PoolId,
+    Write,
+    WriteRecord,
+)
 from hybrid_plugin.core.stats import OuterStats
 from hybrid_plugin.core.tiers.outer_tier import StoredBundle, Storing
 from hybrid_plugin.core.tree.tokens import Tokens
@@ -35,6 +45,8 @@ class FakeTier:
     """The index of a tier with a budget; the least recently used goes first."""
 
     keeps_bundles = True
+    offers_bundles = False
+    is_divisible = False
 
     def __init__(
         self, budget: int, read_bytes_per_second: float = 1e9, name: str = "disk"
@@ -53,6 +65,10 @@ class FakeTier:
         self.version = 0
         self.entries: dict[str, Entry] = {}
         self.begun: dict[str, Entry] = {}
+
+    def patience(self, computing: float) -> float:
+        """See `OuterTier`."""
+        return computing
 
     @property
     def used_bytes(self) -> int:
@@ -143,6 +159,105 @@ class FakeTier:
                 self.entries[key] = self.entries.pop(key)
 
 
+class FakePeers:
+    """Servers that read what is offered to them, and offer it back.
+
+    What was fetched from them, or could not be, they offer no more.
+    """
+
+    name = "peer"
+    keeps_bundles = False
+    offers_bundles = True
+    is_divisible = True
+    read_bytes_per_second = math.inf
+
+    def __init__(self, most: float) -> None:
+        """Start with nothing offered.
+
+        Args:
+            most: seconds that a sequence waits at most.
+        """
+        self.most = most
+        self.stats = OuterStats()
+        self.version = 0
+        self.entries: dict[str, Entry] = {}
+        """What can be fetched."""
+        self.begun: dict[str, Entry] = {}
+        """What is offered to them."""
+        self._outdated: set[str] = set()
+        """Of that, what was offered before a flush."""
+        self._count = 0
+
+    def patience(self, computing: float) -> float:
+        """See `OuterTier`."""
+        return min(computing, self.most)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is offered."""
+        return sum(one.size for one in self.begun.values())
+
+    def find(
+        self, namespace: Hashable, tokens: Tokens, limit: int
+    ) -> Sequence[StoredBundle]:
+        """See `OuterTier`."""
+        best, end = "", 0
+        for key, one in self.entries.items():
+            size = len(one.tokens)
+            fits = one.namespace == namespace and end < size <= limit
+            if fits and tokens[:size] == one.tokens:
+                best, end = key, size
+        return (StoredBundle(best, 0, end),) if best else ()
+
+    def begin_store(
+        self, namespace: Hashable, tokens: Tokens, start: int, size: int
+    ) -> Storing | None:
+        """See `OuterTier`: the beginning of an offer."""
+        assert start == 0 and len(tokens) > 0
+        self._count += 1
+        if self._count % 7 == 0:
+            return None
+        key = f"{self._count} {key_of(namespace, tokens)}"
+        self.begun[key] = Entry(namespace, tokens, 0, size)
+        return Storing(key)
+
+    def stored(self, key: str, seconds: float | None) -> None:
+        """See `OuterTier`: somebody has read an offer."""
+        entry = self.begun.pop(key)
+        if key in self._outdated:
+            self._outdated.discard(key)
+            return
+        self.entries[key] = entry
+        self.version += 1
+
+    def store_failed(self, key: str, reason: str) -> Sequence[str]:
+        """See `OuterTier`: nobody has."""
+        del self.begun[key]
+        self._outdated.discard(key)
+        return ()
+
+    def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
+        """See `OuterTier`."""
+        for key in keys:
+            self._drop(key)
+
+    def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
+        """See `OuterTier`."""
+        self._drop(key)
+        return ()
+
+    def clear(self) -> Sequence[str]:
+        """See `OuterTier`."""
+        self.entries.clear()
+        self._outdated |= self.begun.keys()
+        self.version += 1
+        return ()
+
+    def _drop(self, key: str) -> None:
+        if self.entries.pop(key, None) is not None:
+            self.version += 1
+
+
 @dataclass(slots=True)
 class _File:
     """What a rank has written."""
@@ -168,6 +283,10 @@ class FakeRanks:
     """The name of the file that has the bundle of a key."""
     files: dict[str, _File] = field(default_factory=dict)
     """By their names."""
+    records: dict[str, str] = field(default_factory=dict)
+    """Texts beside them."""
+    peers: dict[str, _File] = field(default_factory=dict)
+    """What other servers have read, by the keys of offers."""
     reports: list[tuple[int, bool, dict[str, Any]]] = field(default_factory=list)
     """Ticket, whether it was done, and what else is said of it."""
 
@@ -177,13 +296,18 @@ class FakeRanks:
         while queue and isinstance(queue[0], Discard):
             for key in queue.pop(0).keys:  # type: ignore[union-attr]
                 self.files.pop(self.file_of(key), None)
-        kinds = [isinstance(one, Discard) for one in queue]
+        kinds = [isinstance(one, Discard | WriteRecord) for one in queue]
+        if queue and isinstance(queue[0], WriteRecord):
+            self._record(queue.pop(0))  # type: ignore[arg-type]
+            return
         free = kinds.index(True) if True in kinds else len(queue)
         if not free:
             return
         command = queue.pop(self.rng.randrange(free))
         if isinstance(command, Write):
             self._write(command)
+        elif isinstance(command, Offer):
+            self._read_by_peer(command)
         elif isinstance(command, Fetch):
             self._fetch(command)
 
@@ -193,7 +317,17 @@ class FakeRanks:
             return
         ticket, ok, details = self.reports.pop(self.rng.randrange(len(self.reports)))
         del self.host.out[ticket]
+        self.host.withdrawn.discard(ticket)
         cache.outer_done(ticket, ok, **details)
+
+    def _record(self, command: WriteRecord) -> None:
+        if self._fails():
+            self.reports.append((command.ticket, False, {"reason": "disk full"}))
+            return
+        self.records.pop(command.name, None)
+        if command.text is not None:
+            self.records[command.name] = command.text
+        self.reports.append((command.ticket, True, {}))
 
     def _fails(self) -> bool:
         return self.rng.random() < self.trouble
@@ -217,6 +351,19 @@ class FakeRanks:
         if self.rng.random() < 0.5:  # on some ranks
             self.files[self.file_of(bundle.key)] = file
         self.reports.append((command.ticket, False, {"reason": "disk full"}))
+
+    def _read_by_peer(self, command: Offer) -> None:
+        """A peer reads an offer, unless it was withdrawn, or nobody comes."""
+        if command.ticket in self.host.withdrawn or self._fails():
+            self.reports.append((command.ticket, False, {"reason": "unread"}))
+            return
+        bundle = command.rows
+        has_states = Pool.STATE in self.host.plan.row_bytes
+        assert bundle.start == 0 and (bundle.state is None) != has_states
+        file = _File(bundle, self._cells(bundle), self._state(bundle))
+        file.is_sound = not self._fails()
+        self.peers[bundle.key] = file
+        self.reports.append((command.ticket, True, {"seconds": self.rng.random()}))
 
     def _has_parent(self, bundle: BundleRows) -> bool:
         before = bundle.namespace, bundle.tokens[: bundle.start]
@@ -253,13 +400,15 @@ class FakeRanks:
     # ------------------------------------------------------------------- fetch
 
     def _fetch(self, command: Fetch) -> None:
-        assert command.source == "disk" and command.rows
+        files = self.files if command.source == "disk" else self.peers
+        assert command.rows
         filled: dict[tuple[PoolId, int], Any] = {}
         for index, bundle in enumerate(command.rows):
-            file = self.files.get(self.file_of(bundle.key))
+            of_disk = command.source == "disk"
+            file = files.get(self.file_of(bundle.key) if of_disk else bundle.key)
             if file is None:
                 raise ContentError(f"{bundle.key} is fetched, but was never written")
-            reason = self._fault(file, bundle)
+            reason = self._fault(file, bundle, is_whole=of_disk)
             if reason:
                 details = {"reason": reason, "bundle": index}
                 if self.rng.random() < 0.5:
@@ -271,10 +420,10 @@ class FakeRanks:
         seconds = {"seconds": self.rng.random()}
         self.reports.append((command.ticket, True, seconds))
 
-    def _fault(self, file: _File, bundle: BundleRows) -> str:
+    def _fault(self, file: _File, bundle: BundleRows, *, is_whole: bool) -> str:
         same = (
             file.bundle.tokens == bundle.tokens
-            and file.bundle.start == bundle.start
+            and (file.bundle.start == bundle.start or not is_whole)
             and file.bundle.namespace == bundle.namespace
         )
         assert same, "it asks for another bundle than there is"

@@ -16,7 +16,7 @@ from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.outer_tier import OuterTier
 from hybrid_plugin.core.tiers.restores import TransferRates
-from tests.core.outer import FakeTier
+from tests.core.outer import FakePeers, FakeTier
 from tests.core.support import ByMinimum, Economical
 
 
@@ -65,6 +65,8 @@ class Setup:
     outer_bytes: int = field(default=0, repr=False)
     """Budget of an outer tier behind the host; 0 if there is none."""
     read_bytes_per_second: float = field(default=1e9, repr=False)
+    peers: bool = field(default=False, repr=False)
+    """Whether other servers read from the host, and offer it what they have."""
     trouble: float = field(default=0.0, repr=False)
     """Chance of a write or a fetch of the outer tier to fail."""
 
@@ -131,9 +133,12 @@ class Setup:
 
     def build_tiers(self) -> tuple[OuterTier, ...]:
         """What is behind the host."""
-        if not self.outer_bytes:
-            return ()
-        return (FakeTier(self.outer_bytes, self.read_bytes_per_second),)
+        found: list[OuterTier] = []
+        if self.outer_bytes:
+            found.append(FakeTier(self.outer_bytes, self.read_bytes_per_second))
+        if self.peers:
+            found.append(FakePeers(most=20.0))
+        return tuple(found)
 
     @property
     def rates(self) -> TransferRates:

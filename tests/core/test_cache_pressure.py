@@ -279,6 +279,7 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
     assert cache.stats.as_dict() == {
         "queried_tokens": 29,
         "hit_tokens": 11,
+        "computed_tokens": 18,
         "resumed_queried_tokens": 0,
         "resumed_hit_tokens": 0,
         "snapshots_taken": 2,
@@ -295,6 +296,8 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "drafts_refused": 0,
         "turn_ends_exact": 2,
         "turn_ends_missed": 0,
+        "hit_checks": 0,
+        "hit_checks_failed": 0,
     }
 
 

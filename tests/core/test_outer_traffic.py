@@ -83,6 +83,7 @@ def test_traffic(kind: str) -> None:
         done = tier.stats.as_dict("disk")
         for name in EXERCISED:
             totals[name] += done[f"disk_{name}"]
+        totals["saved"] = totals.get("saved", 0) + traffic.engine.saved
     assert all(totals.values()), f"the traffic exercises too little: {totals}"
 
 
@@ -174,8 +175,8 @@ class FindsBeforeTheReport(_Broken):
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
         begin = fetches._begin
 
-        def broken(*args: Any) -> Any:
-            fetch = begin(*args)
+        def broken(*args: Any, **how: Any) -> Any:
+            fetch = begin(*args, **how)
             if fetch is not None:
                 fetches.succeeded(fetch.ticket, 0.0, None)
                 self.__dict__.setdefault("early", set()).add(fetch.ticket)
@@ -214,8 +215,8 @@ class FreesWhatIsFetched(_Broken):
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
         begin, drop = fetches._begin, host.drop
 
-        def broken(*args: Any) -> Any:
-            fetch = begin(*args)
+        def broken(*args: Any, **how: Any) -> Any:
+            fetch = begin(*args, **how)
             if fetch is not None:
                 drop(fetch.rows)
                 fetch.is_flushed = True
@@ -400,8 +401,8 @@ class FetchesWithoutALock(_Broken):
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
         begin, tree = fetches._begin, host.tree
 
-        def broken(*args: Any) -> Any:
-            fetch = begin(*args)
+        def broken(*args: Any, **how: Any) -> Any:
+            fetch = begin(*args, **how)
             if fetch is not None and fetch.base is not None:
                 tree.unlock(fetch.base)
                 fetch.base = None
@@ -416,10 +417,10 @@ class FetchesWithoutRoom(_Broken):
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
         obtain = host.obtain
 
-        def broken(*args: Any) -> Any:
+        def broken(*args: Any, **how: Any) -> Any:
             make_room, host._make_room = host._make_room, lambda *args: True
             try:
-                return obtain(*args)
+                return obtain(*args, **how)
             finally:
                 host._make_room = make_room
 
@@ -459,6 +460,39 @@ class CutsWindows(_Broken):
         host.window_rows = broken
 
 
+class SavesWithoutHolding(_Broken):
+    """Lets the host evict what somebody wants to have written."""
+
+    def change(self, fetches: Any, writes: Any, host: Any) -> None:
+        saves: Any = self.outer()._saves
+        hold = saves._hold
+
+        def broken(saving: Any, store: Any) -> None:
+            hold(saving, store)
+            if saving._source is not None:
+                host.let_go(saving._source)
+                saving._source = None
+
+        saves._hold = broken
+
+
+class SavesWithoutLooking(_Broken):
+    """Says that it is there whatever became of it."""
+
+    def change(self, fetches: Any, writes: Any, host: Any) -> None:
+        saves: Any = self.outer()._saves
+        end = saves._end
+        saves._end = lambda saving, reason: end(saving, "")
+
+
+class SavesThroughAFlush(_Broken):
+    """Holds rows of the host that everything was forgotten of."""
+
+    def change(self, fetches: Any, writes: Any, host: Any) -> None:
+        saves: Any = self.outer()._saves
+        saves.flush = lambda: None
+
+
 BROKEN = [
     FindsBeforeTheReport,
     FreesWhatIsWritten,
@@ -479,6 +513,9 @@ BROKEN = [
     FetchesWithoutRoom,
     TwoBudgets,
     SkipsTheStartOfAPage,
+    SavesWithoutHolding,
+    SavesWithoutLooking,
+    SavesThroughAFlush,
 ]
 BROKEN_WINDOWS = [CutsWindows]
 EXPECTED = (AssertionError, ValueError, LookupError)

@@ -138,6 +138,15 @@ def with_outer(setup: _Setup) -> _Setup:
     )
 
 
+def with_peers(setup: _Setup) -> _Setup:
+    """The same with other servers behind the host, beside a disk or alone."""
+    assert setup.host is not None, "it is behind the host"
+    rng = random.Random(f"peers/{setup!r}")
+    alone = rng.random() < 0.6
+    setup = setup if alone else with_outer(setup)
+    return replace(setup, peers=True, trouble=rng.choice((0.0, 0.1, 0.3)))
+
+
 @dataclass(slots=True)
 class Traffic:
     """Random operations on one fake engine."""
@@ -147,6 +156,8 @@ class Traffic:
     seen: list[Tokens] = field(default_factory=list)
     side: random.Random = field(default_factory=lambda: random.Random(2))
     """For TTLs and the time, so that the rest is that of the seed."""
+    order: random.Random = field(default_factory=lambda: random.Random(3))
+    """For what somebody orders to be saved and brought, likewise."""
 
     @classmethod
     def seeded(
@@ -159,6 +170,7 @@ class Traffic:
         drafts: bool = False,
         host: bool = False,
         outer: bool = False,
+        peers: bool = False,
     ) -> Traffic:
         """Traffic on a random engine.
 
@@ -169,7 +181,8 @@ class Traffic:
             windows: whether the model has window groups.
             drafts: whether sequences verify drafts.
             host: whether there is a host tier.
-            outer: whether there is a tier behind it.
+            outer: whether there is a disk behind it.
+            peers: whether there are other servers behind it.
         """
         rng = random.Random(f"{seed}/{page_size}")
         setup = random_setup(rng, page_size)
@@ -181,6 +194,8 @@ class Traffic:
             setup = with_host(setup)
         if outer:
             setup = with_outer(setup)
+        if peers:
+            setup = with_peers(setup)
         return cls(rng, FakeEngine(setup, cache))
 
     def run(self, operations: int, check_every: int) -> None:
@@ -201,6 +216,8 @@ class Traffic:
             engine.pass_time(self.side.choice((0.1, 1, 15, 400)))
         if engine.ranks is not None and self.side.random() < 0.04:
             engine.evict_all()
+        if engine.ranks is not None and self.seen:
+            self.order_something()
         if roll < 0.25 and len(engine.waiting) < 6:
             self.submit()
         elif roll < 0.93:
@@ -214,6 +231,14 @@ class Traffic:
             engine.preempt(self.rng.choice(engine.running))
         else:
             engine.flush()
+
+    def order_something(self) -> None:
+        """Have a sequence saved, or brought to the host, now and then."""
+        what, tokens = self.order.random(), self.order.choice(self.seen)
+        if what < 0.06:
+            self.engine.save(tokens, self.order.choice(NAMESPACES))
+        elif what < 0.1:
+            self.engine.bring(tokens, self.order.choice(NAMESPACES))
 
     def submit(self) -> None:
         """Queue a request that often budgets a prefix with an earlier one."""

@@ -21,6 +21,7 @@ from hybrid_plugin.core.commands import (
     Pool,
     PoolId,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.tiers.agreement import Outcome, Reduce
@@ -152,7 +153,7 @@ class DiskMirror(Mirror):
         threads = {name: LaterThread() for name in ("write", "disk")}
         self.threads = list(threads.values())
         self._transfers = RankTransfers(
-            self._copies, shelf, {"disk": shelf}, threads.__getitem__
+            self._copies, shelf, {"disk": shelf}, lambda name, count: threads[name]
         )
         self.ranks = RealRanks(device.host, rng, self, trouble)
         traffic.engine.ranks = self.ranks
@@ -189,7 +190,7 @@ class DiskMirror(Mirror):
             first = rng.choice([0, ALIGNMENT]) % len(content)  # of the header, or data
             content[rng.randrange(first, len(content))] ^= 1 << rng.randrange(8)
 
-    def _follow_outer(self, command: Write | Fetch | Discard) -> None:
+    def _follow_outer(self, command: Write | Fetch | Discard | WriteRecord) -> None:
         self._transfers.run(command)
         assert self._device.host is not None
         self._device.host.queue.clear()

@@ -24,6 +24,7 @@ from hybrid_plugin.core.commands import (
     PoolId,
     Store,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.host.copies import HostCopies
@@ -117,7 +118,7 @@ class Mirror:
         own: Any = device
 
         def follow(command: Command) -> None:
-            if isinstance(command, Write | Fetch | Discard):
+            if isinstance(command, Write | Fetch | Discard | WriteRecord):
                 self._write_news()
                 execute(command)
                 self._follow_outer(command)
@@ -143,7 +144,7 @@ class Mirror:
 
         own._execute, own.forward = follow, passes
 
-    def _follow_outer(self, command: Write | Fetch | Discard) -> None:
+    def _follow_outer(self, command: Write | Fetch | Discard | WriteRecord) -> None:
         """Run a command about what is behind the host."""
         raise AssertionError(f"{command}: nothing is behind this host")
 

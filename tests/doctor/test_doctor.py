@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.cli import main
-from hybrid_plugin.config import DiskOptions
+from hybrid_plugin.config import DiskOptions, PeerOptions
 from hybrid_plugin.core.memory.elastic_plan import plan_elastic
 from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
@@ -269,6 +269,20 @@ def test_files_behind_it_are_shown() -> None:
     assert f"of files in /var/cache/hybrid; the KV of {tokens} tokens at most" in text
     model = render.as_json(_report(outlook))["engines"][0]["model"]
     assert model["disk"] == {"path": "/var/cache/hybrid", "bytes": disk.size}
+
+
+def test_where_peers_read_is_shown() -> None:
+    outlook = Outlook(
+        Prospect.SERVED,
+        layout=LAYOUT,
+        sizes=PoolSizes(101, 11),
+        peers=PeerOptions("127.0.0.1:7600"),
+        max_model_len=512,
+    )
+    text = render.as_text(_report(outlook))
+    assert "peers read and are read at 127.0.0.1:7600" in text
+    model = render.as_json(_report(outlook))["engines"][0]["model"]
+    assert model["peers"] == {"listen": "127.0.0.1:7600"}
 
 
 @pytest.mark.parametrize("prospect", [Prospect.REFUSED, Prospect.FAILS])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the installed engine leave first turns of chats in files; prints what it said.
+"""Has the installed engine save first turns of chats; prints what it said.
 
     python -m tests.engines.disk_fill FOLDER
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.engines import slow_decay
 from tests.engines.drivers import Setup, installed_driver
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
+from tests.engines.sessions import save_chats
 from tests.engines.traffic import encode, system_prompt
 
 MODEL, FILES = "model", "files"
@@ -43,33 +43,21 @@ def first_turns() -> list[Ask]:
     return [Ask(encode(text), 12, logprobs=5) for text in texts]
 
 
-def wait_until_written(server: Server) -> dict[str, float]:
-    """What is noted for writing is written one after the other, while steps are made.
+def fill(folder: Path) -> tuple[list[Answer], dict[str, int]]:
+    """Write a model, serve first turns of it, and save them.
 
     Returns:
-        The metrics then.
+        The answers, and the tokens of each session by its name.
     """
-    before = -1.0
-    for _ in range(120):
-        server.ask(encode("tick"), 1)
-        levels = server.metrics()
-        if levels["disk_stores"] == before:
-            return levels
-        before = levels["disk_stores"]
-        time.sleep(1.0)
-    raise AssertionError("it goes on writing")
-
-
-def fill(folder: Path) -> list[Answer]:
-    """Write a model, and serve first turns of it."""
     slow_decay.write_nemotron_h(folder / MODEL)
     driver = installed_driver()
     assert driver is not None, "no engine is installed"
     with Server(driver, Setup(**setup(folder)), folder / "logs" / "fill") as server:
         answers = server.ask_all(first_turns(), 2)
-        assert wait_until_written(server)["disk_stores"] >= CHATS
-    return answers
+        saved = save_chats(server.url, first_turns(), answers)
+    return answers, saved
 
 
 if __name__ == "__main__":
-    print(json.dumps([answer.tokens for answer in fill(Path(sys.argv[1]))]))
+    said, sessions = fill(Path(sys.argv[1]))
+    print(json.dumps([[answer.tokens for answer in said], sessions]))

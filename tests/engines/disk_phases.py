@@ -25,6 +25,7 @@ from tests.engines.host_phases import FIRST, HOST, Found, Served, chats, second_
 from tests.engines.phases import report
 
 SIZE = "1GiB"
+SESSION = "tea"
 FEW = 3
 """Bundles for which a small disk has room."""
 MODELS, FILES, SAID = "model", "files", "said.json"
@@ -90,7 +91,8 @@ def fill(
     engine = Served(model, {"enabled": False})
     stock = chats(engine)
     engine.close()
-    found = serve(model, folder / FILES, options, FIRST, arguments)
+    saves = "tensor_parallel_size" in arguments
+    found = serve(model, folder / FILES, options, FIRST, arguments, is_saved=saves)
     (folder / SAID).write_text(json.dumps(stock))
     return {"stock": stock, "filled": found}
 
@@ -104,11 +106,32 @@ def serve(
     *,
     size: str = SIZE,
     is_flushed: bool = False,
+    is_saved: bool = False,
+    is_loaded: bool = False,
 ) -> Found:
-    """Serve prompts in an engine with files behind it, until all is written."""
+    """Serve prompts in an engine with files behind it, until all is written.
+
+    Args:
+        model: its folder.
+        files: the folder of the disk.
+        options: of the plugin, the disk's excepted.
+        prompts: to be answered.
+        arguments: of vLLM.
+        size: of the disk.
+        is_flushed: whether everything is forgotten at the end.
+        is_saved: whether the first chat is saved as a session.
+        is_loaded: whether that session is loaded before.
+    """
     engine = Served(model, {**options, **on_disk(files, size)}, **arguments)
+    loaded = engine.order(action="load", name=SESSION) if is_loaded else None
     found = engine.ask(prompts)
+    found["loaded"] = loaded
     engine.finish()
+    if is_saved:
+        tokens = [*prompts[0], *found["tokens"][0]]
+        found["saved"] = engine.order(
+            action="save", name=SESSION, tokens=tokens, created=7
+        )
     found["stats"], found["levels"] = engine.counts(), engine.levels()
     found["used"] = engine.manager.cache.tiers[0].used_bytes
     found["sizes"] = [file.stat().st_size for file in files_of(files)]
@@ -137,6 +160,7 @@ def come_back(folder: Path, name: str) -> Found:
         setup.arguments,
         size=setup.size(files),
         is_flushed=True,
+        is_loaded="tensor_parallel_size" in setup.arguments,
     )
     found["after the flush"] = len(files_of(files))
     shutil.rmtree(files)

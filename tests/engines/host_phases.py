@@ -232,6 +232,17 @@ class Served:
             self._step(1)
             time.sleep(0.001)
 
+    def order(self, **order: Any) -> dict[str, Any]:
+        """Have an order about sessions taken, and wait until it is over."""
+        self.finish()  # files are open then
+        answer: dict[str, Any] = self.manager.take_session_order(order)
+        while "ticket" in answer:
+            self._step(1)
+            time.sleep(0.001)
+            poll = {"action": "poll", "ticket": answer["ticket"]}
+            answer = self.manager.take_session_order(poll)
+        return answer
+
     def levels(self) -> dict[str, list[int]]:
         """Ids of each pool: used, cached and free."""
         levels = self.manager.cache.levels()

@@ -14,6 +14,8 @@ class Answer:
     tokens: tuple[int, ...]
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_from: Mapping[str, int] = field(default_factory=dict)
+    """Those tokens by the tier that had them, where the engine says it."""
     ttft_s: float = 0.0
     logprobs: tuple[Mapping[int, float], ...] = ()
     """For each token of the answer, the likeliest token ids and their logprobs."""

@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from hybrid_plugin.tools.demo.server import free_port
 from tests.engines.drivers import Driver, Setup
 from tests.engines.messages import Answer, Ask, Launch
 from tests.engines.warm_start import WarmProcess
@@ -32,13 +32,6 @@ class ServerDiedError(RuntimeError):
         super().__init__(f"the server died with status {code}:\n{log[-6000:]}")
         self.code = code
         self.log = log
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

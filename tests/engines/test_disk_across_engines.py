@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine left in files, another one resumes from.
+"""What one engine has saved, another one resumes.
 
 HYBRID_OTHER_PYTHON names the interpreter of an environment with the other engine.
 """
@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from tests.engines.conftest import StartServer
 from tests.engines.disk_fill import CHATS, FILES, MODEL, first_turns, setup
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
+from tests.engines.sessions import names, order
 from tests.engines.traffic import next_turns
 from tests.engines.warm_start import ROOT
 
@@ -34,9 +35,21 @@ pytestmark = [
 ]
 
 
+@dataclass(frozen=True)
+class Filled:
+    """What the other engine left."""
+
+    folder: Path
+    """With a model, and files."""
+    second: list[Ask]
+    """Turns behind those that were saved."""
+    sessions: dict[str, int]
+    """Tokens of each session, by its name."""
+
+
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ask]]:
-    """A folder with a model and files of the other engine, and second turns."""
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """Of a server of the other engine that was ended."""
     folder = tmp_path_factory.mktemp("across")
     run = subprocess.run(
         [str(OTHER), "-W", "ignore", "-m", "tests.engines.disk_fill", str(folder)],
@@ -46,19 +59,27 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ask]]:
         text=True,
     )
     assert run.returncode == 0, run.stderr[-6000:]
-    said = [Answer(tuple(one)) for one in json.loads(run.stdout.splitlines()[-1])]
-    return folder, next_turns(first_turns(), said, seed=2)
+    tokens, sessions = json.loads(run.stdout.splitlines()[-1])
+    said = [Answer(tuple(one)) for one in tokens]
+    return Filled(folder, next_turns(first_turns(), said, seed=2), sessions)
 
 
 def come_back(
-    start: StartServer, folder: Path, asks: list[Ask], files: str
+    start: StartServer, filled: Filled, files: str
 ) -> tuple[list[Answer], Mapping[str, float]]:
-    """Ask second turns of this engine."""
-    with start("across", **setup(folder, files)) as server:
-        answers = server.ask_all([replace(one, logprobs=5) for one in asks], 2)
+    """Load sessions, and ask second turns of this engine."""
+    asks = [replace(one, logprobs=5) for one in filled.second]
+    with start("across", **setup(filled.folder, files)) as server:
+        assert names(server.url) == sorted(filled.sessions)
+        for name, tokens in filled.sessions.items():
+            found = order(server.url, name, "load")
+            assert found["tokens"] == found["saved"] == tokens
+        answers = server.ask_all(asks, 2)
         levels = server.metrics()
     print(levels)
     assert [answer.error for answer in answers if answer.error] == []
+    saved = [filled.sessions[f"chat {number}"] for number in range(CHATS)]
+    assert [answer.cached_tokens for answer in answers] == saved
     assert levels["disk_loads"] == CHATS
     assert levels["disk_hit_tokens"] > 0.75 * sum(one.prompt_tokens for one in answers)
     assert sum(count for name, count in levels.items() if "_failures{" in name) == 0
@@ -66,20 +87,20 @@ def come_back(
 
 
 def test_chats_go_on_in_another_engine(
-    start_server: StartServer, filled: tuple[Path, list[Ask]]
+    start_server: StartServer, filled: Filled
 ) -> None:
-    folder, asks = filled
+    folder = filled.folder
     shutil.copytree(folder / FILES, folder / "as they are")
-    answers, _ = come_back(start_server, folder, asks, "as they are")
-    assert max(gaps(folder / MODEL, asks, answers)) < NOTHING
+    answers, _ = come_back(start_server, filled, "as they are")
+    assert max(gaps(folder / MODEL, filled.second, answers)) < NOTHING
 
 
 def test_answers_change_when_the_states_of_another_engine_are_zeroed(
-    start_server: StartServer, filled: tuple[Path, list[Ask]]
+    start_server: StartServer, filled: Filled
 ) -> None:
     """Negative control: the comparison does see a wrong state."""
-    folder, asks = filled
+    folder = filled.folder
     shutil.copytree(folder / FILES, folder / "zeroed")
     assert zero_states(folder / "zeroed") >= CHATS
-    answers, _ = come_back(start_server, folder, asks, "zeroed")
-    assert max(gaps(folder / MODEL, asks, answers)) > NOTHING
+    answers, _ = come_back(start_server, filled, "zeroed")
+    assert max(gaps(folder / MODEL, filled.second, answers)) > NOTHING

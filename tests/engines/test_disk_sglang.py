@@ -24,6 +24,7 @@ from tests.engines.drivers.driver import MODEL
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
+from tests.engines.sessions import call, save_chats
 from tests.engines.test_host_memory_sglang import (
     CHATS,
     NOTHING,
@@ -121,10 +122,12 @@ def returned(
     filled: Filled,
     setup: Mapping[str, Any] = FIXED,
     size: str = "1GiB",
+    before: Callable[[Server], None] = lambda server: None,
 ) -> Iterator[tuple[Server, list[Answer], dict[str, float]]]:
     """A new server, asked the second turns."""
     setup = on_disk(setup, filled.folder, size)
     with start("returned", dtype="float32", model=model, **setup) as server:
+        before(server)
         answers = ask(server, filled.second)
         levels = wait_until_idle(server)
         print(levels)
@@ -163,6 +166,8 @@ def test_a_server_that_was_started_again_resumes_from_disk(
     prompts = sum(answer.prompt_tokens for answer in answers)
     assert levels["disk_hit_tokens"] > 0.5 * prompts
     assert levels["disk_loads"] > CHATS / 2
+    from_disk = [answer.cached_from.get("storage", 0) for answer in answers]
+    assert sum(from_disk) == levels["disk_hit_tokens"]
     assert not failures(levels)
     assert again[0].cached_tokens == 0, "a flush forgets what is on disk as well"
     assert compare(copied.expected[-1:], again, 0.0).wrong == ()
@@ -240,12 +245,16 @@ def test_nothing_is_found_of_another_model(
 def test_ranks_agree_on_what_the_disk_has(
     model: Path, start_server: StartServer, filled: Filled, tmp_path: Path
 ) -> None:
-    """Each reads its own files, and they go on when all have them: or none has."""
+    """Each reads its own files, and they go on when all have them: or none has.
+
+    Sessions are theirs together, too.
+    """
     first = first_turns()
     setup = on_disk({**FIXED, **TWO_RANKS}, tmp_path / "bundles")
     with start_server("ranks", dtype="float32", model=model, **setup) as server:
-        ask(server, first)
+        saved = save_chats(server.url, first, ask(server, first))
         levels = wait_until_written(server)
+    assert len(list(tmp_path.rglob("*.session"))) == 2 * CHATS
     files = files_of(tmp_path / "bundles")
     assert len(files) == 2 * levels["disk_stores"] >= 2 * CHATS
     of_the_second = [file for file in files if "rank-1-of-2" in str(file)]
@@ -254,11 +263,19 @@ def test_ranks_agree_on_what_the_disk_has(
     torn = of_the_second[1]
     torn.write_bytes(torn.read_bytes()[:-3])
     again = Filled(tmp_path / "bundles", filled.second)
-    with returned(start_server, model, again, {**FIXED, **TWO_RANKS}) as (
-        _,
-        answers,
-        levels,
-    ):
+
+    def load(server: Server) -> None:
+        found = {
+            name: call(server.url, "POST", f"/{name.replace(' ', '%20')}/load")
+            for name in saved
+        }
+        whole = [one.json().get("tokens") == saved[name] for name, one in found.items()]
+        assert CHATS - 2 <= sum(whole) < CHATS
+        assert {one.status_code for one in found.values()} <= {200, 410}
+
+    setup = {**FIXED, **TWO_RANKS}
+    with returned(start_server, model, again, setup, before=load) as seen:
+        _, answers, levels = seen
         is_free(levels)
     assert max(gaps(model, filled.second, answers)) < NOTHING
     assert hits(answers) > 0.5

@@ -145,9 +145,16 @@ def test_a_flush_removes_the_files_of_the_model(filled: Found, returned: Found) 
 
 @pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks_have_a_part_each(tmp_path: Path) -> None:
-    """Each reads its own files, and they go on when all have them: or none has."""
+    """Each reads its own files, and they go on when all have them: or none has.
+
+    A session is one for both of them, too.
+    """
     filled = run(tmp_path, f"fill {TWO_RANKS}")
     found = run(tmp_path, TWO_RANKS)[TWO_RANKS]
+    saved, loaded = filled["filled"]["saved"], found["loaded"]
+    assert saved["status"] == loaded["status"] == 200, (saved, loaded)
+    assert loaded["tokens"] == saved["tokens"] == saved["given"] - 1
+    assert len(list((tmp_path / "files").rglob("*.session"))) == 2
     stats = filled["filled"]["stats"]
     assert len(filled["filled"]["sizes"]) == 2 * stats["disk_stores"] >= 2 * CHATS
     check_return(found, expected(filled))

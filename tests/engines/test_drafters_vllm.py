@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
-from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.prometheus_text import Metrics
 from tests.engines import draft_heads, slow_decay
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver

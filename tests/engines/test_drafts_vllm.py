@@ -8,12 +8,11 @@ come of the prompt itself ("ngram").
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.vllm import ON_GPU, PAGE_SIZE
-from tests.engines.faults import planted
+from tests.engines.faults import counting_live, planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
@@ -107,11 +106,13 @@ def serve(start_server: StartServer, chats: Chats) -> Any:
         drafting: dict[str, Any],
         flags: Sequence[str] = (),
         fault: str | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
         **setup: Any,
     ) -> AbstractContextManager[Server]:
         told = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
         # n-gram search would have PyTorch's threads wait for one another.
-        environment = {"NUMBA_NUM_THREADS": "1"} | planted(fault or "none")
+        environment = {"NUMBA_NUM_THREADS": "1", **environment}
+        environment |= planted(fault or "none")
         if drafting is ORACLE:
             environment[oracle.FILE] = str(chats.file)
         return start_server(
@@ -203,32 +204,24 @@ PAGES = 6400 // PAGE_SIZE
 
 @pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
 def test_drafts_take_no_sequence_its_place(
-    serve: Any, chats: Chats, options: dict[str, Any]
+    serve: Any, chats: Chats, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """With slots for six, six run at once: drafts make way, and come again.
 
     With replay they need none, and every step verifies.
     """
-    done = threading.Event()
-    with (
-        serve("pressed", ORACLE, options=options, pools=(PAGES, SLOTS + 1)) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-
-        def most_running() -> float:
-            most = 0.0
-            while not done.is_set():
-                now = server.metrics()
-                if "state{used}" in now:
-                    most = max(most, now["state{used}"] - now["draft_slots"])
-            return most
-
-        watch = pool.submit(most_running)
+    most = tmp_path / "most"
+    with serve(
+        "pressed",
+        ORACLE,
+        options=options,
+        pools=(PAGES, SLOTS + 1),
+        environment=counting_live(most),
+    ) as server:
         answers = ask(server, chats)
-        done.set()
         metrics = server.metrics()
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
-    assert watch.result() == SLOTS
+    assert most.read_text() == str(SLOTS)
     assert metrics["preemptions"] == 0
     lends = options is not REPLAY
     assert (metrics["drafts_lent"] > 0) == (metrics["drafts_refused"] > 0) == lends

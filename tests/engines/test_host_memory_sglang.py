@@ -125,6 +125,10 @@ def test_second_turns_resume_from_host_memory(
     assert outcome.wrong == () and outcome.compared == 2 * CHATS
     levels = seen.levels
     restored(seen.answers[CHATS:], levels)
+    sources = [answer.cached_from for answer in seen.answers]
+    assert sum(of.get("host", 0) for of in sources) == levels["host_hit_tokens"]
+    for answer in seen.answers:
+        assert sum(answer.cached_from.values()) == answer.cached_tokens
     assert levels["snapshots_evicted"] > CHATS / 2
     assert levels["host_stores"] >= CHATS
     assert levels["host.kv{used}"] == levels["host.state{used}"] == 0

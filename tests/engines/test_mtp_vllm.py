@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
-from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.prometheus_text import Metrics
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
+from tests.engines.faults import counting_live
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
@@ -164,30 +164,23 @@ LEAST_WITH_ONE = 1.3
 """Tokens a verification of mostly one draft."""
 
 
-def test_the_drafter_makes_way(start_server: StartServer, driver: Driver) -> None:
+def test_the_drafter_makes_way(
+    start_server: StartServer, driver: Driver, tmp_path: Path
+) -> None:
     """With slots for five, five run at once, and the head drafts nothing meanwhile.
 
     When two run, there are slots for one draft of each.
     """
     texts = [text.encode() + b"%d " % i for i in range(4) for text in PROMPTS]
-    done = threading.Event()
-    with (
-        start_server("pressed", pools=(200, SLOTS + 1), flags=FLAGS) as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-
-        def most_running() -> float:
-            most = 0.0
-            while not done.is_set():
-                now = server.metrics()
-                if "state{used}" in now:
-                    most = max(most, now["state{used}"] - now["draft_slots"])
-            return most
-
-        watch = pool.submit(most_running)
+    most = tmp_path / "most"
+    with start_server(
+        "pressed",
+        pools=(200, SLOTS + 1),
+        flags=FLAGS,
+        environment=counting_live(most),
+    ) as server:
         asks = asks_of(texts)
         answers = server.ask_all(asks, len(asks))
-        done.set()
         crowd = server.metrics()
         server.reset_prefix_cache()
         answers += server.ask_all(asks[:4], 2)
@@ -195,7 +188,7 @@ def test_the_drafter_makes_way(start_server: StartServer, driver: Driver) -> Non
         pair = server.metrics()
     assert not any(answer.error for answer in answers)
     assert max(gaps(MODEL, [*asks, *asks[:4]], answers)) <= NEAR_TIE
-    assert watch.result() == SLOTS
+    assert most.read_text() == str(SLOTS)
     assert crowd["preemptions"] == 0
     assert pair["turn_ends_exact"] == len(asks) + 4
     assert pair["drafts_lent"] > crowd["drafts_lent"]

@@ -7,13 +7,14 @@ sequences run.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from hybrid_plugin.cli import main
 from tests.engines.conftest import StartServer
+from tests.engines.faults import counting_live
 from tests.engines.messages import Ask
 from tests.engines.server import Server
 from tests.engines.traffic import encode
@@ -26,30 +27,27 @@ POOLS = (200, SLOTS + 1)
 
 
 @pytest.fixture(scope="module")
-def server(start_server: StartServer) -> Iterator[Server]:
-    with start_server("slots", options=OPTIONS, pools=POOLS) as running:
+def most(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gets the number of sequences that ran at once."""
+    return tmp_path_factory.mktemp("live") / "most"
+
+
+@pytest.fixture(scope="module")
+def server(start_server: StartServer, most: Path) -> Iterator[Server]:
+    with start_server(
+        "slots", options=OPTIONS, pools=POOLS, environment=counting_live(most)
+    ) as running:
         yield running
 
 
-def test_as_many_sequences_run_as_there_are_slots(server: Server) -> None:
+def test_as_many_sequences_run_as_there_are_slots(server: Server, most: Path) -> None:
     """Two waves, so that snapshots of the first must make room for the second."""
     asks = [Ask(encode(f"{n}: count to a hundred."), 64) for n in range(2 * SLOTS)]
-    done = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-
-        def most_in_use() -> float:
-            most = 0.0
-            while not done.is_set():
-                most = max(most, server.metrics().get("state{used}", 0.0))
-            return most
-
-        watch = pool.submit(most_in_use)
-        answers = server.ask_all(asks[:SLOTS], SLOTS)
-        answers += server.ask_all(asks[SLOTS:], SLOTS)
-        done.set()
+    answers = server.ask_all(asks[:SLOTS], SLOTS)
+    answers += server.ask_all(asks[SLOTS:], SLOTS)
     metrics = server.metrics()
     assert [a.error for a in answers] == [None] * len(asks)
-    assert watch.result() == SLOTS
+    assert most.read_text() == str(SLOTS)
     assert metrics["preemptions"] == 0
     assert metrics["state{cached}"] > 0
 
@@ -67,3 +65,15 @@ def test_chats_go_on_while_snapshots_make_way(server: Server) -> None:
         cached.append(again.cached_tokens)
     assert all(cached)
     assert server.metrics()["snapshots_evicted"] > evicted
+
+
+def test_top_shows_what_the_server_did(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--once", "--url", server.url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    words = [line.split()[0] for line in shown if line]
+    assert {"restored", "computed", "kv", "state", "snapshots"} <= set(words)
+    pool = next(line for line in shown if line.startswith("state"))
+    used, cached, free = (int(n) for n in pool.split()[1:4])
+    assert used == 0 and cached > 0 and cached + free == SLOTS

@@ -20,10 +20,12 @@ from sglang.srt.runtime_context import get_context
 from hybrid_plugin.config import DiskOptions
 from hybrid_plugin.core.commands import Await, Discard, Fetch, Load, Pool, Write
 from hybrid_plugin.engine.disk import Disk
+from hybrid_plugin.engine.outer_side import OuterSide
 from hybrid_plugin.engine.rank_files import RanksOnDisk
+from hybrid_plugin.engine.session_desk import Serving
 from hybrid_plugin.sglang import outer_steps
-from hybrid_plugin.sglang.disk import TextOnly, of_all_ranks
 from hybrid_plugin.sglang.outer_steps import OuterSteps, greatest_of_all_ranks
+from hybrid_plugin.sglang.outer_tiers import TextOnly, of_all_ranks
 from hybrid_plugin.tiers.agreement import Lost, Outcome
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.failure import Failure, Reason
@@ -75,10 +77,11 @@ class DiskBench(HostBench):
         self.disk = Disk(
             DiskOptions(str(folder), 1 << 20),
             RanksOnDisk(IDENTITY, {IDENTITY.rank_name: LAYOUTS}, 1e6),
-            self.core,
+            Serving("model", "SGLang"),
             make=lambda *args: TextOnly(*args, vocabulary=VOCABULARY),
         )
-        self.cache._outer = OuterSteps(self.core, self.files, self.disk, "mark")
+        outer = OuterSide(self.core, disk=self.disk)
+        self.cache._outer = OuterSteps(self.core, self.files, outer, "mark")
 
     def finish_writes(self) -> int:
         """Let everything be written; returns how many files that makes."""
@@ -318,6 +321,6 @@ def test_images_are_not_kept_in_files(tmp_path: Path) -> None:
 def test_one_rank_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(tp_size=1, tp_rank=0)
     monkeypatch.setattr(outer_steps, "get_parallel", lambda: alone)
-    monkeypatch.setattr("hybrid_plugin.sglang.disk.get_parallel", lambda: alone)
+    monkeypatch.setattr("hybrid_plugin.sglang.outer_tiers.get_parallel", lambda: alone)
     assert greatest_of_all_ranks([1, 0, 1 << 61]) == [1, 0, 1 << 61]
     assert of_all_ranks("mine") == ["mine"]

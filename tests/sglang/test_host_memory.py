@@ -20,6 +20,7 @@ from sglang.srt.runtime_context import get_context
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Await, Command, Load, Pool, Store
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS
 from hybrid_plugin.core.tiers.host_plan import plan_host
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.restores import TransferRates
@@ -370,7 +371,7 @@ def test_passes_are_measured_by_their_tokens(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert bench.clock.measured() is None
     bench.serve("one", 0)
-    token = 1.0 / (LENGTH + host_steps.CPU_PASS_TOKENS)
+    token = 1.0 / (LENGTH + CPU_PASS_TOKENS)
     assert bench.clock.measured() == pytest.approx(token)
 
 

@@ -14,7 +14,13 @@ pytest.importorskip("sglang")
 from sglang import __version__
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.sglang import activation, contracts, patches, register
+from hybrid_plugin.sglang import (
+    activation,
+    contracts,
+    patches,
+    register,
+    saved_sessions,
+)
 from hybrid_plugin.sglang_cpu import kernels
 from hybrid_plugin.sglang_cpu.replacements import HOOKS as PLATFORM_HOOKS
 from hybrid_plugin.upstream.hookpoints import Contract
@@ -42,7 +48,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "contract", _used(contracts.COMMAND_LINE_HOOKS, contracts.HOOKS)
+    "contract", _used(contracts.COMMAND_LINE_HOOKS, contracts.ENGINE_HOOKS)
 )
 def test_server_does_not_start(
     contract: Contract, asked_for: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -50,6 +56,25 @@ def test_server_does_not_start(
     take_away(contract, "sglang", monkeypatch, tmp_path)
     with pytest.raises(SystemExit, match="does not fit SGLang") as refusal:
         register()
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(contracts.SAVED_SESSION_HOOKS))
+def test_a_server_whose_endpoints_moved_does_not_start(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(
+        patches, "_hook", lambda target, _, hook: hooks.update({target: hook})
+    )
+    patches._take_session_orders()
+    made = hooks["sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__"]
+    monkeypatch.setattr(saved_sessions, "server_is_loaded", lambda: True)
+    monkeypatch.setattr(saved_sessions, "attach", lambda: None)
+    made(None, object())
+    take_away(contract, "sglang", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit SGLang") as refusal:
+        made(None, object())
     assert contract.target in str(refusal.value)
 
 

@@ -32,6 +32,8 @@ class Memory:
 class Slow:
     """A disk that writes when it is let go on."""
 
+    at_once = 1
+
     def __init__(self) -> None:
         self.started, self.goes_on = threading.Event(), threading.Event()
         self.did: list[str] = []

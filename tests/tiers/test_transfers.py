@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ from hybrid_plugin.core.commands import (
     BundleRows,
     Discard,
     Fetch,
+    Offer,
     PageRows,
     Pool,
+    Withdraw,
     Write,
+    WriteRecord,
 )
 from hybrid_plugin.tiers.agreement import Lost, Outcome
 from hybrid_plugin.tiers.bundle import Bundle
@@ -77,6 +81,10 @@ class Keeper:
         self.kept[bundle.key] = b"".join(row.tobytes() for row in rows)
         return self.failure
 
+    def record(self, name: str, text: str | None) -> Any:
+        self._pass(f"record {name} {text}")
+        return self.failure
+
     def discard(self, keys: Sequence[str]) -> None:
         self._pass(f"discard {' '.join(keys)}")
         for key in keys:
@@ -87,6 +95,8 @@ class Keeper:
 
 class Giver:
     """Gives what a keeper kept, behind a gate of its own."""
+
+    at_once = 1
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
@@ -111,13 +121,43 @@ class Giver:
         return None
 
 
+class Lending:
+    """Offers that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.offers: dict[int, Future[Lost | None]] = {}
+        self.bundles: list[Bundle] = []
+        self.over: list[int] = []
+        """Whose leases end when somebody looks."""
+
+    def offer(
+        self, ticket: int, bundle: Bundle, copies_over: Callable[[], None]
+    ) -> Future[Lost | None]:
+        self.bundles.append(bundle)
+        self.offers[ticket] = Future()
+        return self.offers[ticket]
+
+    def withdraw(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            self.offers[ticket].set_result(Lost(0, Failure(Reason.CLEARED)))
+
+    def expire(self) -> None:
+        while self.over:
+            lost = Lost(0, Failure(Reason.UNREAD))
+            self.offers[self.over.pop()].set_result(lost)
+
+
 class Rank:
     def __init__(self) -> None:
+        self.lending = Lending()
         self.memory = Memory()
         self.keeper = Keeper()
         self.disk, self.peer = Giver(self.keeper), Giver(self.keeper)
         self.transfers = RankTransfers(
-            self.memory, self.keeper, {"disk": self.disk, "peer": self.peer}
+            self.memory,
+            self.keeper,
+            {"disk": self.disk, "peer": self.peer},
+            lender=self.lending,
         )
 
     @property
@@ -273,6 +313,36 @@ def test_closing_finishes_what_runs_and_drops_the_rest(rank: Rank) -> None:
     assert rank.keeper.order == ["write a"]
 
 
+def test_an_offer_is_out_until_its_lease_ends(rank: Rank) -> None:
+    for ticket in (1, 2, 3, 4):
+        rank.transfers.run(Offer(ticket, bundle_rows("a", (1, 2))))
+    assert rank.lending.bundles[0].key == "a" and not rank.transfers.is_idle
+    assert rank.transfers.poll() == []
+    rank.lending.offers[2].set_result(None)
+    (read,) = rank.transfers.poll()
+    assert (read.ticket, read.lost, read.bytes) == (2, None, 2 * 32 + 24)
+    rank.lending.over.append(1)
+    rank.transfers.run(Withdraw((4,)))
+    ended = {one.ticket: one.lost for one in rank.transfers.poll()}
+    assert ended == {
+        1: Lost(0, Failure(Reason.UNREAD)),
+        4: Lost(0, Failure(Reason.CLEARED)),
+    }
+    with pytest.raises(ValueError, match="ticket 3 is out"):
+        rank.transfers.run(Offer(3, bundle_rows("a", (1, 2))))
+    rank.transfers.wait(PATIENCE)  # for nothing: nobody waits for a lease
+
+
+def test_what_is_discarded_does_not_wait_for_leases(rank: Rank) -> None:
+    rank.write(1, "a")
+    rank.outcomes(1)
+    rank.transfers.run(Offer(2, bundle_rows("b", (1, 2))))
+    rank.transfers.run(Discard(("a",)))
+    _until(lambda: not rank.keeper.kept)
+    rank.transfers.close()
+    rank.lending.offers[2].set_result(None)  # nobody hears of it any more
+
+
 def test_what_cannot_be_run_is_an_error(rank: Rank) -> None:
     with pytest.raises(KeyError):
         rank.fetch(1, "elsewhere", "a")
@@ -284,6 +354,9 @@ def test_what_cannot_be_run_is_an_error(rank: Rank) -> None:
     for command in (Write(1, bundle_rows("a", (1,))), Discard(("a",))):
         with pytest.raises(TypeError, match="keeps no bundles"):
             bare.run(command)
+    for offer in (Offer(1, bundle_rows("a", (1,))), Withdraw((1,))):
+        with pytest.raises(TypeError, match="offers nothing to peers"):
+            bare.run(offer)
     bare.close()
 
 
@@ -348,3 +421,22 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def test_a_record_comes_behind_the_bundles_that_it_names(rank: Rank) -> None:
+    rank.keeper.gate.clear()
+    rank.write(1, "a")
+    rank.transfers.run(WriteRecord(2, "tea", "of a"))
+    rank.transfers.run(WriteRecord(3, "tea", None))
+    assert not rank.transfers.poll()
+    rank.keeper.gate.set()
+    done = rank.outcomes(3)
+    assert [done[ticket].is_ok for ticket in (1, 2, 3)] == [True] * 3
+    assert rank.keeper.order == ["write a", "record tea of a", "record tea None"]
+
+
+def test_a_record_that_is_not_kept_is_told_of(rank: Rank) -> None:
+    rank.keeper.failure = Failure(Reason.DISK_FULL)
+    rank.transfers.run(WriteRecord(1, "tea", "of a"))
+    (done,) = rank.outcomes(1).values()
+    assert done.lost is not None and done.lost.failure.reason == Reason.DISK_FULL

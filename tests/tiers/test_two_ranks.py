@@ -65,7 +65,7 @@ class Rank:
         self.threads = threads
         shelf = BundleShelf(path, NAMES[number], OWN, files=files)
         self.transfers = RankTransfers(
-            self, shelf, {"disk": shelf}, threads.__getitem__
+            self, shelf, {"disk": shelf}, lambda name, count: threads[name]
         )
 
     def row_bytes(self, pool: str) -> int:

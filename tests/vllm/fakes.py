@@ -64,6 +64,11 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     extra_args: Any = None
+    kv_transfer_params: Any = None
+    resumable: bool = False
+    prompt_token_ids: Any = None
+    num_prompt_tokens: int = 0
+    max_tokens: int = 16
     kv_cache_report_mode: str = "incremental"
     spec_token_ids: list[int] = field(default_factory=list)
     over: bool = True

@@ -92,6 +92,22 @@ def test_conflict_steps_aside_with_a_warning(
     assert decision.lines == (f"hybrid-plugin is inactive: {sentence}",)
 
 
+PEERS = {"host_memory": "1MiB", "peers": {"weights": "any"}}
+
+
+def test_peers_beside_a_connector_are_refused() -> None:
+    """Where the plugin stepped aside, the server would compute what peers have."""
+    flags, sentence = CONFLICTS["connector"]
+    decision = DRIVER.decide(Setup(flags=flags, options=PEERS))
+    assert decision.refusal is not None and sentence in decision.refusal
+    decision = DRIVER.decide(
+        Setup(flags=("--no-enable-prefix-caching",), options=PEERS)
+    )
+    assert decision.refusal is not None
+    assert "peers needs the plugin, and prefix caching" in decision.refusal
+    assert DRIVER.decide(Setup(options=PEERS)).active
+
+
 DRAFTS = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
 
 

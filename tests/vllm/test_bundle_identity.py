@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from hybrid_plugin.config import ConfigError, DiskOptions
+from hybrid_plugin.config import ConfigError, DiskOptions, PeerOptions
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.vllm import activation, planning
@@ -163,9 +163,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "disk needs images that are named by their content": {
         "multimodal_config": SimpleNamespace(mm_processor_cache_gb=0)
     },
-    "disk needs KV scales that are equal after a restart": {
-        "calculate_kv_scales": True
-    },
+    "disk needs KV scales that are equal everywhere": {"calculate_kv_scales": True},
     "disk cannot tell dummy weights from others": {"load_format": "dummy"},
 }
 
@@ -173,6 +171,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_no_file_can_say_is_refused(sentence: str) -> None:
     (found,) = obstacles(engine(**REFUSED[sentence]), DISK)
+    (of_peers,) = obstacles(engine(**REFUSED[sentence]), PeerOptions())
+    assert of_peers.startswith(sentence.replace("disk", "peers"))
     assert found.startswith(sentence) and found.count(". ") == 0
 
 

@@ -21,17 +21,19 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from hybrid_plugin.config import ConfigError, DiskOptions
 from hybrid_plugin.core.commands import Discard, Fetch, Pool, Write
 from hybrid_plugin.device.executor import Executor
-from hybrid_plugin.engine.rank_files import RankFiles, RanksOnDisk
+from hybrid_plugin.engine.rank_files import RanksOnDisk, files_of
+from hybrid_plugin.engine.rank_tiers import RankTiers
 from hybrid_plugin.tiers.agreement import Outcome
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.rates import DiskRates
 from hybrid_plugin.tiers.shelf import SUFFIX
-from hybrid_plugin.vllm import reports, worker_disk
+from hybrid_plugin.vllm import reports, worker_tiers
 from hybrid_plugin.vllm import scheduler as schedulers
 from hybrid_plugin.vllm import worker as workers
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.reports import Report
 from hybrid_plugin.vllm.scheduler import HybridScheduler
+from hybrid_plugin.vllm.worker_tiers import Ranks
 from tests.vllm.fakes import admit, compute, manager, nothing_kept, pools, request
 
 HOST = 1 << 20
@@ -66,9 +68,10 @@ class Engine:
         assert config.host is not None
         memory.executor.attach_host(config.host)
         self.executor: Executor = memory.executor
-        self.files = RankFiles(
-            self.executor, self.disk, IDENTITY, layouts, lambda own: own
-        )
+        host = memory.executor.host
+        assert host is not None
+        own = files_of(host, self.disk, IDENTITY, layouts)
+        self.files = RankTiers(self.executor, lambda own: own, files=own)
         self.ranks = RanksOnDisk(IDENTITY, {IDENTITY.rank_name: layouts}, 1e9)
 
     def open(self) -> None:
@@ -321,8 +324,8 @@ def ready(outcomes: list[Outcome]) -> Any:
     )
     one._passes, one._load_rate, one._stepped_aside = None, None, None
     one._reported, one._outcomes = Report(), []
-    one._on_disk = RanksOnDisk(IDENTITY, {}, 1.0)
-    one._files = SimpleNamespace(settle=lambda: list(outcomes), updates=0)
+    one._ranks = Ranks(disk=RanksOnDisk(IDENTITY, {}, 1.0))
+    one._tiers = SimpleNamespace(settle=lambda: list(outcomes), updates=0)
     return one
 
 
@@ -367,19 +370,22 @@ def test_ranks_learn_of_each_other(
         numbers.copy_(torch.maximum(numbers, torch.tensor([1, 9])))
 
     identity = Identity("w", "c", ("l",), "k", tensor_rank=1, tensor_ranks=2)
-    monkeypatch.setattr(worker_disk, "get_tp_group", lambda: group)
-    monkeypatch.setattr(worker_disk, "identity_of", lambda *_: identity)
+    monkeypatch.setattr(worker_tiers, "get_tp_group", lambda: group)
+    monkeypatch.setattr(worker_tiers, "identity_of", lambda *_: identity)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     nothing: Any = None
     own = engine.ranks.layouts[IDENTITY.rank_name]
-    files, ranks = worker_disk.attach(
-        engine.executor, nothing, nothing, engine.disk, own
+    options: Any = SimpleNamespace(disk=engine.disk, peers=None)
+    files, all_ranks = worker_tiers.attach(
+        engine.executor, nothing, nothing, options, own
     )
+    ranks = all_ranks.disk
+    assert ranks is not None and all_ranks.peers is None
     assert (engine.disk.folder / "rank-1-of-2").is_dir()
     assert ranks.identity is identity and ranks.read_bytes_per_second == 1.0
     assert ranks.layouts == {"rank-0-of-2": "layouts of 0", "rank-1-of-2": own}
-    assert worker_disk._greatest([3, 4]) == [3, 9]
+    assert worker_tiers._greatest([3, 4]) == [3, 9]
     files.close()
     engine.close()
 

@@ -18,3 +18,16 @@ STEP_TOKENS = 512
 """Number of tokens whose prefill takes as long as a decode step."""
 MOVE_TOKENS = 64
 """Number of tokens whose prefill takes as long as a move of memory between pools."""
+SHARED_TOKENS = 256
+"""Least number of tokens for which a sequence waits for another one that is computing
+them, where a pass costs as much or more.  The pass behind which it resumes is one that
+others run as well."""
+
+
+def pass_tokens_of(device_type: str) -> int:
+    """What a forward pass of few tokens costs.
+
+    Args:
+        device_type: "cpu" or "cuda", as torch calls it.
+    """
+    return CPU_PASS_TOKENS if device_type == "cpu" else PASS_TOKENS

@@ -10,7 +10,7 @@ waited compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid_plugin.core.commands import BundleRows, Fetch, PageRows, Pool, PoolId
 from hybrid_plugin.core.sequence import LookUp
@@ -45,14 +45,15 @@ class Fetching:
     size: int
     """Bytes of the rows."""
     awaited_until: float
-    """When sequences compute instead, on the cache's clock: they have waited as long as
-    that takes by then, so nobody is served later than twice the time."""
+    """When sequences compute instead, on the cache's clock: `OuterTier.patience`."""
     waiters: int = 0
     """Sequences that have yet to come to it.  It goes on without any."""
     is_over: bool = False
     """Whether the host has it, or nobody will bring it."""
     is_flushed: bool = False
     """Whether nobody may find it when it is over."""
+    reason: str = ""
+    """Why nobody will bring it."""
 
     @property
     def length(self) -> int:
@@ -130,6 +131,30 @@ class Fetches:
             return self._begin(offer, found, host, have, now)
         return None
 
+    def bring(self, found: LookUp, now: float) -> Fetching | None:
+        """Begin to fetch a prefix before any sequence needs it, whatever it is worth.
+
+        Args:
+            found: look-up of a sequence that begins with it.
+            now: the time.
+
+        Returns:
+            The fetch, or one that runs already; None if no tier has more of it than
+            device and host, or if the host's memory is in use.
+        """
+        host = self._host.match(found.namespace, found.tokens, found.limit)
+        have = max(host.length, found.match.length)
+        offers = [
+            offer
+            for tier, finds in self._finds
+            if (offer := self._offer(tier, finds, found, host, have)) is not None
+        ]
+        if not offers:
+            return None
+        offer = max(offers, key=lambda one: one.end)
+        running = self._running_for(found, offer.end)
+        return running or self._begin(offer, found, host, have, now, at_any_price=True)
+
     def _offer(
         self,
         tier: OuterTier,
@@ -142,10 +167,15 @@ class Fetches:
         if not bundles or bundles[-1].end <= have:
             return None
         # A page that is not whole at the end needs all tokens in it.
-        there = min(host.kv_length, self._whole(bundles[-1].end))
+        last = bundles[-1]
+        there = min(host.kv_length, self._whole(last.end))
+        if tier.is_divisible:
+            # KV may be there without the state behind it; some page comes with that.
+            start = min(self._whole(there), self._whole(last.end - 1))
+            return _Offer(tier, (replace(last, start=start),))
         lacking = [one for one in bundles if one.end > there]
         # KV may be there without the state behind it.
-        return _Offer(tier, tuple(lacking or bundles[-1:]))
+        return _Offer(tier, tuple(lacking or [last]))
 
     def _whole(self, tokens: int) -> int:
         """So many of them as are in whole pages."""
@@ -170,7 +200,14 @@ class Fetches:
         return self._rates.repays(size, offer.end - have, reading + queued)
 
     def _begin(
-        self, offer: _Offer, found: LookUp, host: Match, have: int, now: float
+        self,
+        offer: _Offer,
+        found: LookUp,
+        host: Match,
+        have: int,
+        now: float,
+        *,
+        at_any_price: bool = False,
     ) -> Fetching | None:
         tier, tokens = offer.tier, found.tokens[: offer.end]
         size = self._host.tree.page_size
@@ -180,13 +217,18 @@ class Fetches:
         first = offer.bundles[0].start // size
         planned = Snapshot(0, kind=SnapshotKind.TURN_END)
         rows = self._host.obtain(
-            found.namespace, tokens, planned, -(-offer.end // size) - first
+            found.namespace,
+            tokens,
+            planned,
+            -(-offer.end // size) - first,
+            at_any_price=at_any_price,
         )
         if rows is None:
             if base is not None:
                 self._host.tree.unlock(base)
             tier.stats.loads_refused += 1
             return None
+        computing = self._rates.prefill_seconds(offer.end - have)
         fetch = Fetching(
             tier=tier,
             namespace=found.namespace,
@@ -198,7 +240,7 @@ class Fetches:
             first=first,
             rows=rows,
             size=self._size(offer),
-            awaited_until=now + self._rates.prefill_seconds(offer.end - have),
+            awaited_until=now + tier.patience(computing),
         )
         self.running[fetch.ticket] = fetch
         busy = max(self._free_at[tier.name], now)
@@ -274,6 +316,7 @@ class Fetches:
             Keys to discard.
         """
         fetch = self._end(ticket, now)
+        fetch.reason = reason
         self._host.drop(fetch.rows)
         if fetch.base is not None:
             self._host.tree.unlock(fetch.base)

@@ -12,6 +12,7 @@ The tier decides and counts; the copies are commands.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +115,13 @@ class HostTier:
     # ----------------------------------------------------------------- store
 
     def store(
-        self, namespace: Hashable, tokens: Tokens, pages: Pages, snapshot: Snapshot
+        self,
+        namespace: Hashable,
+        tokens: Tokens,
+        pages: Pages,
+        snapshot: Snapshot,
+        *,
+        at_any_price: bool = False,
     ) -> bool:
         """Order the copies that put a bundle into the tier: all of it, or nothing.
 
@@ -125,17 +132,18 @@ class HostTier:
             tokens: all up to the snapshot.
             pages: of the device, with the last tokens' if they are less than a page.
             snapshot: of the device, with the ids of all that is to be copied besides.
+            at_any_price: whether it takes the place of what is worth more, too.
 
         Returns:
             Whether it is there; False if all that it could take the place of is worth
-            more.
+            more, or in use.
         """
         tree = self.tree
         node, parts = self._plant(namespace, tokens)
         if node.snapshot is not None:
             tree.touch_snapshot(node)
             return True
-        if not self._fill(node, parts, pages, snapshot):
+        if not self._fill(node, parts, pages, snapshot, at_any_price):
             self._uproot(parts)
             self.stats.stores_refused += 1
             return False
@@ -173,6 +181,7 @@ class HostTier:
         parts: list[tuple[Node, int]],
         pages: Pages,
         snapshot: Snapshot,
+        at_any_price: bool,
     ) -> bool:
         """Give new nodes rows, and the last one a snapshot, if there is room.
 
@@ -181,6 +190,7 @@ class HostTier:
             parts: nodes without rows, and the rows that each needs.
             pages: of the device, for the whole path.
             snapshot: of the device.
+            at_any_price: as in `store`.
         """
         memory, held = self.memory, self._windows_held(node)
         planned = replace(snapshot, slot=0, windows=(), promise=None)
@@ -188,7 +198,8 @@ class HostTier:
         for group, rows in zip(memory.windows, held, strict=True):
             group.pages.share([row for row in rows if row])
         self.tree.lock(node)
-        found = self._make_room(node, planned, sum([n for _, n in parts]), held)
+        count = sum([n for _, n in parts])
+        found = self._make_room(node, planned, count, held, at_any_price)
         if found:
             stored: dict[PoolId, tuple[Pages, Pages]] = {}
             stored[Pool.KV] = self._place(parts, pages)
@@ -205,12 +216,18 @@ class HostTier:
         return found
 
     def _make_room(
-        self, node: Node, planned: Snapshot, pages: int, held: list[Pages]
+        self,
+        node: Node,
+        planned: Snapshot,
+        pages: int,
+        held: list[Pages],
+        at_any_price: bool,
     ) -> bool:
-        """Free rows, at the price of what is worth less than the bundle."""
+        """Free rows, at the price of what is worth less than the bundle, or of any."""
         tree = self.tree
         planned.used_at = tree.clock
-        worth = tree.eviction.worth(tree.eviction.snapshot(node, planned), tree.clock)
+        rank = tree.eviction.snapshot(node, planned)
+        worth = math.inf if at_any_price else tree.eviction.worth(rank, tree.clock)
         missing = [rows.count(0) for rows in held]
         wanted = self.memory.wanted(pages, missing, slots=1)
         return self._broker.offer_all(wanted, worth)
@@ -322,6 +339,12 @@ class HostTier:
             group.pages.share(rows)
         return HostSource(node, pages[:], snapshot.slot, windows)
 
+    def bytes_of(self, source: HostSource) -> int:
+        """Bytes of the rows that are read, on one rank."""
+        windows = [len(rows) for rows in source.windows]
+        wanted = self.memory.wanted(len(source.pages), windows, slots=1)
+        return self.plan.bytes_of(wanted)
+
     def let_go(self, source: HostSource) -> None:
         """Undo a hold: the loads were awaited, or the bundle is written."""
         self._release(source)
@@ -374,7 +397,13 @@ class HostTier:
     # ----------------------------------------------------------------- fetch
 
     def obtain(
-        self, namespace: Hashable, tokens: Tokens, planned: Snapshot, pages: int
+        self,
+        namespace: Hashable,
+        tokens: Tokens,
+        planned: Snapshot,
+        pages: int,
+        *,
+        at_any_price: bool = False,
     ) -> HostRows | None:
         """Rows for a prefix that comes from elsewhere, owned until `enter` or `drop`.
 
@@ -385,15 +414,17 @@ class HostTier:
             tokens: of the prefix.
             planned: what it will be on the host, for its worth.
             pages: rows of KV that it needs.
+            at_any_price: whether it takes the place of what is worth more, too.
 
         Returns:
-            None if all that it could take the place of is worth more.
+            None if all that it could take the place of is worth more, or in use.
         """
         memory = self.memory
         live = [memory.live(group, len(tokens)) for group in memory.windows]
         node, parts = self._plant(namespace, tokens)
         self.tree.lock(node)
-        found = self._make_room(node, planned, pages, [_rows(len(one)) for one in live])
+        missing = [_rows(len(one)) for one in live]
+        found = self._make_room(node, planned, pages, missing, at_any_price)
         self.tree.unlock(node)
         self._uproot(parts)
         if not found:

@@ -52,8 +52,19 @@ class OuterTier(Protocol):
         """Whether it ever takes bundles; at most one tier of a cache does."""
 
     @property
+    def offers_bundles(self) -> bool:
+        """Whether other servers read bundles from host rows; at most one tier of a
+        cache has such.  What it begins to store is then an offer, from token 0 on,
+        which counts as stored when somebody has read it."""
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether a fetch may leave out the beginning of a bundle, at any page; `find`
+        returns one bundle then."""
+
+    @property
     def used_bytes(self) -> int:
-        """Bytes of what it keeps, on all ranks whose storage it is."""
+        """Bytes of what it keeps, on all ranks whose storage it is, or offers."""
 
     @property
     def version(self) -> int:
@@ -62,6 +73,13 @@ class OuterTier(Protocol):
     @property
     def read_bytes_per_second(self) -> float:
         """Of host rows on one rank that fetches fill, as measured; above 0."""
+
+    def patience(self, computing: float) -> float:
+        """Seconds that a sequence waits for a fetch at most; then it computes.
+
+        Args:
+            computing: seconds that this takes; infinite before it was measured.
+        """
 
     def find(
         self, namespace: Hashable, tokens: Tokens, limit: int

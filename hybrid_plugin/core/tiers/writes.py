@@ -3,7 +3,8 @@
 
 All that the host stores is noted, and written oldest first.  A note keeps nothing: what
 the host evicts before its turn is skipped, and missed later.  A bundle that is being
-written is in use until all ranks have reported.
+written is in use until all ranks have reported.  Whoever needs one bundle written asks
+for it (`ask`), keeps it on the host, and hears what became of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,22 @@ MOST_WRITES: Final = 2
 does.  Only their rows are in use."""
 FLUSHED: Final = "everything was flushed meanwhile"
 """Why a bundle is not kept that was written."""
+NO_ROOM: Final = "it does not fit"
+"""Why a bundle is not written: the outer tier does not take it."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A bundle that somebody waits for."""
+
+    is_over: bool = False
+    """Whether it is there, or this write will not bring it there."""
+    reason: str = ""
+    """Why not."""
+
+    def end(self, reason: str = "") -> None:
+        """Note what became of it."""
+        self.is_over, self.reason = True, reason
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +89,7 @@ class Writes:
         """Whether no note can begin before another one comes, or a write is over."""
         self.running: dict[int, Writing] = {}
         """By ticket."""
+        self._asked: dict[Node, Asked] = {}
         host.tell(self.note)
 
     @property
@@ -92,6 +110,20 @@ class Writes:
                 if one.snapshot is snapshot
             }
             self._alive = len(self._noted)
+
+    def ask(self, node: Node) -> Asked:
+        """Have a bundle of the host written before all others, if it is not there.
+
+        Args:
+            node: of the bundle; whoever asks holds it until that is over.
+        """
+        assert node.snapshot is not None, "a bundle has a state"
+        asked = self._asked.setdefault(node, Asked())
+        if all(one.source.node is not node for one in self.running.values()):
+            self._noted.pop(node, None)
+            self._noted = {node: node.snapshot, **self._noted}
+            self._is_settled = False
+        return asked
 
     # ------------------------------------------------------------------ begin
 
@@ -119,13 +151,15 @@ class Writes:
         before = self._tier.find(namespace, tokens, len(tokens))
         start = before[-1].end if before else 0
         if start == len(tokens):
+            self._answer(node)
             return
         source = self._host.hold_bundle(node, start)
-        size = self._size(source)
+        size = self._host.bytes_of(source)
         storing = self._tier.begin_store(namespace, tokens, start, size)
         if storing is None:
             self._host.let_go(source)
             self._tier.stats.stores_refused += 1
+            self._answer(node, NO_ROOM)
             return
         ticket, host = self._new_ticket(), self._host
         self.running[ticket] = Writing(storing.key, source, size)
@@ -137,11 +171,6 @@ class Writes:
         rows = BundleRows(storing.key, namespace, tokens, start, pages, state)
         host.send(Write(ticket, rows))
 
-    def _size(self, source: HostSource) -> int:
-        windows = [len(rows) for rows in source.windows]
-        wanted = self._host.memory.wanted(len(source.pages), windows, slots=1)
-        return self._host.plan.bytes_of(wanted)
-
     # -------------------------------------------------------------------- end
 
     def succeeded(self, ticket: int, seconds: float | None) -> Sequence[str]:
@@ -150,6 +179,7 @@ class Writes:
         if writing.is_flushed:
             return self._tier.store_failed(writing.key, FLUSHED)
         self._tier.stored(writing.key, seconds)
+        self._answer(writing.source.node)
         self._tier.stats.stores += 1
         self._tier.stats.stored_bytes += writing.size
         return ()
@@ -157,11 +187,18 @@ class Writes:
     def failed(self, ticket: int, reason: str) -> Sequence[str]:
         """Have the outer tier forget a bundle; returns keys to discard."""
         self._tier.stats.store_failures[reason] += 1
-        return self._tier.store_failed(self._end(ticket).key, reason)
+        writing = self._end(ticket)
+        self._answer(writing.source.node, reason)
+        return self._tier.store_failed(writing.key, reason)
 
     def flush(self) -> None:
-        """Write nothing that is noted, and have nobody find what is being written."""
+        """Write nothing that is noted, and have nobody find what is being written.
+
+        Whoever asked for a bundle holds it no more.
+        """
         self._noted.clear()
+        for node in list(self._asked):
+            self._answer(node, FLUSHED)
         for writing in self.running.values():
             if not writing.is_flushed:
                 self._host.disown(writing.source)
@@ -175,3 +212,8 @@ class Writes:
         else:
             self._host.let_go(writing.source)
         return writing
+
+    def _answer(self, node: Node, reason: str = "") -> None:
+        asked = self._asked.pop(node, None)
+        if asked is not None:
+            asked.end(reason)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import cast
 
+from hybrid_plugin.core.tree.evicted import Below, nothing
 from hybrid_plugin.core.tree.snapshot import Snapshot
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
 
@@ -55,6 +56,10 @@ class Node:
     """Number of admissions in progress that read the snapshot."""
     used_at: int = 0
     """Clock value when a sequence last reached this node or ended here."""
+    has_lost_state: bool = False
+    """Whether there was a snapshot here that was evicted."""
+    evicted: Below = field(default_factory=nothing)
+    """What was evicted behind this node lately; not for roots."""
 
     @property
     def is_leaf(self) -> bool:

@@ -12,12 +12,14 @@ of the tree.  Locking and touching take constant time.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hybrid_plugin.core.policy.aged_order import AgedOrder
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
 from hybrid_plugin.core.tree.events import EventLog
+from hybrid_plugin.core.tree.evicted import NOTHING, Below, RecentlyEvicted
 from hybrid_plugin.core.tree.node import ADMISSION, Node
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
@@ -89,6 +91,10 @@ class MambaRadixCache:
         self.eviction = eviction if eviction is not None else LeastRecentlyUsed()
         self.events: EventLog | None = None
         """Where to note what can be resumed; nowhere by default."""
+        self.evicted: RecentlyEvicted | None = None
+        """What was evicted lately, if anybody asks for it."""
+        self._beginnings: Counter[bytes] = Counter()
+        """Number of namespaces by the bytes of a first page that they have."""
         self._roots: dict[Hashable, Node] = {}
         self._namespaces: dict[Node, Hashable] = {}
         self._leaves: AgedOrder[Node] = AgedOrder(self.eviction.rates)
@@ -169,7 +175,9 @@ class MambaRadixCache:
                 break
             pages += node.pages
             last = node
-        return Match(length, last, pages[: length // self.page_size], None, kv_length)
+        whole = pages[: length // self.page_size]
+        kv_node = path[-1] if path else None
+        return Match(length, last, whole, None, kv_length, kv_node)
 
     # ------------------------------------------------------------------ change
 
@@ -234,6 +242,8 @@ class MambaRadixCache:
         pages = array("i", (page,))
         tail = Node(node, tokens, pages, node.end + len(tokens), is_tail=True)
         self._link(node, key, tail)
+        if self.evicted is not None:
+            self.evicted.take(self.evicted_below(node), key)
         return tail, True
 
     def cut(self, node: Node, length: int) -> Node:
@@ -248,6 +258,7 @@ class MambaRadixCache:
         if node.snapshot is not None or node.parent is None:
             raise ValueError("a snapshot needs a node other than the root without one")
         node.snapshot = snapshot
+        node.has_lost_state = False
         snapshot.used_at = self._tick()
         before = node.resumed_before()
         old = None if before is None else before.snapshot
@@ -289,6 +300,18 @@ class MambaRadixCache:
             tokens += part.tokens
             pages += part.pages
         return self._namespaces[node], tokens, pages
+
+    def remember_evicted(self, most_tokens: int) -> None:
+        """Remember what is evicted from now on, to explain misses.
+
+        Args:
+            most_tokens: as many as are remembered, 8 bytes each.
+        """
+        self.evicted = RecentlyEvicted(self.page_size, most_tokens)
+
+    def begins_elsewhere(self, page: Tokens) -> bool:
+        """Whether any namespace has something that begins with a page's tokens."""
+        return page.tobytes() in self._beginnings
 
     def touch(self, node: Node) -> None:
         """Mark the path to `node` as just used.
@@ -391,6 +414,7 @@ class MambaRadixCache:
         self.eviction.evicted(leaf, self.clock)
         if snapshot is not None:
             self._drop_snapshot(leaf)
+        self._remember(leaf)
         return Evicted(self._remove(leaf), snapshot)
 
     def evict_snapshot(self) -> Evicted | None:
@@ -399,6 +423,10 @@ class MambaRadixCache:
         if node is None:
             return None
         self.eviction.evicted(node, self.clock)
+        if node.is_tail:
+            self._remember(node)
+        else:
+            node.has_lost_state = True
         return self.detach_snapshot(node)
 
     def next_snapshot(self) -> Node | None:
@@ -431,6 +459,9 @@ class MambaRadixCache:
         ]
         self._roots.clear()
         self._namespaces.clear()
+        self._beginnings.clear()
+        if self.evicted is not None:
+            self.evicted.clear()
         self._reset_orders()
         self.version += 1
         if self.events is not None:
@@ -511,12 +542,16 @@ class MambaRadixCache:
     def _grow(self, node: Node, key: bytes, tokens: Tokens, pages: Pages) -> Node:
         leaf = Node(node, tokens, pages, node.end + len(tokens))
         self._link(node, key, leaf)
+        if self.evicted is not None:
+            self._recompute(self.evicted, self.evicted_below(node), leaf)
         if self.events is not None and not self.needs_snapshots:
             self.events.stored(leaf, self._namespace_of(leaf))
         return leaf
 
     def _link(self, node: Node, key: bytes, leaf: Node) -> None:
         node.link(key, leaf)
+        if node.parent is None and not leaf.is_tail:
+            self._beginnings[key] += 1
         self._unrank_leaf(node)
         self.version += 1
         self.touch(leaf)
@@ -620,10 +655,14 @@ class MambaRadixCache:
         kept = len(leaf.pages) - count
         if self.events is not None:
             self.events.removed(leaf, kept)
-        trimmed = leaf.pages[kept:]
-        leaf.pages = leaf.pages[:kept]
-        leaf.tokens = leaf.tokens[: kept * self.page_size]
+        trimmed, cut = leaf.pages[kept:], kept * self.page_size
+        if self.evicted is not None:
+            place: Below = {}
+            self.evicted.add(place, leaf.tokens[cut:], leaf.evicted)
+            leaf.evicted = place
+        leaf.pages, leaf.tokens = leaf.pages[:kept], leaf.tokens[:cut]
         leaf.end -= count * self.page_size
+        leaf.has_lost_state = False
         return trimmed
 
     def _remove(self, node: Node) -> Pages:
@@ -634,9 +673,12 @@ class MambaRadixCache:
         if self.events is not None and not node.is_tail:
             self.events.removed(node, 0)
         span = node.tokens if node.is_tail else node.tokens[: self.page_size]
-        parent.unlink(span.tobytes(), node)
+        key = span.tobytes()
+        parent.unlink(key, node)
         self._unrank_leaf(node)
         if parent.parent is None:
+            if not node.is_tail:
+                self._end_beginning(key)
             self._drop_empty_root(parent)
         elif parent.is_leaf:
             parent.used_at = max(parent.used_at, node.used_at)
@@ -647,6 +689,55 @@ class MambaRadixCache:
         """Remove an empty namespace, because there may be many salts."""
         if root.is_leaf and root in self._namespaces:
             del self._roots[self._namespaces.pop(root)]
+
+    def _end_beginning(self, key: bytes) -> None:
+        self._beginnings[key] -= 1
+        if not self._beginnings[key]:
+            del self._beginnings[key]
+
+    # ------------------------------------------- internal: what was evicted lately
+
+    def evicted_below(self, node: Node) -> Below:
+        """What was evicted behind a node."""
+        if self.evicted is None or node.parent is not None:
+            return node.evicted
+        return self.evicted.below_root(self._namespaces[node])
+
+    def _remember(self, leaf: Node) -> None:
+        """Note that a leaf is evicted, before it is removed."""
+        parent, evicted = leaf.parent, self.evicted
+        if evicted is None:
+            return
+        assert parent is not None, "the root is never removed"
+        if parent.parent is None:
+            place = evicted.make_root(self._namespaces[parent])
+        else:
+            if parent.evicted is NOTHING:
+                parent.evicted = {}
+            place = parent.evicted
+        evicted.add(place, leaf.tokens, leaf.evicted)
+
+    def _recompute(self, evicted: RecentlyEvicted, place: Below, leaf: Node) -> None:
+        """Take what a new leaf has out of what was evicted.
+
+        It is split where other evicted tokens part from it.
+        """
+        size = self.page_size
+        while True:
+            one = evicted.take(place, leaf.tokens[:size].tobytes())
+            if one is None:
+                return
+            common = size * common_units(leaf.tokens, one.tokens, size)
+            place = one.behind
+            if common < len(one.tokens):
+                place = {}
+                evicted.add(place, one.tokens[common:], one.behind)
+            if common == len(leaf.tokens):
+                leaf.evicted = place
+                return
+            if not place:
+                return
+            self._split(leaf, common // size).evicted = place
 
     def _namespace_of(self, node: Node) -> Hashable:
         while node.parent is not None:

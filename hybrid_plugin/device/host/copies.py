@@ -130,6 +130,12 @@ class HostCopies:
         rows = self._plan.rows_per_block(pool)
         return measure(self.run, self._queues.finish, pool, rows, row_bytes)
 
+    @property
+    def region(self) -> tuple[int, int]:
+        """Address and bytes of the memory in which all rows are, until `close`."""
+        memory = self._locked.memory
+        return memory.data_ptr(), memory.nbytes
+
     def row_bytes(self, pool: PoolId) -> int:
         """Bytes of a row of a host pool."""
         return self._rows[pool].row_bytes

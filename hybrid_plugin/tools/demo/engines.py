@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.prometheus_text import Metrics
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import httpx
 
 from hybrid_plugin.tools.demo.client import Answer, Client
 from hybrid_plugin.tools.demo.engines import Engine, Levels
-from hybrid_plugin.tools.demo.metrics import Metrics
 from hybrid_plugin.tools.demo.patience import LEAST_LIMIT_S, Patience
 from hybrid_plugin.tools.demo.server import DemoError, Server
 from hybrid_plugin.tools.demo.workloads import (
@@ -24,6 +23,7 @@ from hybrid_plugin.tools.demo.workloads import (
     message,
     shared_prompt,
 )
+from hybrid_plugin.tools.prometheus_text import Metrics
 
 POLL_S = 0.1
 SETTLE_S = 1.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,9 @@ LINE_LENGTH = 100
 TAIL_BYTES = 4096
 """Bytes at the end of a log in which its last line is looked for."""
 POLL_S = 0.25
+_FIRST_PORT, _EPHEMERAL_PORTS = 15000, 32768
+"""Ports that are neither common services' nor, by Linux' defaults, given to outgoing
+connections."""
 
 
 class DemoError(RuntimeError):
@@ -32,10 +36,17 @@ class DemoError(RuntimeError):
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
+    """A port nobody listens on at this moment.
+
+    It lies below those that the system gives to outgoing connections: a server binds
+    it seconds later, and until then any process here may open connections.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        while True:
+            port = secrets.choice(range(_FIRST_PORT, _EPHEMERAL_PORTS))
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
 
 
 class Server:

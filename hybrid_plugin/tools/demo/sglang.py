@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_plugin.tools.demo.engines import Launch, Levels, has_gpu, whole
-from hybrid_plugin.tools.demo.metrics import Metrics
+from hybrid_plugin.tools.prometheus_text import Metrics
 
 PAGE_SIZE = 16
 

@@ -92,6 +92,8 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
         yield f"    {_host(outlook.host, layout.page_size)}"
     if outlook.disk is not None:
         yield f"    {_files(outlook.disk, layout)}"
+    if outlook.peers is not None:
+        yield f"    peers read and are read at {outlook.peers.listen}"
 
 
 def _fitting(outlook: Outlook) -> tuple[int, int]:
@@ -197,4 +199,6 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
         }
     if outlook.disk is not None:
         found["disk"] = {"path": outlook.disk.path, "bytes": outlook.disk.size}
+    if outlook.peers is not None:
+        found["peers"] = {"listen": outlook.peers.listen}
     return found

@@ -96,6 +96,11 @@ class Job:
         return True
 
     @property
+    def is_check(self) -> bool:
+        """False."""
+        return False
+
+    @property
     def may_pause(self) -> bool:
         """True."""
         return True

@@ -31,7 +31,10 @@ _REASONS = {
     "disk": "files behind host memory are not simulated",
     "draft_states": "drafts are simulated with a state each: --drafts",
     "eviction_policy": "--policy says what is evicted first",
+    "models": "whose class runs a model changes nothing in the cache",
+    "peers": "other servers are not simulated",
     "prefill_graphs": "it changes how long a pass takes, and nothing in the cache",
+    "verify_fraction": "nothing is computed that could differ",
     "system_snapshot_min_tokens": "a trace does not tell where messages end",
 }
 _OF_MEMORY = ("elastic", "gpu_memory_budget", "state_memory_ratio", "host_memory")

@@ -370,6 +370,7 @@ def _answer(event: Mapping[str, Any], first: float) -> Answer:
         tokens=tuple(event["output_ids"]),
         prompt_tokens=about.get("prompt_tokens", 0),
         cached_tokens=about.get("cached_tokens", 0),
+        cached_from=about.get("cached_tokens_details") or {},
         ttft_s=first,
         logprobs=tuple(
             {token: logprob for logprob, token, _ in top}

@@ -132,7 +132,9 @@ CONFLICTS = {
             "--kv-transfer-config",
             '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}',
         ),
-        "KV connectors are not supported yet; drop --kv-transfer-config.",
+        "vLLM's KV connectors do not know the plugin's pools; drop "
+        "--kv-transfer-config, and for prefill and decode servers give the option "
+        "peers.",
     ),
 }
 

@@ -23,3 +23,12 @@ def planted(fault: str | None, pools: tuple[int, int] | None = None) -> dict[str
     if pools is not None:
         variables["HYBRID_TEST_POOLS"] = ",".join(map(str, pools))
     return variables
+
+
+def counting_live(file: Path) -> dict[str, str]:
+    """The environment of a server that counts its sequences.
+
+    Args:
+        file: gets the most that were live at once.
+    """
+    return planted("none") | {"HYBRID_TEST_MOST_LIVE": str(file)}

@@ -9,7 +9,7 @@ accepted one; a server that must refuse to run half-patched proves it under
 Under `grid_of_16` deterministic prompts are split, and resumed, at multiples of 16
 tokens instead of 64, which must move their bits.
 Under `zero_restored_states` what comes from host memory has no state, and under
-`slow_restores` it takes seconds to come.
+`slow_restores` it takes seconds to come, while others decode.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -18,10 +18,14 @@ the metadata beside this file.
 
 HYBRID_TEST_POOLS has pools of an exact size, for tests that count what is evicted; for
 users there is memory to divide.
+
+HYBRID_TEST_MOST_LIVE names a file that is to hold the most sequences that were live at
+once: whoever asks for metrics now and then may miss them.
 """
 
 import os
 import sys
+import time
 
 
 def _zero_snapshots() -> None:
@@ -120,14 +124,23 @@ def _zero_restored_states() -> None:
 
 
 def _slow_restores() -> None:
-    """Loads seem to take seconds, and prefills longer."""
+    """Loads seem to take seconds, and prefills longer; steps take a moment, so that on
+    any machine a long answer lasts for several loads."""
+    from hybrid_plugin.core.cache import HybridCache
     from hybrid_plugin.core.tiers.restores import TransferRates
 
     def repays(self, size: int, tokens: int, queued: float) -> bool:  # type: ignore[no-untyped-def]
         self.load_bytes_per_second = size / 3.0
         return True
 
+    drain = HybridCache.drain_commands
+
+    def slow(self):  # type: ignore[no-untyped-def]
+        time.sleep(0.02)
+        return drain(self)
+
     TransferRates.repays = repays  # type: ignore[method-assign]
+    HybridCache.drain_commands = slow  # type: ignore[method-assign]
 
 
 def _exclude_workers() -> None:
@@ -170,6 +183,26 @@ def _fix_pools(pages: int, slots: int) -> None:
 
     CacheLayout.split = exactly  # type: ignore[method-assign]
 
+
+def _count_live(path: str) -> None:
+    from hybrid_plugin.core.cache import HybridCache
+
+    admit, most = HybridCache.admit, 0
+
+    def counted(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal most
+        found = admit(self, *args, **kwargs)
+        if self.live > most:
+            most = self.live
+            with open(path, "w") as file:
+                file.write(str(most))
+        return found
+
+    HybridCache.admit = counted  # type: ignore[method-assign]
+
+
+if "HYBRID_TEST_MOST_LIVE" in os.environ:
+    _count_live(os.environ["HYBRID_TEST_MOST_LIVE"])
 
 if "HYBRID_TEST_ORACLE" in os.environ and os.path.dirname(__file__) not in sys.path:
     sys.path.insert(0, os.path.dirname(__file__))  # a process that is forked

@@ -35,6 +35,15 @@ class Metrics:
         ]
         return sum(found) if found else None
 
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Sums over all series of a name, by the values of some labels."""
+        found: dict[tuple[str, ...], float] = {}
+        for series in self._series:
+            if series.name == name:
+                key = tuple([series.labels.get(label, "") for label in labels])
+                found[key] = found.get(key, 0.0) + series.value
+        return found
+
     def label(self, name: str, label: str) -> str | None:
         """A label of the first series of that name that has it."""
         for series in self._series:

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is offered to other servers, and what of their offers is fetched."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import (
+    BundleRows,
+    Fetch,
+    Offer,
+    PageRows,
+    Pool,
+    Store,
+    Withdraw,
+)
+from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tiers.fetches import Fetching
+from hybrid_plugin.core.tiers.host_plan import HostPlan
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.restores import TransferRates
+from tests.core.audit import audit
+from tests.core.outer import Entry, FakePeers, FakeTier
+from tests.core.support import ByMinimum, Tokens, serve, span
+
+PLAN = HostPlan({Pool.KV: 1, Pool.STATE: 4}, block_bytes=4, blocks=16)
+RATES = TransferRates(load_bytes_per_second=10.0, prefill_seconds_per_token=1.0)
+CHAT = span(0, 10)
+"""A prompt that ends inside its third page."""
+
+
+def make(rates: TransferRates = RATES, patience: float = 100.0) -> HybridCache:
+    """A cache with a host tier and peers; pages of 4 tokens."""
+    return HybridCache(
+        PagePool(33),
+        SlotPool(9),
+        4,
+        SnapshotPolicy(4, 1_000_000),
+        eviction=ByMinimum(1),
+        host=HostTier(PLAN, 4, ByMinimum()),
+        rates=replace(rates),
+        tiers=(FakePeers(patience),),
+    )
+
+
+def peers(cache: HybridCache) -> FakePeers:
+    tier = cache.tiers[-1]
+    assert isinstance(tier, FakePeers)
+    return tier
+
+
+def used(cache: HybridCache) -> dict[str, int]:
+    assert cache.host is not None
+    return {pool: level.used for pool, level in cache.host.levels().items()}
+
+
+def ids(*tokens: int) -> array[int]:
+    return array("q", tokens)
+
+
+def given(cache: HybridCache, *tokens: int, key: str = "theirs") -> None:
+    """Have a peer offer a prefix."""
+    peers(cache).entries[key] = Entry(None, ids(*tokens), 0, 1)
+    peers(cache).version += 1
+
+
+def prefetched(cache: HybridCache, tokens: Tokens) -> Fetching:
+    found = cache.prefetch(cache.look_up(tokens))
+    assert found is not None
+    return found
+
+
+# ---------------------------------------------------------------------- offers
+
+
+def test_a_prefix_is_offered_behind_its_stores() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    key = cache.offer(None, CHAT)
+    assert key is not None and cache.has_unsent_offers and cache.offering == 1
+    commands = cache.drain_commands()
+    tokens = ids(*CHAT)
+    rows = BundleRows(key, None, tokens, 0, {Pool.KV: PageRows(0, (1, 2, 3))}, 1)
+    assert commands[-1] == Offer(1, rows)
+    stores = [i for i, one in enumerate(commands) if isinstance(one, Store)]
+    assert stores and max(stores) < len(commands) - 1
+    assert not cache.has_unsent_offers
+    assert used(cache) == {"host.kv": 3, "host.state": 1}
+    audit(cache)
+    cache.outer_done(1, True, seconds=1.0)
+    assert used(cache) == {"host.kv": 0, "host.state": 0} and not cache.offering
+    stats = peers(cache).stats
+    assert (stats.stores, stats.stored_bytes) == (1, 3 * 1 + 4)
+    audit(cache)
+
+
+def test_a_lease_that_ends_unread_frees_the_rows() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    cache.offer(None, CHAT)
+    cache.drain_commands()
+    cache.outer_done(1, False, reason="unread")
+    assert used(cache) == {"host.kv": 0, "host.state": 0}
+    assert peers(cache).stats.store_failures == {"unread": 1}
+    audit(cache)
+
+
+def test_what_is_offered_is_not_evicted() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    cache.offer(None, CHAT)
+    for i in range(6):
+        serve(cache, f"{i}", span(1000 * (i + 1), 1000 * (i + 1) + 20), (1,))
+        cache.drain_commands()
+        audit(cache)
+    assert cache.host is not None
+    assert cache.host.match(None, ids(*CHAT), 10).length == 10
+    assert used(cache) == {"host.kv": 3, "host.state": 1}
+
+
+def test_the_longest_prefix_that_the_host_has_is_offered() -> None:
+    cache = make()
+    serve(cache, "short", CHAT[:8], (200,))
+    serve(cache, "long", CHAT, (100, 101))
+    assert cache.offer(None, CHAT) is not None  # 11 tokens are there, and 8
+    offer = cache.drain_commands()[-1]
+    assert isinstance(offer, Offer) and len(offer.rows.tokens) == 8
+    assert cache.offer(None, (*CHAT, 100, 101)) is not None
+    offer = cache.drain_commands()[-1]
+    assert isinstance(offer, Offer) and len(offer.rows.tokens) == 11
+
+
+def test_nothing_is_offered_that_the_host_has_not() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    for namespace, tokens in (("salt", CHAT), (None, (7, *CHAT)), (None, CHAT[:9])):
+        assert cache.offer(namespace, tokens) is None
+    assert peers(cache).stats.stores_refused == 3
+    assert not cache.has_unsent_offers and not cache.offering
+
+
+def test_a_tier_may_not_take_an_offer() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    peers(cache).begin_store = lambda *_: None  # type: ignore[method-assign]
+    assert cache.offer(None, CHAT) is None
+    assert used(cache) == {"host.kv": 0, "host.state": 0}
+    audit(cache)
+
+
+def test_one_prefix_may_be_offered_many_times() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    keys = [cache.offer(None, CHAT) for _ in range(3)]
+    assert len(set(keys)) == 3 == cache.offering
+    cache.drain_commands()
+    for ticket in (2, 1):
+        cache.outer_done(ticket, True)
+        assert used(cache) == {"host.kv": 3, "host.state": 1}
+        audit(cache)
+    cache.outer_done(3, True)
+    assert used(cache) == {"host.kv": 0, "host.state": 0}
+
+
+def test_a_flush_withdraws_and_frees_at_once() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    cache.offer(None, CHAT)
+    cache.drain_commands()
+    assert cache.flush() and cache.has_unsent_offers
+    assert used(cache) == {"host.kv": 0, "host.state": 0}
+    assert cache.drain_commands() == [Withdraw((1,))]
+    assert cache.offering == 1, "until the ranks report"
+    assert cache.flush() and cache.drain_commands() == []
+    cache.outer_done(1, False, reason="cleared")
+    assert not cache.offering
+    audit(cache)
+
+
+def test_without_peers_nothing_is_offered() -> None:
+    cache = HybridCache(PagePool(9), SlotPool(5), 4, SnapshotPolicy(4))
+    assert cache.offer(None, CHAT) is None
+    assert cache.prefetch(cache.look_up(CHAT)) is None
+    assert not cache.offering and not cache.has_unsent_offers
+
+
+def test_two_tiers_cannot_offer() -> None:
+    cache = make()
+    host, rates = cache.host, cache.rates
+    other = FakePeers(1.0)
+    other.name = "others"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="and one offers them"):
+        HybridCache(
+            PagePool(9),
+            SlotPool(5),
+            4,
+            SnapshotPolicy(4),
+            host=host,
+            rates=rates,
+            tiers=(FakePeers(1.0), other),
+        )
+
+
+# --------------------------------------------------------------------- fetches
+
+
+def test_what_a_peer_offers_is_fetched_when_a_request_comes() -> None:
+    cache = make()
+    given(cache, *CHAT)
+    fetch = prefetched(cache, (*CHAT, 50))
+    assert (fetch.length, cache.fetching) == (10, 1)
+    rows = BundleRows(
+        "theirs", None, ids(*CHAT), 0, {Pool.KV: PageRows(0, (1, 2, 3))}, 1
+    )
+    assert cache.drain_commands()[-1] == Fetch(1, "peer", (rows,))
+    assert cache.restore(cache.look_up((*CHAT, 50))) is fetch
+    cache.outer_done(1, True, seconds=1.0)
+    assert fetch.is_over and not peers(cache).entries
+    restore = cache.restore(cache.look_up((*CHAT, 50)), fetch)
+    assert restore is not None and restore.length == 10
+    audit(cache)
+
+
+@pytest.mark.parametrize(
+    ("there", "start", "rows"),
+    [(4, 4, 2), (8, 8, 1), (9, 8, 1)],
+)
+def test_a_fetch_begins_where_the_hosts_kv_ends(
+    there: int, start: int, rows: int
+) -> None:
+    cache = make()
+    serve(cache, "chat", CHAT[:there], (100,))
+    cache.drain_commands()
+    given(cache, *CHAT)
+    prefetched(cache, (*CHAT, 50))
+    fetch = cache.drain_commands()[-1]
+    assert isinstance(fetch, Fetch)
+    (bundle,) = fetch.rows
+    assert bundle.start == start == bundle.pages[Pool.KV].start
+    assert len(bundle.pages[Pool.KV].rows) == rows
+    cache.outer_done(fetch.ticket, True)
+    audit(cache)
+    assert cache.host is not None
+    assert cache.host.match(None, ids(*CHAT), 10).length == 10
+
+
+def test_a_state_comes_with_some_page() -> None:
+    """Where the host has all of the KV, and no state at its end."""
+    cache = make()
+    serve(cache, "chat", span(0, 12), (100,))
+    cache.drain_commands()
+    given(cache, *range(8))
+    prefetched(cache, (*range(8), 50))
+    fetch = cache.drain_commands()[-1]
+    assert isinstance(fetch, Fetch)
+    (bundle,) = fetch.rows
+    assert (bundle.start, len(bundle.pages[Pool.KV].rows)) == (4, 1)
+    cache.outer_done(fetch.ticket, True)
+    audit(cache)
+    assert cache.host is not None
+    assert cache.host.match(None, ids(*range(8)), 8).length == 8
+
+
+def test_what_the_host_has_is_not_fetched_from_a_peer() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    given(cache, *CHAT)
+    assert cache.prefetch(cache.look_up((*CHAT, 50))) is None
+
+
+def test_a_request_waits_no_longer_than_the_patience() -> None:
+    unmeasured = TransferRates(load_bytes_per_second=10.0)
+    for rates, patience, until in ((unmeasured, 30.0, 30.0), (RATES, 30.0, 10.0)):
+        cache = make(rates, patience)
+        given(cache, *CHAT)
+        fetch = prefetched(cache, (*CHAT, 50))
+        cache.pass_time(until - 0.1)
+        assert not cache.is_restored(fetch)
+        cache.pass_time(until)
+        assert cache.is_restored(fetch) and not fetch.is_over
+        assert cache.restore(cache.look_up((*CHAT, 50))) is None
+
+
+def test_a_fetch_that_failed_is_not_tried_again() -> None:
+    cache = make()
+    given(cache, *CHAT)
+    fetch = prefetched(cache, (*CHAT, 50))
+    cache.drain_commands()
+    cache.outer_done(1, False, reason="the peer does not answer")
+    assert fetch.is_over and used(cache) == {"host.kv": 0, "host.state": 0}
+    assert cache.prefetch(cache.look_up((*CHAT, 50))) is None
+    assert cache.restore(cache.look_up((*CHAT, 50))) is None
+    audit(cache)
+
+
+def test_of_a_disk_and_a_peer_the_longer_prefix_is_fetched() -> None:
+    cache = make()
+    cache.tiers, cache._outer = (), None
+    disk = FakeTier(1000)
+    cache.use_tiers((disk, FakePeers(100.0)))
+    disk.entries["None/[0, 1, 2, 3]"] = Entry(None, ids(*range(4)), 0, 1)
+    given(cache, *CHAT)
+    prefetched(cache, (*CHAT, 50))
+    fetch = cache.drain_commands()[-1]
+    assert isinstance(fetch, Fetch) and fetch.source == "peer"
