@@ -54,6 +54,7 @@ CATALOGUE = (
     Entry("MiniMaxText01ForCausalLM", "minimax_text_01", "minimax:MiniMaxText01", True),
     Entry("MiniMaxM1ForCausalLM", "minimax_m1", "minimax:MiniMaxM1", True),
     Entry("OlmoHybridForCausalLM", "olmo_hybrid", "olmo_hybrid:OlmoHybrid"),
+    Entry("Plamo2ForCausalLM", "plamo2", "plamo2:Plamo2", own_config=True),
     Entry(
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "recurrent_gemma:RecurrentGemma"
     ),

@@ -218,7 +218,8 @@ class Kit(Placement, Protocol):
         Args:
             head: size of a head.
             parameters: as transformers' `rope_parameters`, with `rope_theta`.
-            longest: positions that the model was made for.
+            longest: positions that the model was made for; a kit whose engine serves
+                fewer needs no more.
             neox: whether halves of a head are turned against each other, and not
                 neighbours.
         """

@@ -395,6 +395,29 @@ def write_gigachat35(folder: Path, seed: int = 0) -> Path:
     return _write_reference("gigachat35", config, folder, seed)
 
 
+def write_plamo2(folder: Path, seed: int = 0) -> Path:
+    """Write a PLaMo 2 (Mamba-2, attention over a window and over all tokens)."""
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = small | {
+        "architectures": ["Plamo2ForCausalLM"],
+        "model_type": "plamo2",
+        "num_hidden_layers": 5,
+        "hidden_size_per_head": 32,
+        "max_position_embeddings": 10 << 20,  # as published: too many for a table
+        "attention_window_size": WINDOW,
+        "sliding_window": WINDOW,
+        "full_attention_idx": [3],
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_num_heads": 4,
+        "mamba_step": 2,
+        "mamba_enabled": True,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    return _write_reference("plamo2", config, folder, seed)
+
+
 def _write_reference(
     name: str, config: dict[str, Any], folder: Path, seed: int
 ) -> Path:
@@ -407,6 +430,11 @@ def _write_reference(
     model = references.build(name, config)
     for part, weight in model.named_parameters():
         _initialise(part, weight.data)
+        if "norm" in part and weight.dim() == 1:
+            weight.data.add_(torch.randn_like(weight), alpha=0.05)
+        if part == "model.embed_tokens.weight" and config["tie_word_embeddings"]:
+            # Small, or the last token decides the next one alone.
+            weight.data.normal_(0, 0.02)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {part: x.contiguous() for part, x in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -468,5 +496,7 @@ def _initialise(name: str, weight: torch.Tensor) -> None:
         weight.uniform_(-6.0, -3.0)
     elif name.endswith("recurrent_param"):  # decays of 0.97 to 0.999
         weight.uniform_(-8.0, -5.0)
+    elif name.endswith(("q_weight", "k_weight")):  # of norms
+        weight.normal_(1, 0.05)
     elif weight.dim() > 1:
         weight.normal_(0, weight.shape[-1] ** -0.5)

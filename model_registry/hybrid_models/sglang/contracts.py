@@ -158,6 +158,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         ("input_",),
     ),
     HookPoint(f"{_SRT}.runtime_context:get_parallel", ()),
+    HookPoint(f"{_SRT}.runtime_context:get_server_args", ()),
     HookPoint(f"{_SRT}.runtime_context:get_spec", ()),
 )
 """The layers that `kit` hands out."""

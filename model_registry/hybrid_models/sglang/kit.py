@@ -22,7 +22,7 @@ from sglang.srt.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 from torch import nn
 
 from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor
@@ -160,6 +160,8 @@ class SglangKit:
     ) -> Rope:
         """SGLang's, which has one for all layers alike."""
         scaled = parameters.get("rope_type", "default") != "default"
+        if not scaled:  # others depend on `longest`
+            longest = min(longest, get_server_args().context_length or longest)
         rope: Rope = get_rope(
             head,
             rotary_dim=int(head * parameters.get("partial_rotary_factor", 1.0)),
