@@ -32,8 +32,11 @@ class Example:
     config: str
     """``module:class``, of SGLang."""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    is_uncached: bool = False
+    """Whether SGLang switches prefix caches off for it, when a server starts."""
 
 
+UNCACHED = "SGLang switches prefix caches off for it"
 _CONFIGS = "sglang.srt.configs"
 _ALTERNATING = {"num_hidden_layers": 4, "full_attention_interval": 2}
 _GROUPED = {"num_hidden_layers": 4, "layer_group_size": 2}
@@ -117,6 +120,7 @@ EXAMPLES = (
             "mixer_types": ["minicpm4", "lightning-attn"],
             "lightning_nkv": 32,
         },
+        is_uncached=True,
     ),
     Example(
         "NemotronHForCausalLM",
@@ -214,6 +218,8 @@ def _of_sglangs(example: Example) -> Standing:
     model = model_of(example)
     if not (arguments.has_states(model) or arguments.has_windows(model)):
         return Standing(name, engine, Prospect.LEFT_ALONE, NO_ATTENTION)
+    if example.is_uncached:
+        return Standing(name, engine, Prospect.LEFT_ALONE, UNCACHED)
     kept = known_pools.kept_beside(model)
     if kept is None:
         return Standing(name, engine, Prospect.SERVED)

@@ -29,6 +29,8 @@ class Entry:
     """``module:class`` below `architectures`."""
     own_config: bool = False
     """Whether transformers has no configuration of that type: it is in the module."""
+    is_latent: bool = False
+    """Whether its attention layers keep latent vectors."""
 
     def load(self) -> type[Architecture]:
         """Its class."""
@@ -40,11 +42,19 @@ class Entry:
 
 CATALOGUE = (
     Entry("BambaForCausalLM", "bamba", "bamba:Bamba"),
+    Entry(
+        "GigaChat35ForCausalLM",
+        "gigachat3_5",
+        "gigachat35:GigaChat35",
+        own_config=True,
+        is_latent=True,
+    ),
     Entry("JambaForCausalLM", "jamba", "jamba:Jamba"),
     Entry("MiniMaxForCausalLM", "minimax", "minimax:MiniMax"),
     Entry("MiniMaxText01ForCausalLM", "minimax_text_01", "minimax:MiniMaxText01", True),
     Entry("MiniMaxM1ForCausalLM", "minimax_m1", "minimax:MiniMaxM1", True),
     Entry("OlmoHybridForCausalLM", "olmo_hybrid", "olmo_hybrid:OlmoHybrid"),
+    Entry("Plamo2ForCausalLM", "plamo2", "plamo2:Plamo2", own_config=True),
     Entry(
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "recurrent_gemma:RecurrentGemma"
     ),

@@ -107,6 +107,26 @@ class Mix(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Of attention over latent vectors, of which a token has one for all heads."""
+
+    heads: int
+    plain: int
+    """Channels of a head's queries and keys that are not turned."""
+    turned: int
+    """Channels of them that are; those of keys are equal in all heads."""
+    value: int
+    """Channels of a head's values."""
+    latent: int
+    """Channels of the vector that keys and values are projections of."""
+
+    @property
+    def head(self) -> int:
+        """Channels of a head's queries."""
+        return self.plain + self.turned
+
+
 Rope = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 ]
@@ -198,7 +218,8 @@ class Kit(Placement, Protocol):
         Args:
             head: size of a head.
             parameters: as transformers' `rope_parameters`, with `rope_theta`.
-            longest: positions that the model was made for.
+            longest: positions that the model was made for; a kit whose engine serves
+                fewer needs no more.
             neox: whether halves of a head are turned against each other, and not
                 neighbours.
         """
@@ -225,6 +246,31 @@ class Kit(Placement, Protocol):
             scale: of the products.
             name: of the module.
             window: tokens that a token sees, itself counted; None for all.
+        """
+
+    def latent_attention(
+        self,
+        layer: int,
+        shape: LatentShape,
+        expand: nn.Module,
+        *,
+        scale: float,
+        name: str,
+    ) -> nn.Module:
+        """Causal attention over latent vectors: queries ``[T, heads, head]`` of this
+        rank, vectors ``[T, latent]`` and turned keys ``[T, turned]`` to ``[T, heads *
+        value]``.
+
+        Args:
+            layer: number of the layer, whose cache it is.
+            shape: over all ranks.
+            expand: `column` of one part, from a vector to plain keys and values of
+                each head, ``[heads * (plain + value)]``.
+            scale: of the products.
+            name: of the module.
+
+        Raises:
+            ValueError: if the kit has none.
         """
 
     def router(self, hidden: int, count: int, *, name: str) -> nn.Module:

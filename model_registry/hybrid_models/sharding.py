@@ -12,6 +12,11 @@ from hybrid_models.kit import Kit, part
 from hybrid_models.weights import REQUIRED
 
 
+def plain(loaded: torch.Tensor) -> torch.Tensor:
+    """What the checkpoint has, as it is."""
+    return loaded
+
+
 def sharded(
     kit: Kit,
     sizes: Sequence[int],
@@ -19,7 +24,7 @@ def sharded(
     *,
     dtype: torch.dtype | None = None,
     whole: Sequence[bool] = (),
-    of: Callable[[torch.Tensor], torch.Tensor] = lambda loaded: loaded,
+    of: Callable[[torch.Tensor], torch.Tensor] = plain,
 ) -> nn.Parameter:
     """A parameter ``[sum of parts, *tail]``: a concatenation, cut part by part.
 

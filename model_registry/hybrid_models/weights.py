@@ -100,7 +100,11 @@ class Names:
 
 
 def load(
-    model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], names: Names
+    model: nn.Module,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    names: Names,
+    *,
+    layers: int | None = None,
 ) -> set[str]:
     """Give each tensor to the parameter that it belongs to.
 
@@ -108,6 +112,8 @@ def load(
         model: with parameters whose `weight_loader` cuts and checks.
         tensors: of a checkpoint, by name.
         names: of the architecture.
+        layers: of the model; what checkpoints have of layers behind them, which draft
+            tokens, is left out.
 
     Returns:
         The names of the parameters that were given something.
@@ -117,10 +123,15 @@ def load(
     """
     loading = _Loading(model, names)
     for name, tensor in tensors:
-        if not names.is_derived(name):
+        if not names.is_derived(name) and not _is_behind(name, layers):
             loading.give(name, tensor)
     loading.check()
     return loading.loaded
+
+
+def _is_behind(name: str, layers: int | None) -> bool:
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    return number is not None and layers is not None and int(number[1]) >= layers
 
 
 class _Loading:

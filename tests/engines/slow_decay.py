@@ -334,6 +334,116 @@ def write_zaya(folder: Path, seed: int = 4) -> Path:
     return folder
 
 
+def write_gigachat35(folder: Path, seed: int = 0) -> Path:
+    """Write a GigaChat 3.5 (gated delta nets, latent attention, experts)."""
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = small | {
+        "architectures": ["GigaChat35ForCausalLM"],
+        "model_type": "gigachat3_5",
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+        ],
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "rope_theta": 10000.0,
+        "rope_interleave": True,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 1024,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "linear_sigmoid_gate_scale": 2.0,
+        "linear_gating_type": "zero_centered",
+        "output_gate_type": "sigmoid",
+        "norm_type": "ZeroCenteredGatedNorm",
+        "layernorm_type": "pre_post",
+        "layernorm_gating_weight": 2.0,
+        "gated_attention": True,
+        "use_mla_scaling_factor": True,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "tie_word_embeddings": False,
+    }
+    return _write_reference("gigachat35", config, folder, seed)
+
+
+def write_plamo2(folder: Path, seed: int = 0) -> Path:
+    """Write a PLaMo 2 (Mamba-2, attention over a window and over all tokens)."""
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = small | {
+        "architectures": ["Plamo2ForCausalLM"],
+        "model_type": "plamo2",
+        "num_hidden_layers": 5,
+        "hidden_size_per_head": 32,
+        "max_position_embeddings": 10 << 20,  # as published: too many for a table
+        "attention_window_size": WINDOW,
+        "sliding_window": WINDOW,
+        "full_attention_idx": [3],
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_num_heads": 4,
+        "mamba_step": 2,
+        "mamba_enabled": True,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    return _write_reference("plamo2", config, folder, seed)
+
+
+def _write_reference(
+    name: str, config: dict[str, Any], folder: Path, seed: int
+) -> Path:
+    """Write a model that is in `tests.models.references`."""
+    from safetensors.torch import save_file
+
+    from tests.models import references
+
+    torch.manual_seed(seed)
+    model = references.build(name, config)
+    for part, weight in model.named_parameters():
+        _initialise(part, weight.data)
+        if "norm" in part and weight.dim() == 1:
+            weight.data.add_(torch.randn_like(weight), alpha=0.05)
+        if part == "model.embed_tokens.weight" and config["tie_word_embeddings"]:
+            # Small, or the last token decides the next one alone.
+            weight.data.normal_(0, 0.02)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {part: x.contiguous() for part, x in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in TOKENIZER.glob("*token*"):
+        shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
 def _write(config: PretrainedConfig, folder: Path, seed: int, **changes: Any) -> Path:
     from transformers import AutoModelForCausalLM
 
@@ -386,5 +496,7 @@ def _initialise(name: str, weight: torch.Tensor) -> None:
         weight.uniform_(-6.0, -3.0)
     elif name.endswith("recurrent_param"):  # decays of 0.97 to 0.999
         weight.uniform_(-8.0, -5.0)
+    elif name.endswith(("q_weight", "k_weight")):  # of norms
+        weight.normal_(1, 0.05)
     elif weight.dim() > 1:
         weight.normal_(0, weight.shape[-1] ** -0.5)

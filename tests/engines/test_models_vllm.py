@@ -13,7 +13,7 @@ from tests.engines.conftest import StartServer
 from tests.engines.drivers.vllm import IMPORTS
 from tests.engines.model_findings import ROUNDING, Findings, check
 from tests.engines.model_workload import gap
-from tests.models.kinds import SERVED, find
+from tests.models.kinds import find, served
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +25,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     return Findings("model_phases_vllm", IMPORTS, folder, {})
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", served("vllm"))
 def test_it_answers_as_the_reference_with_and_without_hits(
     findings: Findings, kind: str
 ) -> None:

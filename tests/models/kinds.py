@@ -29,10 +29,12 @@ class Kind:
     """Engines that have a class of their own: ours is asked for by an option there."""
     converted: str | None = None
     """What transformers calls the same model, where it takes it only converted."""
+    has_reference: bool = False
+    """Whether it is in `references`, because transformers has none."""
+    engines: tuple[str, ...] = ("vllm", "sglang")
+    """That serve it by our class; none where another kind differs in names only."""
     is_short: bool = False
     """Whether its states hold the last few tokens only."""
-    on_engines: bool = True
-    """Whether it is served by them; not where another kind differs in names only."""
 
     @property
     def entry(self) -> Entry:
@@ -61,9 +63,24 @@ class Kind:
 
     def reference(self, checkpoint: Path) -> Reference:
         """What it must answer, by transformers in float32."""
+        if self.has_reference:
+            return _own(self.name, checkpoint)
         if self.converted is not None:
             return _transformers(self.converted, checkpoint / slow_decay.CONVERTED)
         return _transformers(self.architecture, checkpoint)
+
+
+def _own(name: str, checkpoint: Path) -> Reference:
+    from tests.models import references
+
+    network = references.load(name, checkpoint)
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = network(torch.tensor(list(tokens)))
+        return found
+
+    return logits
 
 
 def _transformers(architecture: str, checkpoint: Path) -> Reference:
@@ -82,22 +99,33 @@ def _transformers(architecture: str, checkpoint: Path) -> Reference:
 
 KINDS = (
     Kind("bamba", "BambaForCausalLM"),
+    Kind(
+        "gigachat35",
+        "GigaChat35ForCausalLM",
+        ("sglang",),
+        has_reference=True,
+        engines=("vllm",),
+    ),
     Kind("jamba", "JambaForCausalLM", ("vllm",)),
-    Kind("minimax", "MiniMaxForCausalLM", on_engines=False),
+    Kind("minimax", "MiniMaxForCausalLM", engines=()),
     Kind("minimax_text_01", "MiniMaxText01ForCausalLM", converted="MiniMaxForCausalLM"),
     Kind(
         "minimax_m1",
         "MiniMaxM1ForCausalLM",
         converted="MiniMaxForCausalLM",
-        on_engines=False,
+        engines=(),
     ),
     Kind("olmo_hybrid", "OlmoHybridForCausalLM", ("vllm",)),
+    Kind("plamo2", "Plamo2ForCausalLM", has_reference=True),
     Kind("recurrent_gemma", "RecurrentGemmaForCausalLM"),
     Kind("zamba2", "Zamba2ForCausalLM", ("vllm",)),
     Kind("zaya", "ZayaForCausalLM", ("sglang",), is_short=True),
 )
 
-SERVED = tuple(kind.name for kind in KINDS if kind.on_engines)
+
+def served(engine: str) -> tuple[str, ...]:
+    """Names of the kinds that an engine serves by our classes."""
+    return tuple(kind.name for kind in KINDS if engine in kind.engines)
 
 
 def find(name: str) -> Kind:

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from hybrid_models.architecture import Architecture
-from hybrid_models.kit import Mix, Rope, Routing, StateTensor, part
+from hybrid_models.blocks.expansion import expanded
+from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor, part
 from hybrid_models.tiling import tile
 from hybrid_models.weights import EXPERTS, load
 from torch import nn
@@ -214,6 +215,22 @@ class Attention(nn.Module):
         return result.transpose(0, 1).flatten(1)
 
 
+class Expanded(nn.Module):
+    """Attention over latent vectors, by keys and values of each head."""
+
+    def __init__(
+        self, shape: LatentShape, expand: nn.Module, attend: Attention
+    ) -> None:
+        super().__init__()
+        self._shape, self._expand, self._attend = shape, [expand], attend
+
+    def forward(
+        self, q: torch.Tensor, latent: torch.Tensor, turned: torch.Tensor
+    ) -> torch.Tensor:
+        k, v = expanded(self._expand[0], self._shape, latent, turned)
+        return self._attend(q.flatten(1), k.flatten(1), v.flatten(1))
+
+
 class States(nn.Module):
     """Slots of one layer."""
 
@@ -297,6 +314,27 @@ class Experts(nn.Module):
         return self._rank.together.sum(self._rank.rank, out)
 
 
+def _frequencies(
+    turned: int, parameters: Mapping[str, Any], longest: int
+) -> tuple[torch.Tensor, float]:
+    """Of a rotary embedding by pair, and the factor of what it gives."""
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        steps = torch.arange(0, turned, 2).float() / turned
+        return parameters["rope_theta"] ** -steps, 1.0
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = PretrainedConfig(
+        head_dim=turned,
+        hidden_size=turned,
+        num_attention_heads=1,
+        max_position_embeddings=longest,
+        rope_parameters=dict(parameters),
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
 class PlainKit:
     """A `hybrid_models.kit.Kit`."""
 
@@ -360,15 +398,13 @@ class PlainKit:
         *,
         neox: bool = True,
     ) -> Rope:
-        assert parameters.get("rope_type", "default") == "default"
         turned = int(head * parameters.get("partial_rotary_factor", 1.0))
-        steps = torch.arange(0, turned, 2).float() / turned
-        frequency = parameters["rope_theta"] ** -steps
+        frequency, stretch = _frequencies(turned, parameters, longest)
 
         def turn(angles: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             heads = x.view(len(x), -1, head)
             first, rest = heads[..., :turned], heads[..., turned:]
-            cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+            cos, sin = (x[:, None] * stretch for x in (angles.cos(), angles.sin()))
             if neox:
                 a, b = first.chunk(2, dim=-1)
                 pair = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -400,6 +436,22 @@ class PlainKit:
         own = max(kv_heads // self.ranks, 1)
         heads = part(self, heads)
         return Attention(layer, heads, own, head, scale, window, self._rank)
+
+    def latent_attention(
+        self,
+        layer: int,
+        shape: LatentShape,
+        expand: nn.Module,
+        *,
+        scale: float,
+        name: str,
+    ) -> nn.Module:
+        heads = part(self, shape.heads)
+        return Expanded(
+            shape,
+            expand,
+            Attention(layer, heads, heads, shape.head, scale, None, self._rank),
+        )
 
     def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
         return nn.Linear(hidden, count, bias=False)

@@ -74,6 +74,13 @@ def test_a_parameter_without_a_tensor_is_refused(name: str) -> None:
         load(Small(), fewer.items(), Names())
 
 
+def test_layers_that_draft_are_left_out() -> None:
+    more = {"model.layers.2.proj.weight": torch.ones(1)}
+    assert load(Small(), (TENSORS | more).items(), Names(), layers=2) == set(TENSORS)
+    with pytest.raises(ValueError, match=r"no parameter for model\.layers\.2"):
+        load(Small(), (TENSORS | more).items(), Names(), layers=3)
+
+
 def test_a_tensor_of_another_shape_is_refused() -> None:
     other = TENSORS | {"proj.weight": torch.ones(1, 2)}  # would broadcast
     with pytest.raises(ValueError, match="is no parameter of shape"):

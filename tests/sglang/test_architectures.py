@@ -231,10 +231,30 @@ def test_the_table_says_the_same() -> None:
     assert found.pop("Ours").prospect == Prospect.SERVED
     for example in EXAMPLES:
         expected = OTHERWISE.get(example.architecture, SERVED)
+        if example.is_uncached:
+            expected = LEFT_ALONE
         standing = found[example.architecture]
         assert standing.prospect == prospects.get(expected, Prospect.REFUSED)
         if standing.prospect == Prospect.REFUSED:
             assert expected in standing.reason
+
+
+def test_sglang_switches_caches_off_for_what_is_said_to_be_uncached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.arg_groups import model_override_base
+    from sglang.srt.arg_groups.model_overrides import minicpm
+
+    monkeypatch.setattr(minicpm, "resolving_view", lambda arguments: arguments)
+    monkeypatch.setattr(minicpm, "attn_dp_enabled_of", lambda arguments: False)
+    server = SimpleNamespace(enable_hierarchical_cache=False)
+    uncached = [example for example in EXAMPLES if example.is_uncached]
+    assert uncached
+    for example in uncached:
+        config = _load(example.config)(**example.fields)
+        functions = model_override_base._MODEL_OVERRIDE_FNS[example.architecture]
+        found = [function(server, config) for function in functions]
+        assert any(declared.get("disable_radix_cache") for declared in found)
 
 
 def test_the_page_is_current() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hybrid_models.kit import Kit, part
-from hybrid_models.sharding import sharded
+from hybrid_models.sharding import plain, sharded
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,11 +53,16 @@ class GatedHeadNorm(nn.Module):
     """
 
     def __init__(
-        self, kit: Kit, head: int, eps: float, activation: Activation = functional.silu
+        self,
+        kit: Kit,
+        head: int,
+        eps: float,
+        activation: Activation = functional.silu,
+        of: Callable[[torch.Tensor], torch.Tensor] = plain,
     ) -> None:
-        """Build it for heads of `head` channels."""
+        """Build it for heads of `head` channels, with weights `of` the checkpoint's."""
         super().__init__()
-        self.weight = sharded(kit, [head], whole=[True])
+        self.weight = sharded(kit, [head], whole=[True], of=of)
         self._head, self._eps, self._activation = head, eps, activation
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,10 @@ def config_class(model_type: str) -> type[Any]:
     class Config(base):
         """Properties that SGLang reads."""
 
+        def __init__(self, **given: Any) -> None:
+            # transformers would make one that leaves out the base's.
+            super().__init__(**given)
+
         @property
         def full_attention_layer_ids(self) -> list[int]:
             return list(_architecture(self).attention_layers(self))

@@ -60,6 +60,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_LINEAR}:MergedColumnParallelLinear.__init__",
         ("input_size", "output_sizes", *_COMMON),
+        mentions=("_initialize_partition",),
     ),
     HookPoint(
         f"{_LINEAR}:RowParallelLinear.__init__",
@@ -112,6 +113,37 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         f"{_LAYERS}.radix_attention:RadixAttention.forward",
         ("self", "q", "k", "v", "forward_batch"),
     ),
+    HookPoint(f"{_LAYERS}.moe.ep_moe.layer:get_moe_impl_class", ("quant_config",)),
+    HookPoint(
+        f"{_LAYERS}.moe.fused_moe_triton.layer:FusedMoE.__init__",
+        (
+            "layer_id",
+            "top_k",
+            "num_experts",
+            "hidden_size",
+            "intermediate_size",
+            "reduce_results",
+            "quant_config",
+            "routed_scaling_factor",
+            "inplace",
+            "prefix",
+        ),
+    ),
+    HookPoint(
+        f"{_LAYERS}.moe.topk:TopK.__init__",
+        (
+            "top_k",
+            "layer_id",
+            "renormalize",
+            "scoring_func",
+            "use_grouped_topk",
+            "num_expert_group",
+            "topk_group",
+            "correction_bias",
+            "routed_scaling_factor",
+        ),
+    ),
+    HookPoint(f"{_LAYERS}.moe.topk:StandardTopKOutput"),
     HookPoint(
         f"{_LAYERS}.logits_processor:LogitsProcessor.__init__",
         ("config", "logit_scale"),
@@ -126,6 +158,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         ("input_",),
     ),
     HookPoint(f"{_SRT}.runtime_context:get_parallel", ()),
+    HookPoint(f"{_SRT}.runtime_context:get_server_args", ()),
     HookPoint(f"{_SRT}.runtime_context:get_spec", ()),
 )
 """The layers that `kit` hands out."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
@@ -22,10 +22,10 @@ from sglang.srt.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 from torch import nn
 
-from hybrid_models.kit import Mix, Rope, Routing, StateTensor
+from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor
 from hybrid_models.sglang.configs import placement
 from hybrid_models.sglang.experts import Experts
 from hybrid_models.sglang.states import StateLayer
@@ -160,6 +160,8 @@ class SglangKit:
     ) -> Rope:
         """SGLang's, which has one for all layers alike."""
         scaled = parameters.get("rope_type", "default") != "default"
+        if not scaled:  # others depend on `longest`
+            longest = min(longest, get_server_args().context_length or longest)
         rope: Rope = get_rope(
             head,
             rotary_dim=int(head * parameters.get("partial_rotary_factor", 1.0)),
@@ -191,6 +193,21 @@ class SglangKit:
             sliding_window_size=-1 if window is None else window - 1,
             quant_config=self._quantisation,
             prefix=name,
+        )
+
+    def latent_attention(
+        self,
+        layer: int,
+        shape: LatentShape,
+        expand: nn.Module,
+        *,
+        scale: float,
+        name: str,
+    ) -> nn.Module:
+        """Not here: SGLang has classes of its own for what needs it."""
+        raise ValueError(
+            "model classes of hybrid-plugin have no latent attention in SGLang: leave "
+            'this one out of the option "models", for SGLang has a class of its own'
         )
 
     def router(self, hidden: int, count: int, *, name: str) -> nn.Module:

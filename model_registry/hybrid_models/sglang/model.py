@@ -65,7 +65,8 @@ def model_class(entry: Entry) -> type[nn.Module]:
             return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
         def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            weights.load(self, tensors, architecture.NAMES)
+            count = self.config.num_hidden_layers
+            weights.load(self, tensors, architecture.NAMES, layers=count)
 
     Model.__name__ = Model.__qualname__ = entry.name
     return Model

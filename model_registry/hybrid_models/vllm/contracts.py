@@ -15,6 +15,7 @@ _LINEAR = "vllm.model_executor.layers.linear"
 _MAMBA = "vllm.model_executor.layers.mamba"
 _BACKENDS = "vllm.v1.attention.backends"
 _COMMON = ("bias", "quant_config", "prefix", "return_bias")
+_CONVERTORS = "vllm.transformers_utils.model_arch_config_convertor"
 _METADATA = f"{_BACKENDS}.mamba_attn:BaseMambaAttentionMetadata"
 
 REGISTRY_HOOKS: tuple[Contract, ...] = (
@@ -27,6 +28,11 @@ REGISTRY_HOOKS: tuple[Contract, ...] = (
         ("self",),
     ),
     HookPoint("vllm.config.compilation:CompilationConfig._attention_ops"),
+    HookPoint(f"{_CONVERTORS}:MODEL_ARCH_CONFIG_CONVERTORS"),
+    *(
+        HookPoint(f"{_CONVERTORS}:ModelArchConfigConvertorBase.{name}", ("self",))
+        for name in ("is_deepseek_mla", "get_head_size", "get_total_num_kv_heads")
+    ),
     HookPoint(
         "vllm.config.compilation:CompilationConfig.set_splitting_ops_for_v1",
         mentions=("_attention_ops",),
@@ -50,6 +56,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_LINEAR}:ReplicatedLinear.__init__",
         ("input_size", "output_size", *_COMMON),
+        mentions=("create_weights",),
     ),
     HookPoint(
         f"{_LINEAR}:QKVParallelLinear.__init__",
@@ -94,6 +101,48 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         ),
     ),
     HookPoint("vllm.model_executor.layers.attention:Attention"),
+    HookPoint(
+        "vllm.model_executor.layers.attention.mla_attention:MLAAttention.__init__",
+        (
+            "num_heads",
+            "scale",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "kv_b_proj",
+            "cache_config",
+            "quant_config",
+            "prefix",
+        ),
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward",
+        ("self", "q", "kv_c_normed", "k_pe", "output_shape"),
+    ),
+    HookPoint("vllm.model_executor.layers.attention:MLAAttention"),
+    HookPoint("vllm.config.model:ModelConfig.use_mla"),
+    HookPoint(
+        "vllm.model_executor.layers.fused_moe.layer:FusedMoEFactory",
+        (
+            "num_experts",
+            "top_k",
+            "hidden_size",
+            "intermediate_size",
+            "renormalize",
+            "scoring_func",
+            "routed_scaling_factor",
+            "use_grouped_topk",
+            "num_expert_group",
+            "topk_group",
+            "e_score_correction_bias",
+            "custom_routing_function",
+            "quant_config",
+            "prefix",
+        ),
+    ),
+    HookPoint("vllm.model_executor.layers.fused_moe:FusedMoEFactory"),
     HookPoint(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor.__init__",
         ("vocab_size", "scale", "soft_cap"),

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import (
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
@@ -33,8 +33,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from hybrid_models.kit import Mix, Placed, Rope, Routing, StateTensor
+from hybrid_models.kit import LatentShape, Mix, Placed, Rope, Routing, StateTensor
 from hybrid_models.tiling import tile
+from hybrid_models.vllm.latent import ExpandedAttention, LatentAttention, stretched_rope
 from hybrid_models.vllm.states import StateLayer
 from hybrid_models.weights import EXPERTS
 
@@ -161,13 +162,15 @@ class VllmKit:
         neox: bool = True,
     ) -> Rope:
         """vLLM's, which has one for all layers alike."""
+        given = dict(parameters)
+        if given.get("rope_type", "default") == "default":  # others depend on `longest`
+            longest = min(longest, self._config.model_config.max_model_len)
+        if is_stretched := "mscale_all_dim" in given:
+            given["rope_type"] = "deepseek_yarn"
         rope: Rope = get_rope(
-            head,
-            max_position=longest,
-            is_neox_style=neox,
-            rope_parameters=dict(parameters),
+            head, max_position=longest, is_neox_style=neox, rope_parameters=given
         )
-        return rope
+        return stretched_rope(head, rope) if is_stretched else rope
 
     def attention(
         self,
@@ -192,6 +195,24 @@ class VllmKit:
             prefix=name,
         )
 
+    def latent_attention(
+        self,
+        layer: int,
+        shape: LatentShape,
+        expand: nn.Module,
+        *,
+        scale: float,
+        name: str,
+    ) -> nn.Module:
+        """vLLM's, or over expanded vectors where vLLM keeps no latent ones."""
+        if self._config.model_config.use_mla:
+            return LatentAttention(
+                shape, expand, self._config, self.ranks, scale=scale, name=name
+            )
+        heads = shape.heads
+        attend = self.attention(layer, heads, heads, shape.head, scale=scale, name=name)
+        return ExpandedAttention(shape, expand, attend)
+
     def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
         """vLLM's, in full precision."""
         return ReplicatedLinear(
@@ -208,7 +229,13 @@ class VllmKit:
         *,
         name: str,
     ) -> nn.Module:
-        """vLLM's."""
+        """vLLM's.  On a CPU it has other scores than softmax, and biases, in groups
+        only."""
+        groups, top_groups = routing.groups, routing.top_groups
+        if groups is None and (
+            routing.scoring != "softmax" or routing.bias is not None
+        ):
+            groups, top_groups = 1, 1
         runner: nn.Module = FusedMoEFactory(
             num_experts=count,
             top_k=routing.top,
@@ -217,9 +244,9 @@ class VllmKit:
             renormalize=routing.renormalise,
             scoring_func=routing.scoring,
             routed_scaling_factor=routing.scale,
-            use_grouped_topk=routing.groups is not None,
-            num_expert_group=routing.groups,
-            topk_group=routing.top_groups,
+            use_grouped_topk=groups is not None,
+            num_expert_group=groups,
+            topk_group=top_groups,
             e_score_correction_bias=routing.bias,
             custom_routing_function=_choice(routing),
             quant_config=self._quantisation,

@@ -93,7 +93,8 @@ def model_class(entry: Entry) -> type[nn.Module]:
             return logits
 
         def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-            return weights.load(self, tensors, architecture.NAMES)
+            count = self.config.num_hidden_layers
+            return weights.load(self, tensors, architecture.NAMES, layers=count)
 
         @classmethod
         def get_mamba_state_shape_from_config(

@@ -84,8 +84,12 @@ def is_ours(name: str) -> bool:
 def _name(names: Iterable[str]) -> None:
     from vllm import ModelRegistry
 
+    from hybrid_models.vllm import convertor
+
     for name in names:
         ModelRegistry.register_model(name, f"{_OURS}:{name}")
+        if BY_NAME[name].is_latent:
+            convertor.register(BY_NAME[name])
 
 
 def _patch_arguments() -> None:
