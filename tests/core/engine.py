@@ -242,7 +242,7 @@ class FakeEngine:
             self.saves.remove(saving)
             if saving.reason:
                 continue
-            (tier,) = self.cache.tiers
+            (tier,) = [one for one in self.cache.tiers if one.keeps_bundles]
             found = tier.find(saving.namespace, saving.tokens, saving.length)
             assert found and found[-1].end == saving.length, "it is not there"
             self.saved += 1

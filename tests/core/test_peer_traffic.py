@@ -69,6 +69,7 @@ def test_traffic(kind: str) -> None:
         done = tier.stats.as_dict("peer")
         for name in EXERCISED:
             totals[name] += done[f"peer_{name}"]
+        totals["saved"] = totals.get("saved", 0) + traffic.engine.saved
     assert all(totals.values()), f"the traffic exercises too little: {totals}"
 
 
