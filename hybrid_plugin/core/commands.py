@@ -310,7 +310,8 @@ def _fetch(
 class Discard:
     """Remove what was written under these keys, if it is there.
 
-    It comes behind the writes and fetches before it.  No outcome is reported.
+    It comes behind the writes and fetches before it, and before the writes behind it.
+    Whether a fetch behind it finds something is not said.  No outcome is reported.
     """
 
     keys: tuple[str, ...]
