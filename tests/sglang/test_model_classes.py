@@ -78,8 +78,19 @@ def test_unless_an_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BY_NAME[OURS] in registration.chosen()
 
 
+@pytest.mark.parametrize("options", ["{", json.dumps({"models": ["NoSuchModel"]})])
+def test_options_of_a_plugin_that_nobody_asks_for_end_no_server(
+    monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    monkeypatch.setenv(OPTIONS_VARIABLE, options)
+    monkeypatch.delenv(ENABLE_VARIABLE, raising=False)
+    registration._choose_by_options()
+    assert BY_NAME[OURS] in registration.chosen()
+
+
 def test_an_unknown_name_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"models": ["NoSuchModel"]}))
+    monkeypatch.setenv(ENABLE_VARIABLE, "1")
     with pytest.raises(ConfigError, match='"models" names NoSuchModel'):
         registration._choose_by_options()
 

@@ -20,7 +20,7 @@ from hybrid_models import fitting
 from hybrid_models.catalogue import BY_NAME, CATALOGUE, Entry, check_names
 from hybrid_models.own_configs import register_configs
 from hybrid_models.sglang import contracts
-from hybrid_plugin.config import HybridConfig, environment_options
+from hybrid_plugin.config import ConfigError, HybridConfig, environment_options
 from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.log import logger
 
@@ -42,7 +42,8 @@ def register_missing() -> None:
     """Name our classes, and what SGLang asks their configurations.  Idempotent.
 
     Raises:
-        ConfigError: if the option `models` names what we have not.
+        ConfigError: if the option `models` names what we have not, and the plugin is
+            asked for.
     """
     moved = fitting.unregistered("SGLang", contracts.problems(contracts.CONFIG_HOOKS))
     if moved is not None:
@@ -57,10 +58,26 @@ def register_missing() -> None:
 
 def _choose_by_options() -> None:
     theirs = classes_of_sglang()
-    models = HybridConfig.from_mapping(environment_options()).models
-    check_names(models)
+    models = _preferred()
     missing = (entry.name for entry in CATALOGUE if entry.name not in theirs)
     _choose((*missing, *models))
+
+
+def _preferred() -> tuple[str, ...]:
+    """The option `models`; options that cannot be read count where they are used.
+
+    Raises:
+        ConfigError: for those, and for what we have not, in a server that asks for the
+            plugin.
+    """
+    try:
+        models = HybridConfig.from_mapping(environment_options()).models
+        check_names(models)
+    except ConfigError:
+        if activation.requested():
+            raise
+        return ()
+    return models
 
 
 def _choose(names: Iterable[str]) -> None:
