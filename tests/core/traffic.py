@@ -235,12 +235,14 @@ class Traffic:
     def order_something(self) -> None:
         """Have a sequence saved, or brought to the host, now and then."""
         what, tokens = self.order.random(), self.order.choice(self.seen)
+        if what >= 0.1:
+            return
         namespace = self.order.choice(NAMESPACES)
         keeps = any(tier.keeps_bundles for tier in self.engine.cache.tiers)
-        if what < 0.06 and keeps:
-            self.engine.save(tokens, namespace)
-        elif 0.06 <= what < 0.1:
+        if what >= 0.06:
             self.engine.bring(tokens, namespace)
+        elif keeps:
+            self.engine.save(tokens, namespace)
 
     def submit(self) -> None:
         """Queue a request that often budgets a prefix with an earlier one."""
