@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from hybrid_kernels import selective_scan
 from torch import nn
 
 from hybrid_models.blocks.convolution import Convolution
 from hybrid_models.blocks.projection import project
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
-from hybrid_plugin.mixers import mamba1
+from hybrid_plugin.mixers import selective
 from hybrid_plugin.mixers.mixing import mix
 from hybrid_plugin.mixers.state_pass import StatePass
 
@@ -111,7 +112,8 @@ class Mamba1(nn.Module):
         out: torch.Tensor,
     ) -> None:
         """`kit.Mix` of inputs and gates, ``[T, I]``."""
-        weights = mamba1.Weights(
+        weights = selective.Weights(
+            kernels=selective_scan,
             convolution=self.conv1d.weight,
             bias=self.conv1d.bias,
             activation="silu",
@@ -120,4 +122,4 @@ class Mamba1(nn.Module):
             dt_bias=self.dt_bias,
             select=self._select,
         )
-        mix(mamba1, weights, state_pass, inputs, pools, out)
+        mix(selective, weights, state_pass, inputs, pools, out)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from hybrid_kernels import ssd
 from torch import nn
 
 from hybrid_models.blocks.convolution import Convolution
 from hybrid_models.blocks.projection import project
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
-from hybrid_plugin.mixers import selective_ssd
+from hybrid_plugin.mixers import selective
 from hybrid_plugin.mixers.mixing import mix
 from hybrid_plugin.mixers.state_pass import StatePass
 
@@ -109,10 +110,12 @@ class SelectiveSSD(nn.Module):
     def _select(
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Time steps ``[T, H]``, B and C ``[T, K]``, of what the convolution gives."""
+        """Time steps ``[T, H]``, B and C ``[T, 1, K]``, of what the convolution
+        gives."""
         parts = torch.split(project(self.bcdt_proj, x), self._selected, dim=-1)
         b, c, dt = (one.contiguous() for one in parts)
-        return project(self.dt_proj, self.dt_norm(dt)), self.b_norm(b), self.c_norm(c)
+        b, c = self.b_norm(b).unsqueeze(1), self.c_norm(c).unsqueeze(1)
+        return project(self.dt_proj, self.dt_norm(dt)), b, c
 
     def _mix(
         self,
@@ -122,7 +125,8 @@ class SelectiveSSD(nn.Module):
         out: torch.Tensor,
     ) -> None:
         """`kit.Mix` of inputs ``[T, H * P]`` and gates ``[T, H, P]``."""
-        weights = selective_ssd.Weights(
+        weights = selective.Weights(
+            kernels=ssd,
             convolution=self.conv1d.weight,
             bias=None,
             activation="silu",
@@ -132,4 +136,4 @@ class SelectiveSSD(nn.Module):
             select=self._select,
         )
         heads = out.view(len(out), self._heads, -1)
-        mix(selective_ssd, weights, state_pass, inputs, pools, heads)
+        mix(selective, weights, state_pass, inputs, pools, heads)

@@ -1,42 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2's recurrence behind Mamba-1's selection (PLaMo 2).
+"""A short convolution, then a recurrence that selects: Mamba-1 and PLaMo 2.
 
-Time steps, B and C are made of what the short convolution gives, by projections of the
-layer.  `H` heads of `P` channels, `K` state dimensions, `W` taps of the convolution,
-`S` slots, `T` packed tokens.
+What the recurrence selects with, time steps, B and C, is made of what the convolution
+gives, by projections of the layer.  `I` channels, `K` state dimensions, `W` taps of the
+convolution, `S` slots, `T` packed tokens.  `C` is ``[I]`` where channels have a state
+each (`hybrid_kernels.selective_scan`), and ``[H, P]`` where they are `H` heads of `P`
+channels (`hybrid_kernels.ssd`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
-from hybrid_kernels import ssd
 from hybrid_kernels.causal_conv1d import Activation
 
 from hybrid_plugin.mixers import convolution
 from hybrid_plugin.mixers.prefills import Prefills
 
 Select = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""``[T, H * P]`` to time steps before softplus, ``[T, H]``, and B and C, ``[T, K]``."""
+"""``[T, I]`` to time steps before softplus, and B and C, as `Weights.kernels` take
+them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Of one layer, as far as the mixer needs them."""
 
+    kernels: ModuleType
+    """Of the recurrence: `hybrid_kernels.selective_scan` or `hybrid_kernels.ssd`."""
     convolution: torch.Tensor
-    """``[H * P, W]``."""
+    """``[I, W]``."""
     bias: torch.Tensor | None
-    """``[H * P]``."""
+    """``[I]``."""
     activation: Activation
     A: torch.Tensor
-    """``[H]``, float32, negative."""
+    """``[I, K]`` or ``[H]``, float32, negative."""
     skip: torch.Tensor | None
-    """``[H]``: what part of its input a head adds to its output."""
+    """``[I]`` or ``[H]``: what part of its input is added to the output."""
     dt_bias: torch.Tensor | None
-    """``[H]``."""
+    """``[I]`` or ``[H]``."""
     select: Select
 
 
@@ -54,11 +59,11 @@ def prefill(
     Args:
         weights: of the layer.
         prefills: the sequences.
-        x: ``[T, H * P]``, before the convolution.
-        gate: ``[T, H, P]``, whose SiLU multiplies the output.
-        conv_states: ``[S, H * P, W - 1]``, with any strides.
-        states: ``[S, H, P, K]``, with any strides.
-        out: ``[T, H, P]``, written if given.
+        x: ``[T, I]``, before the convolution.
+        gate: ``[T, *C]``, whose SiLU multiplies the output.
+        conv_states: ``[S, I, W - 1]``, with any strides.
+        states: ``[S, *C, K]``, with any strides.
+        out: ``[T, *C]``, written if given.
 
     Returns:
         `out`, or a new tensor of `x`'s type.
@@ -68,12 +73,12 @@ def prefill(
     """
     convolved = convolution.prefill(weights, prefills, x, conv_states)
     dt, b, c = weights.select(convolved)
-    return ssd.prefill(
+    result: torch.Tensor = weights.kernels.prefill(
         convolved.view(gate.shape),
         dt,
         weights.A,
-        b.unsqueeze(1),
-        c.unsqueeze(1),
+        b,
+        c,
         prefills.cu_seqlens,
         states,
         prefills.slots,
@@ -86,6 +91,7 @@ def prefill(
         boundary_slots=prefills.boundary_slots,
         out=out,
     )
+    return result
 
 
 def decode(
@@ -113,12 +119,12 @@ def decode(
     """
     convolved = convolution.decode(weights, slots, x, conv_states)
     dt, b, c = weights.select(convolved)
-    return ssd.update(
+    result: torch.Tensor = weights.kernels.update(
         convolved.view(gate.shape),
         dt,
         weights.A,
-        b.unsqueeze(1),
-        c.unsqueeze(1),
+        b,
+        c,
         states,
         slots,
         skip=weights.skip,
@@ -126,3 +132,4 @@ def decode(
         dt_bias=weights.dt_bias,
         out=out,
     )
+    return result
