@@ -25,11 +25,21 @@ from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_bat
 from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 from torch import nn
 
+from hybrid_models.engine_kit import EngineKit, EngineLayers
 from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor
 from hybrid_models.sglang.configs import placement
 from hybrid_models.sglang.experts import Experts
 from hybrid_models.sglang.states import StateLayer
-from hybrid_models.tiling import tile
+
+LAYERS = EngineLayers(
+    embedding=VocabParallelEmbedding,
+    column=MergedColumnParallelLinear,
+    row=RowParallelLinear,
+    replicated=ReplicatedLinear,
+    qkv=QKVParallelLinear,
+    norm=RMSNorm,
+    centred_norm=GemmaRMSNorm,
+)
 
 
 class Attention(RadixAttention):
@@ -43,7 +53,7 @@ class Attention(RadixAttention):
         return result
 
 
-class SglangKit:
+class SglangKit(EngineKit):
     """A `hybrid_models.kit.Kit`."""
 
     def __init__(self, config: Any, quantisation: Any) -> None:
@@ -68,19 +78,9 @@ class SglangKit:
                 "model classes of hybrid-plugin do not run with attention that is cut "
                 "otherwise than the other layers: drop --enable-dp-attention"
             )
-        placed = placement(config)
-        self._quantisation = quantisation
+        super().__init__(LAYERS, placement(config), parallel.tp_rank, quantisation)
         self.dtype = torch.get_default_dtype()
-        self.conv_dtype = placed.conv_dtype
-        self.state_dtype = placed.state_dtype
-        self.ranks: int = parallel.tp_size
-        self.rank: int = parallel.tp_rank
-
-    def embedding(self, vocabulary: int, hidden: int, *, name: str) -> nn.Module:
-        """SGLang's, cut along the vocabulary."""
-        return VocabParallelEmbedding(
-            vocabulary, hidden, quant_config=self._quantisation, prefix=name
-        )
+        self.ranks = parallel.tp_size
 
     def head(
         self, vocabulary: int, hidden: int, *, name: str, tied: nn.Module | None = None
@@ -91,64 +91,6 @@ class SglangKit:
         return ParallelLMHead(
             vocabulary, hidden, quant_config=self._quantisation, prefix=name
         )
-
-    def column(
-        self,
-        inner: int,
-        outs: Sequence[int],
-        *,
-        name: str,
-        bias: bool = False,
-        whole: Sequence[bool] = (),
-    ) -> nn.Module:
-        """Merged, also where there is one part."""
-        return tile(
-            self.ranks,
-            outs,
-            whole,
-            lambda sizes: MergedColumnParallelLinear(
-                inner, sizes, bias=bias, quant_config=self._quantisation, prefix=name
-            ),
-        )
-
-    def row(self, inner: int, out: int, *, name: str, bias: bool = False) -> nn.Module:
-        """SGLang's."""
-        return RowParallelLinear(
-            inner, out, bias=bias, quant_config=self._quantisation, prefix=name
-        )
-
-    def replicated(
-        self, inner: int, out: int, *, name: str, bias: bool = False
-    ) -> nn.Module:
-        """SGLang's."""
-        return ReplicatedLinear(
-            inner, out, bias=bias, quant_config=self._quantisation, prefix=name
-        )
-
-    def qkv(
-        self,
-        hidden: int,
-        head: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        name: str,
-        bias: bool = False,
-    ) -> nn.Module:
-        """SGLang's."""
-        return QKVParallelLinear(
-            hidden,
-            head,
-            heads,
-            kv_heads,
-            bias=bias,
-            quant_config=self._quantisation,
-            prefix=name,
-        )
-
-    def norm(self, size: int, eps: float, *, centred: bool = False) -> nn.Module:
-        """SGLang's, of Gemma if centred."""
-        return (GemmaRMSNorm if centred else RMSNorm)(size, eps=eps)
 
     def rope(
         self,
@@ -209,10 +151,6 @@ class SglangKit:
             "model classes of hybrid-plugin have no latent attention in SGLang: leave "
             'this one out of the option "models", for SGLang has a class of its own'
         )
-
-    def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
-        """SGLang's, in full precision."""
-        return ReplicatedLinear(hidden, count, bias=False, prefix=name)
 
     def experts(
         self,

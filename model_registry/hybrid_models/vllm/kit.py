@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's layers as a kit.
-
-Linear layers are vLLM's own classes, because its adapters replace those by their type.
-"""
+"""vLLM's layers as a kit."""
 
 from __future__ import annotations
 
@@ -33,11 +30,22 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from hybrid_models.engine_kit import EngineKit, EngineLayers
 from hybrid_models.kit import LatentShape, Mix, Placed, Rope, Routing, StateTensor
-from hybrid_models.tiling import tile
 from hybrid_models.vllm.latent import ExpandedAttention, LatentAttention, stretched_rope
 from hybrid_models.vllm.states import StateLayer
 from hybrid_models.weights import EXPERTS
+
+LAYERS = EngineLayers(
+    embedding=VocabParallelEmbedding,
+    column=MergedColumnParallelLinear,
+    row=RowParallelLinear,
+    replicated=ReplicatedLinear,
+    qkv=QKVParallelLinear,
+    norm=RMSNorm,
+    centred_norm=GemmaRMSNorm,
+    linear_options={"return_bias": False},
+)
 
 
 def placement(vllm_config: Any) -> Placed:
@@ -50,25 +58,19 @@ def placement(vllm_config: Any) -> Placed:
     return Placed(ranks, model.dtype, conv, state)
 
 
-class VllmKit:
+class VllmKit(EngineKit):
     """A `hybrid_models.kit.Kit`."""
 
     def __init__(self, vllm_config: Any) -> None:
         """For one model of an engine."""
-        self._config = vllm_config
-        self._quantisation = vllm_config.quant_config
-        placed = placement(vllm_config)
-        self.dtype = placed.dtype
-        self.conv_dtype = placed.conv_dtype
-        self.state_dtype = placed.state_dtype
-        self.ranks: int = get_tensor_model_parallel_world_size()
-        self.rank: int = get_tensor_model_parallel_rank()
-
-    def embedding(self, vocabulary: int, hidden: int, *, name: str) -> nn.Module:
-        """vLLM's, cut along the vocabulary."""
-        return VocabParallelEmbedding(
-            vocabulary, hidden, quant_config=self._quantisation, prefix=name
+        super().__init__(
+            LAYERS,
+            placement(vllm_config),
+            get_tensor_model_parallel_rank(),
+            vllm_config.quant_config,
         )
+        self._config = vllm_config
+        self.ranks = get_tensor_model_parallel_world_size()
 
     def head(
         self, vocabulary: int, hidden: int, *, name: str, tied: nn.Module | None = None
@@ -78,80 +80,6 @@ class VllmKit:
             vocabulary, hidden, quant_config=self._quantisation, prefix=name
         )
         return head if tied is None else head.tie_weights(tied)
-
-    def column(
-        self,
-        inner: int,
-        outs: Sequence[int],
-        *,
-        name: str,
-        bias: bool = False,
-        whole: Sequence[bool] = (),
-    ) -> nn.Module:
-        """Merged, also where there is one part."""
-        return tile(
-            self.ranks,
-            outs,
-            whole,
-            lambda sizes: MergedColumnParallelLinear(
-                inner,
-                sizes,
-                bias=bias,
-                quant_config=self._quantisation,
-                prefix=name,
-                return_bias=False,
-            ),
-        )
-
-    def row(self, inner: int, out: int, *, name: str, bias: bool = False) -> nn.Module:
-        """vLLM's."""
-        return RowParallelLinear(
-            inner,
-            out,
-            bias=bias,
-            quant_config=self._quantisation,
-            prefix=name,
-            return_bias=False,
-        )
-
-    def replicated(
-        self, inner: int, out: int, *, name: str, bias: bool = False
-    ) -> nn.Module:
-        """vLLM's."""
-        return ReplicatedLinear(
-            inner,
-            out,
-            bias=bias,
-            quant_config=self._quantisation,
-            prefix=name,
-            return_bias=False,
-        )
-
-    def qkv(
-        self,
-        hidden: int,
-        head: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        name: str,
-        bias: bool = False,
-    ) -> nn.Module:
-        """vLLM's."""
-        return QKVParallelLinear(
-            hidden,
-            head,
-            heads,
-            kv_heads,
-            bias=bias,
-            quant_config=self._quantisation,
-            prefix=name,
-            return_bias=False,
-        )
-
-    def norm(self, size: int, eps: float, *, centred: bool = False) -> nn.Module:
-        """vLLM's, of Gemma if centred."""
-        return (GemmaRMSNorm if centred else RMSNorm)(size, eps=eps)
 
     def rope(
         self,
@@ -212,12 +140,6 @@ class VllmKit:
         heads = shape.heads
         attend = self.attention(layer, heads, heads, shape.head, scale=scale, name=name)
         return ExpandedAttention(shape, expand, attend)
-
-    def router(self, hidden: int, count: int, *, name: str) -> nn.Module:
-        """vLLM's, in full precision."""
-        return ReplicatedLinear(
-            hidden, count, bias=False, prefix=name, return_bias=False
-        )
 
     def experts(
         self,
