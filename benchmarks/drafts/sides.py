@@ -120,11 +120,16 @@ SCRATCH = {"vllm": vllm_prefix.SCRATCH, "sglang": sglang_prefix.SCRATCH}
 
 def arguments(engine: str, setup: Setup, side: Configuration) -> dict[str, Any]:
     """Of one side's engine, in its own words."""
-    found = _vllm(setup, side) if engine == "vllm" else _sglang(setup, side)
+    found = plain_arguments(engine, setup, side)
     where = shapes.folder(setup.model, SCRATCH[engine])
     if setup.model == shapes.BUNDLED:
         found["load_format"] = "auto"
     return found | {_MODEL[engine]: str(where)} | dict(side.flags)
+
+
+def plain_arguments(engine: str, setup: Setup, side: Configuration) -> dict[str, Any]:
+    """Of one side's engine, but for its model."""
+    return _vllm(setup, side) if engine == "vllm" else _sglang(setup, side)
 
 
 _MODEL = {"vllm": "model", "sglang": "model_path"}

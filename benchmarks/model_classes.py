@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our model classes beside the engines' own: prompts, and steady decoding.
+
+Bamba on our class beside the engine's Granite-4 in the same sizes, whose layers are the
+same apart from its factors; in vLLM also Jamba on our class beside vLLM's.  The plugin
+serves all of them, with its automatic choice of kernels, so that nothing but the class
+differs.  Weights are dummies.  Engines take turns, as in `vllm_prefix`.
+
+    python -m benchmarks.model_classes --engine vllm --out benchmarks/results/x
+    python -m benchmarks.model_classes --engine sglang --pairs bamba --out x
+    python -m benchmarks.model_classes --on cpu --out x          # sizes for a CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drafts import sides
+from benchmarks.drafts.served import START_LIMIT_S, answer_until_closed
+from benchmarks.drafts.table import COLUMNS, STEADY
+from benchmarks.drafts.traffic import DECODE, SCALES, workloads
+from benchmarks.elastic import stop_or_kill
+from benchmarks.elastic_engine import Limit
+from benchmarks.low_load.table import ratio, rounds, spread
+from benchmarks.model_shapes import CLASSES, PAIRS, Class, write
+from benchmarks.passes import engines
+from benchmarks.prefix_sides import Side, machine, turns
+from benchmarks.prefix_sides import write as write_result
+from benchmarks.prefix_workloads import VOCABULARY
+
+GPU_MIB, CPU_MIB = 6 << 10, 64
+CHATS = "chats"
+
+
+class Run:
+    """What the command line asks for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Settle it."""
+        self.args = args
+        # Looking may take memory of the device: engines' processes are told.
+        self.on = args.on or ("cpu" if machine()["device"] == "CPU" else "gpu")
+        scale = SCALES[self.on]
+        self.pairs = [
+            pair for pair in args.pairs or PAIRS if args.engine in PAIRS[pair].engines
+        ]
+        self.workloads = [
+            name
+            for name in workloads(scale)
+            if name == CHATS or name.startswith(DECODE)
+        ]
+        self.setup = sides.Setup(
+            model="",
+            cache_mib=GPU_MIB if self.on == "gpu" else CPU_MIB,
+            scale=scale,
+            on_gpu=self.on == "gpu",
+            running=max(scale.decoding),
+        )
+        self.results: dict[str, Any] = {}
+
+    def arguments(self, one: Class) -> dict[str, Any]:
+        """Of one side's engine, in its own words."""
+        options = {"elastic": True, **one.options(self.args.engine)}
+        side = sides.of_plugin(options, drafts=False)
+        found = sides.plain_arguments(self.args.engine, self.setup, side)
+        name = {"vllm": "model", "sglang": "model_path"}[self.args.engine]
+        return found | {name: str(self._folder(one))}
+
+    def serve(self, name: str) -> None:
+        """Be one side's engine."""
+        starting = Limit(START_LIMIT_S)
+        engine, scale = self.args.engine, self.setup.scale
+
+        async def work(running: engines.Running) -> None:
+            await answer_until_closed(engine, running, scale, VOCABULARY, starting)
+
+        engines.run(engine, self.arguments(CLASSES[name]), work)
+
+    def start(self, name: str, lane: int) -> Side:
+        """Start one side's process, the `lane`-th of those that run."""
+        command = [sys.executable, "-m", "benchmarks.model_classes", *sys.argv[1:]]
+        command += ["--one", name, "--on", self.on]
+        options = {"elastic": True, **CLASSES[name].options(self.args.engine)}
+        side = sides.of_plugin(options, drafts=False)
+        variables = sides.variables(self.args.engine, self.setup, side, lane)
+        return Side(name, command, variables)
+
+    def measure(self) -> None:
+        """One pair after the other, in turns, until all is done or time is over."""
+        end = time.monotonic() + self.args.seconds
+        for number, pair in enumerate(self.pairs):
+            share = (end - time.monotonic()) / (len(self.pairs) - number)
+            self._measure(PAIRS[pair].sides, time.monotonic() + share)
+
+    def _measure(self, names: Sequence[str], end: float) -> None:
+        with ExitStack() as stack:
+            running = []
+            for lane, name in enumerate(names):
+                write(CLASSES[name], self._folder(CLASSES[name]), self.on == "gpu")
+                running.append(self.start(name, lane))
+                stack.push(stop_or_kill(running[-1]))
+            for side in running:
+                side.wait_until_ready()
+            print("engines are ready", file=sys.stderr, flush=True)
+            longest = 0.0
+            for turn in turns(running, self.args.rounds, self.workloads):
+                before = time.monotonic()
+                if before + longest > end:
+                    print("no time for more", file=sys.stderr, flush=True)
+                    break
+                for side, name, number in turn:
+                    side.run(name, number)
+                longest = max(longest, time.monotonic() - before)
+                self._save(running)
+
+    def _folder(self, one: Class) -> Path:
+        return Path(sides.SCRATCH[self.args.engine]) / f"class-{one.folder}"
+
+    def _save(self, running: Sequence[Side]) -> None:
+        self.results |= {side.name: side.result() for side in running}
+        if self.args.out is None:
+            return
+        document = {
+            "engine": self.args.engine,
+            "shapes": {name: CLASSES[name].shape for name in self.results},
+            "flags": {
+                name: self.arguments(CLASSES[name]) | {"model": name, "model_path": ""}
+                for name in self.results
+            },
+            "machine": machine(),
+            "results": self.results,
+        }
+        write_result(self.args.out, ".json", json.dumps(document, indent=1))
+        facts = next((side.facts for side in running if side.facts), {})
+        about = {**machine(), **{k: v for k, v in facts.items() if k in sides.ENGINES}}
+        head = ", ".join(f"{name} {value}" for name, value in about.items())
+        title = f"# Model classes in {self.args.engine}\n\n{head}\n\n"
+        write_result(self.args.out, ".md", title + self.text())
+
+    def text(self) -> str:
+        """The results as tables."""
+        return "\n".join(table(self.results, self.workloads))
+
+
+def table(results: dict[str, Any], order: Sequence[str]) -> Iterator[str]:
+    """What each side did, and what our class takes beside the engine's own.
+
+    Args:
+        results: by side, as `Side.result` gives them.
+        order: of the workloads.
+    """
+    shown = [c for c in (*COLUMNS, STEADY) if c.name != "tokens a verification"]
+    yield "Medians over rounds; quartiles in brackets from four rounds on.\n"
+    head = ["workload", "side", *(column.name for column in shown)]
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
+    for workload in order:
+        for side in results:
+            if found := rounds(results, side, workload):
+                cells = [spread([c.value(r) for r in found], c.digits) for c in shown]
+                yield f"| {workload} | {side} | {' | '.join(cells)} |"
+    yield "\nOur class, to the engine's own:\n"
+    compared = ("tokens/s", "TTFT p50 ms", "request ms", "step ms")
+    yield f"| workload | side | {' | '.join(compared)} |\n|{'---|' * 6}"
+    for workload in order:
+        for pair in PAIRS.values():
+            if not results.keys() >= set(pair.sides):
+                continue
+            ours, theirs = (rounds(results, side, workload) for side in pair.sides)
+            if ours and theirs:
+                values = [
+                    ratio(ours, theirs, column.value)
+                    for name in compared
+                    for column in COLUMNS
+                    if column.name == name
+                ]
+                cells = ["" if v is None else f"{v:.2f}x" for v in values]
+                yield f"| {workload} | {pair.sides[0]} | {' | '.join(cells)} |"
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", choices=sides.ENGINES, default="vllm")
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS)
+    parser.add_argument("--on", choices=("cpu", "gpu"), help="what is there")
+    parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin nothing after so many"
+    )
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Be one engine, or measure all and report."""
+    run = Run(parse())
+    if run.args.one:
+        run.serve(run.args.one)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the engines too
+        run.measure()
+        print(run.text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that our classes run, and the engines' own of the same sizes.
+
+Sizes are those of the published configurations; weights are dummies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.prefix_models import COMMON
+
+
+@dataclass(frozen=True)
+class Class:
+    """A model, and whose class is to run it."""
+
+    folder: str
+    """Of its configuration."""
+    shape: Mapping[str, Any]
+    small: Mapping[str, Any]
+    """What is smaller where there is no GPU."""
+    ours_in: tuple[str, ...] = ()
+    """Engines with a class of their own, in which ours is asked for."""
+
+    def options(self, engine: str) -> dict[str, Any]:
+        """Of the plugin."""
+        if engine not in self.ours_in:
+            return {}
+        return {"models": list(self.shape["architectures"])}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is compared."""
+
+    sides: tuple[str, str]
+    """Our class, and the engine's own."""
+    engines: tuple[str, ...] = field(default=("vllm", "sglang"))
+
+
+_ATTENTION_OF_BAMBA = (9, 18, 27)
+_SMALL = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_MAMBA_2 = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
+_SMALL_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
+_BAMBA = {
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attn_layer_indices": list(_ATTENTION_OF_BAMBA),
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    **_MAMBA_2,
+}
+_GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "hidden_size": 4096,
+    # It has no experts: this is its MLP.
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 14336,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "layer_types": [
+        "attention" if n in _ATTENTION_OF_BAMBA else "mamba" for n in range(32)
+    ],
+    "rms_norm_eps": 1e-5,
+    "position_embedding_type": "rope",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "attention_multiplier": 128**-0.5,
+    **_MAMBA_2,
+}
+_JAMBA = {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    # 2 for 16, so that two engines fit one device.
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "use_mamba_kernels": False,
+    "rms_norm_eps": 1e-6,
+}
+_SMALL_JAMBA = {**_SMALL, "intermediate_size": 256, "mamba_dt_rank": 8}
+
+OUR_BAMBA, GRANITE = "Bamba, our class", "Granite-4 in Bamba's sizes, the engine's"
+OUR_JAMBA, THEIR_JAMBA = "Jamba, our class", "Jamba, the engine's"
+CLASSES = {
+    OUR_BAMBA: Class(
+        "bamba", _BAMBA, {**_SMALL, **_SMALL_MAMBA_2, "intermediate_size": 256}
+    ),
+    GRANITE: Class(
+        "granite",
+        _GRANITE,
+        {**_SMALL, **_SMALL_MAMBA_2, "shared_intermediate_size": 256},
+    ),
+    OUR_JAMBA: Class("jamba", _JAMBA, _SMALL_JAMBA, ours_in=("vllm",)),
+    THEIR_JAMBA: Class("jamba", _JAMBA, _SMALL_JAMBA),
+}
+PAIRS = {
+    "bamba": Pair((OUR_BAMBA, GRANITE)),
+    # SGLang has no class for it.
+    "jamba": Pair((OUR_JAMBA, THEIR_JAMBA), engines=("vllm",)),
+}
+
+
+def write(one: Class, folder: Path, on_gpu: bool) -> None:
+    """Write a model's configuration into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**COMMON, **one.shape, **({} if on_gpu else one.small)}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
