@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.engines.model_workload import MAX_MODEL_LEN, PAGE, STEP, serve
 from tests.engines.phases import report
 from tests.engines.window_phases_sglang import Engine
@@ -23,11 +25,25 @@ from tests.models.kinds import find
 OPTIONS: dict[str, Any] = {"page_size": PAGE, "gpu_memory_budget": 64 << 20}
 FLAGS = (
     "--enable-hybrid-plugin",
-    "--dtype=float32",
     "--skip-tokenizer-init",
     f"--context-length={MAX_MODEL_LEN}",
     f"--chunked-prefill-size={STEP}",
     "--max-running-requests=8",
+)
+ON_GPU = torch.cuda.is_available()
+# SGLang's norms take no float32 on a GPU.
+OF_DEVICE = (
+    (
+        "--dtype=bfloat16",
+        "--mem-fraction-static=0.1",
+        "--attention-backend=triton",
+        "--sampling-backend=pytorch",
+        "--disable-flashinfer-autotune",
+        "--cuda-graph-bs-decode",
+        *("1", "4", "8"),
+    )
+    if ON_GPU
+    else ("--dtype=float32",)
 )
 RETRACT_EVERY = 15
 """Steps of the crowd, for SGLang retracts hardly ever by itself."""
@@ -69,13 +85,13 @@ def main(kind: str, folder: Path) -> None:
     options = OPTIONS
     if "sglang" in chosen.brought_by:
         options = OPTIONS | {"models": [chosen.architecture]}
-    flags = (*FLAGS, f"--hybrid-config={json.dumps(options)}")
+    flags = (*FLAGS, *OF_DEVICE, f"--hybrid-config={json.dumps(options)}")
     engine = SglangEngine(checkpoint, flags)
     found = asdict(serve(engine, chosen, checkpoint))
     report(found | {"model": engine.model})
 
 
 if __name__ == "__main__":
-    os.environ["SGLANG_PLATFORM"] = "hybrid_cpu"
+    os.environ["SGLANG_PLATFORM"] = "" if ON_GPU else "hybrid_cpu"
     os.environ["HF_HUB_OFFLINE"] = "1"
     main(sys.argv[1], Path(sys.argv[2]))

@@ -36,7 +36,7 @@ class VllmEngine:
         """Load a model, with the plugin."""
         from vllm import LLM
 
-        given: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
+        given: dict[str, Any] = {"dtype": "float32"} | _of_device()
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -95,6 +95,16 @@ class VllmEngine:
             yield
         finally:
             HybridCache.grow = grow  # type: ignore[method-assign]
+
+
+def _of_device() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"enforce_eager": True}
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, STEP]}
+    # Several engines may share the device.
+    return {"gpu_memory_utilization": 0.05, "compilation_config": sizes}
 
 
 def main(kind: str, folder: Path) -> None:
