@@ -58,6 +58,15 @@ class SglangEngine(Engine):
         worker = self.scheduler.tp_worker
         return type(worker.model_runner.model).__module__
 
+    @property
+    def has_graphs_of_prefills(self) -> bool:
+        """Whether SGLang on a GPU would capture any, with our state layers in them."""
+        from sglang.srt.model_executor.model_runner_components import layer_setup
+
+        body = self.scheduler.tp_worker.model_runner.model.model
+        layers = layer_setup.compute_attention_and_moe_layers(body).attention_layers
+        return all(layer is not None for layer in layers)
+
     def forget(self) -> None:
         """Drop everything cached."""
         self.cache.reset()
@@ -88,7 +97,8 @@ def main(kind: str, folder: Path) -> None:
     flags = (*FLAGS, *OF_DEVICE, f"--hybrid-config={json.dumps(options)}")
     engine = SglangEngine(checkpoint, flags)
     found = asdict(serve(engine, chosen, checkpoint))
-    report(found | {"model": engine.model})
+    graphs = engine.has_graphs_of_prefills
+    report(found | {"model": engine.model, "has_graphs_of_prefills": graphs})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ python -m tests.engines.model_phases_vllm KIND FOLDER
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class VllmEngine:
         """Load a model, with the plugin."""
         from vllm import LLM
 
-        given: dict[str, Any] = {"dtype": "float32"} | _of_device()
+        given: dict[str, Any] = {"dtype": "float32"} | _of_device(model)
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -97,14 +98,18 @@ class VllmEngine:
             HybridCache.grow = grow  # type: ignore[method-assign]
 
 
-def _of_device() -> dict[str, Any]:
+def _of_device(model: Path) -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
         return {"enforce_eager": True}
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, STEP]}
     # Several engines may share the device.
-    return {"gpu_memory_utilization": 0.05, "compilation_config": sizes}
+    given = {"gpu_memory_utilization": 0.05, "compilation_config": sizes}
+    if "kv_lora_rank" in json.loads((model / "config.json").read_text()):
+        # vLLM's latent attention takes no float32 there.
+        given["dtype"] = "bfloat16"
+    return given
 
 
 def main(kind: str, folder: Path) -> None:

@@ -128,6 +128,7 @@ LAYER_HOOKS: tuple[Contract, ...] = (
             "inplace",
             "prefix",
         ),
+        mentions=("runner_backend",),
     ),
     HookPoint(
         f"{_LAYERS}.moe.topk:TopK.__init__",
@@ -143,7 +144,21 @@ LAYER_HOOKS: tuple[Contract, ...] = (
             "routed_scaling_factor",
         ),
     ),
+    HookPoint(
+        f"{_LAYERS}.moe.topk:TopK.bind_runner_backend", ("self", "runner_backend")
+    ),
     HookPoint(f"{_LAYERS}.moe.topk:StandardTopKOutput"),
+    HookPoint(
+        f"{_SRT}.model_executor.model_runner_components.load_model_utils:"
+        "resolve_sliding_window_size",
+        mentions=("get_attention_sliding_window_size",),
+    ),
+    # What a layer must not look like, or SGLang captures a graph around it.
+    HookPoint(
+        f"{_SRT}.model_executor.model_runner_components.layer_setup:"
+        "compute_attention_and_moe_layers",
+        ("layer_model",),
+    ),
     HookPoint(
         f"{_LAYERS}.logits_processor:LogitsProcessor.__init__",
         ("config", "logit_scale"),

@@ -57,6 +57,8 @@ class Experts(nn.Module):
             inplace=False,
             prefix=name,
         )
+        # On a GPU the choice comes in the form that the experts' kernels take.
+        self.topk.bind_runner_backend(self.fused.runner_backend)
         setattr(self, EXPERTS, self._give)
 
     def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,8 @@ class SglangKit(EngineKit):
         super().__init__(LAYERS, placement(config), parallel.tp_rank, quantisation)
         self.dtype = torch.get_default_dtype()
         self.ranks = parallel.tp_size
+        self.windows: set[int] = set()
+        """Tokens before the token itself that layers with a window see."""
 
     def head(
         self, vocabulary: int, hidden: int, *, name: str, tied: nn.Module | None = None
@@ -126,6 +128,8 @@ class SglangKit(EngineKit):
         window: int | None = None,
     ) -> nn.Module:
         """SGLang's, whose windows do not count the token itself."""
+        if window is not None:
+            self.windows.add(window - 1)
         return Attention(
             heads // self.ranks,
             head,

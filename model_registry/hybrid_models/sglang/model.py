@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,7 @@ def model_class(entry: Entry) -> type[nn.Module]:
                 name=f"{outer}lm_head",
                 tied=self.model.embed_tokens if config.tie_word_embeddings else None,
             )
+            self.window = one_window(kit.windows)
             scale = architecture.logit_scale(config)
             self.logits_processor = LogitsProcessor(
                 config, logit_scale=None if scale == 1.0 else scale
@@ -50,6 +51,9 @@ def model_class(entry: Entry) -> type[nn.Module]:
 
         def get_input_embeddings(self) -> nn.Module:
             return self.model.embed_tokens
+
+        def get_attention_sliding_window_size(self) -> int | None:
+            return self.window
 
         @torch.no_grad()
         def forward(
@@ -70,3 +74,23 @@ def model_class(entry: Entry) -> type[nn.Module]:
 
     Model.__name__ = Model.__qualname__ = entry.name
     return Model
+
+
+def one_window(windows: Collection[int]) -> int | None:
+    """What SGLang's attention is told of windows, once for all layers.
+
+    Args:
+        windows: of the layers that have one, in tokens.
+
+    Returns:
+        None without any.
+
+    Raises:
+        ValueError: if layers have windows of several sizes.
+    """
+    if len(windows) > 1:
+        sizes = ", ".join(str(window + 1) for window in sorted(windows))
+        raise ValueError(
+            f"SGLang serves one window for all layers that have any, not {sizes} tokens"
+        )
+    return next(iter(windows), None)
