@@ -352,10 +352,11 @@ def write_gigachat35(folder: Path, seed: int = 0) -> Path:
         "hidden_act": "silu",
         "attention_bias": False,
         "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 32,
+        # As published: vLLM's latent attention on a GPU takes no others.
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
         "rope_theta": 10000.0,
         "rope_interleave": True,
         "rope_scaling": {

@@ -16,6 +16,7 @@ pytest.importorskip("sglang")
 import torch
 from hybrid_models.catalogue import BY_NAME, CATALOGUE
 from hybrid_models.sglang import configs, contracts, registration
+from hybrid_models.sglang.model import one_window
 from sglang.srt.configs import linear_attn_model_registry as hybrids
 from sglang.srt.utils.hf_transformers import common
 from transformers import BambaConfig
@@ -189,3 +190,10 @@ def test_a_configuration_is_pickled_by_name() -> None:
     assert again.full_attention_layer_ids == [1]
     with pytest.raises(AttributeError):
         _ = configs.no_such_config
+
+
+def test_one_window_is_announced_and_two_are_refused() -> None:
+    assert one_window(set()) is None
+    assert one_window({31}) == 31
+    with pytest.raises(ValueError, match="one window .* not 32, 64 tokens"):
+        one_window({31, 63})
