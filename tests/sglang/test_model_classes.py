@@ -195,5 +195,5 @@ def test_a_configuration_is_pickled_by_name() -> None:
 def test_one_window_is_announced_and_two_are_refused() -> None:
     assert one_window(set()) is None
     assert one_window({31}) == 31
-    with pytest.raises(ValueError, match="one window .* not 32, 64 tokens"):
+    with pytest.raises(ValueError, match=r"one window .* not 32, 64 tokens"):
         one_window({31, 63})
