@@ -41,7 +41,7 @@ from hybrid_plugin.tools.doctor.installed import loading_problem
 
 START_LIMIT_S = 480
 """A server that takes longer hangs, and the other sides go on."""
-GPU_MIB, GPU_HOST_MIB = 6 << 10, 16 << 10
+GPU_MIB, GPU_HOST_MIB = 12 << 10, 16 << 10
 CPU_MIB, CPU_HOST_MIB = 24, 64
 STREAM_INTERVAL = 8
 
@@ -92,6 +92,7 @@ class Run:
                 deployment = self.deployments[name]
                 running.append(RunningSide(name, self.setup, deployment, lane))
                 stack.callback(running[-1].stop)
+            stack.callback(lambda: [side.end() for side in running])
             ready = min(end, time.monotonic() + START_LIMIT_S)
             for side in running:
                 side.wait_until_ready(ready)

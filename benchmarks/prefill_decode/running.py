@@ -70,6 +70,7 @@ class RunningSide:
         except FailedError as failure:
             self._said = str(failure)
             print(f"{self.name} did not start: {failure}", file=sys.stderr, flush=True)
+            self.stop()  # others may need what it holds
             return
         version = httpx.get(f"{self._servers[0].url}/version", timeout=30).json()
         self.facts = {"vllm": version["version"]}
@@ -104,10 +105,14 @@ class RunningSide:
         told = {k: v for k, v in found.items() if not isinstance(v, dict)}
         print(self.name, workload, told, file=sys.stderr, flush=True)
 
-    def stop(self) -> None:
-        """End all processes, all at once."""
+    def end(self) -> None:
+        """Ask all processes to end."""
         for server in self._processes():
             server.end()
+
+    def stop(self) -> None:
+        """End all processes."""
+        self.end()
         for server in self._processes():
             server.stop()
 
@@ -191,11 +196,13 @@ class RunningSide:
                 server.check()
             except FailedError as failure:
                 self._died(workload, str(failure))
+                return
 
     def _died(self, workload: str, said: str) -> None:
         self.died_in = self.died_in or workload
         self._said = self._said or said
         print(self.name, "died in", workload, said, file=sys.stderr, flush=True)
+        self.stop()
 
 
 async def warm_up(running: list[RunningSide]) -> None:

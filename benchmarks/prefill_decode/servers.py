@@ -51,6 +51,7 @@ class Server:
         self.role = role
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self._is_over = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -101,12 +102,17 @@ class Server:
 
     def stop(self) -> None:
         """Wait for its end, and make sure of that of all that it started."""
+        if self._is_over:
+            return
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_S)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._is_over = True
 
     def _signal(self, number: signal.Signals) -> None:
+        if self._is_over:
+            return  # its number may be another process's by now
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
