@@ -11,7 +11,8 @@ on the second.
 * chats, whose turns contain all that was said before.
 
     python -m benchmarks.disaggregation --model qwen3-next --experts 12 --out x
-    python -m benchmarks.disaggregation --out x   # on a CPU: the bundled model
+    python -m benchmarks.disaggregation ... --go-on --out x   # more rounds or sides
+    python -m benchmarks.disaggregation --at-once 1 --out x   # on a CPU: bundled model
 
 The bundled model has trained weights: there answers are compared with those of one
 stock server.  Other models have dummies of real shapes, and their answers mean nothing.
@@ -69,7 +70,8 @@ class Run:
         problem = loading_problem("vllm")
         if problem and any(one.options is not None for one in chosen):
             raise SystemExit(f"what is measured would not be the plugin: {problem}")
-        self.results: dict[str, Any] = {}
+        self.results: dict[str, Any] = self._earlier()
+        self._first = _first_round(self.results, self.names)
 
     def measure(self) -> None:
         """As many sides at a time as fit, in turns, until done or time is over."""
@@ -91,8 +93,10 @@ class Run:
             for lane, name in enumerate(names):
                 deployment = self.deployments[name]
                 running.append(RunningSide(name, self.setup, deployment, lane))
+                earlier = self.results.get(name, {}).get("workloads", {})
+                running[-1].outcomes = earlier
                 stack.callback(running[-1].stop)
-            stack.callback(lambda: [side.end() for side in running])
+            stack.callback(_end, running)
             ready = min(end, time.monotonic() + START_LIMIT_S)
             for side in running:
                 side.wait_until_ready(ready)
@@ -109,10 +113,18 @@ class Run:
                 print("no time for more", file=sys.stderr, flush=True)
                 break
             for side, name, number in turn:
-                side.run(name, number)
+                side.run(name, self._first + number)
                 self._save(running)
             longest = max(longest, time.monotonic() - before)
         self._save(running)
+
+    def _earlier(self) -> dict[str, Any]:
+        """The results that are gone on with."""
+        if not self.args.go_on:
+            return {}
+        path = self.args.out.with_name(self.args.out.name + ".json")
+        found: dict[str, Any] = json.loads(path.read_text())["results"]
+        return found
 
     def _save(self, running: Sequence[RunningSide]) -> None:
         self.results |= {side.name: side.result() for side in running}
@@ -172,6 +184,22 @@ def setup(args: argparse.Namespace, on: str) -> Setup:
     )
 
 
+def _end(running: Iterable[RunningSide]) -> None:
+    """Ask all to end, before any is waited for."""
+    for side in running:
+        side.end()
+
+
+def _first_round(results: dict[str, Any], names: Iterable[str]) -> int:
+    """The number of the first round that one of these sides has not served."""
+    firsts = []
+    for name in names:
+        workloads = results.get(name, {}).get("workloads", {})
+        served = [one["seed"] for found in workloads.values() for one in found]
+        firsts.append(max(served, default=-1) + 1)
+    return min(firsts)
+
+
 def _check(names: Iterable[str], known: Iterable[str], option: str) -> None:
     known = list(known)
     for name in names:
@@ -229,6 +257,9 @@ def parse() -> argparse.Namespace:
         help="begin nothing after so many",
     )
     parser.add_argument("--out", type=Path, help="path without suffix")
+    parser.add_argument(
+        "--go-on", action="store_true", help="add rounds or sides to what --out has"
+    )
     parser.add_argument("--on", choices=("cpu", "gpu"), help="what is there")
     return parser.parse_args()
 
