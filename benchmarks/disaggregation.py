@@ -36,7 +36,7 @@ from benchmarks.prefill_decode import models, sides
 from benchmarks.prefill_decode.running import RunningSide, warm_up
 from benchmarks.prefill_decode.sides import Setup
 from benchmarks.prefill_decode.table import table
-from benchmarks.prefill_decode.traffic import CPU, GPU, workloads
+from benchmarks.prefill_decode.traffic import GPU, SMALL, workloads
 from benchmarks.prefix_sides import machine, turns, write
 from hybrid_plugin.tools.doctor.installed import loading_problem
 
@@ -168,7 +168,8 @@ def setup(args: argparse.Namespace, on: str) -> Setup:
     """What all sides of a run share."""
     gpu = on == "gpu"
     model = args.model or ("qwen3-next" if gpu else models.BUNDLED)
-    scale = replace(GPU if gpu else CPU, vocabulary=models.vocabulary(model))
+    trained = models.has_weights(model)
+    scale = replace(GPU if gpu and not trained else SMALL, speaks=trained)
     if args.concurrency:
         scale = replace(scale, concurrency=args.concurrency)
     return Setup(
@@ -225,7 +226,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--concurrency",
         type=int,
-        help=f"requests at a time ({GPU.concurrency}; {CPU.concurrency})",
+        help=f"requests at a time ({GPU.concurrency}; {SMALL.concurrency})",
     )
     parser.add_argument(
         "--stream-interval",

@@ -15,18 +15,11 @@ BUNDLED = "bundled"
 """A small trained model in the repository: its answers mean something."""
 NAMES = (*MODELS, BUNDLED)
 _BUNDLED_FOLDER = Path(__file__).parents[2] / "tests" / "assets" / "tiny-qwen3-next"
-_BUNDLED_VOCABULARY = 256
-"""Its bytes; the tokens behind them are special."""
 
 
 def folder(name: str) -> Path:
     """Where a model lies; always the same: compile caches are keyed on it."""
     return _BUNDLED_FOLDER if name == BUNDLED else SCRATCH / f"served-{name}"
-
-
-def vocabulary(name: str) -> int:
-    """Tokens that prompts are made of."""
-    return _BUNDLED_VOCABULARY if name == BUNDLED else VOCABULARY
 
 
 def has_weights(name: str) -> bool:

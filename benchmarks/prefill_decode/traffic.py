@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 from benchmarks.prefix_workloads import VOCABULARY, Ask, Reply, Workload, at_most
+from hybrid_plugin.tools.demo.workloads import SENTENCES, THINGS
 
 PROMPTS, CHATS = "prompts", "chats"
 _FIRST_TOKEN = 10
@@ -32,7 +33,8 @@ class Scale:
     turn: tuple[int, int]
     """What a chat adds to an answer."""
     answer: tuple[int, int]
-    vocabulary: int = VOCABULARY
+    speaks: bool = False
+    """Whether prompts are text that the bundled model was trained for."""
     limit_s: float = 240
     """After which a side is taken to hang in a workload."""
 
@@ -65,7 +67,7 @@ GPU = Scale(
     turn=(200, 800),
     answer=(64, 128),
 )
-CPU = Scale(
+SMALL = Scale(
     concurrency=4,
     systems=2,
     system=64,
@@ -74,9 +76,10 @@ CPU = Scale(
     chats=4,
     turns=3,
     opening=(120, 250),
-    turn=(20, 60),
-    answer=(6, 12),
+    turn=(70, 120),
+    answer=(5, 12),
     limit_s=600,
+    speaks=True,
 )
 
 
@@ -127,6 +130,17 @@ def chats(scale: Scale) -> Workload:
 
 
 def text(rng: random.Random, scale: Scale, count: int) -> list[int]:
-    """Random tokens: nothing is shared by accident."""
-    most = min(scale.vocabulary, VOCABULARY)
-    return [rng.randrange(_FIRST_TOKEN, most) for _ in range(count)]
+    """Random tokens, or such text: nothing is shared by accident."""
+    if scale.speaks:
+        return list(_speech(rng, count).encode())
+    return [rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(count)]
+
+
+def _speech(rng: random.Random, count: int) -> str:
+    """A fact, other sentences, and the fact again but for its end, one byte a token."""
+    thing, code = rng.choice(THINGS), f"{rng.randrange(10_000):04d}"
+    said = f"{rng.randrange(10**8):08d} The code for {thing} is {code}."
+    while len(said) < count:
+        said += " " + rng.choice(SENTENCES)
+    end = f" The code for {thing} is "[-count:]
+    return said[: count - len(end)] + end

@@ -41,7 +41,7 @@ from benchmarks.prefix_workloads import VOCABULARY, Reply
 from hybrid_plugin.config import HybridConfig
 
 GPU = Setup("qwen3-next", 6 << 10, 16 << 10, traffic.GPU, on_gpu=True, experts=12)
-CPU = Setup(models.BUNDLED, 24, 64, traffic.CPU, on_gpu=False)
+CPU = Setup(models.BUNDLED, 24, 64, traffic.SMALL, on_gpu=False)
 
 
 def flags(name: str, setup: Setup = GPU) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def replay(scale: traffic.Scale, name: str, seed: int = 0) -> Echo:
     return echo
 
 
-@pytest.mark.parametrize("scale", [traffic.GPU, traffic.CPU])
+@pytest.mark.parametrize("scale", [traffic.GPU, traffic.SMALL])
 def test_prompts_have_the_lengths_and_share_system_prompts_alone(
     scale: traffic.Scale,
 ) -> None:
@@ -204,7 +204,7 @@ def test_prompts_have_the_lengths_and_share_system_prompts_alone(
     assert len(further) == scale.prompts
 
 
-@pytest.mark.parametrize("scale", [traffic.GPU, traffic.CPU])
+@pytest.mark.parametrize("scale", [traffic.GPU, traffic.SMALL])
 def test_a_turn_contains_the_turns_before_it(scale: traffic.Scale) -> None:
     echo = replay(scale, CHATS)
     assert len(echo.prompts) == scale.chats * scale.turns
@@ -225,16 +225,26 @@ def test_a_turn_contains_the_turns_before_it(scale: traffic.Scale) -> None:
 
 def test_rounds_differ_and_are_the_same_for_all_sides() -> None:
     for name in (PROMPTS, CHATS):
-        first = replay(traffic.CPU, name, 0).prompts
-        assert sorted(replay(traffic.CPU, name, 0).prompts) == sorted(first)
-        assert replay(traffic.CPU, name, 1).prompts[0][:8] != first[0][:8]
+        first = replay(traffic.SMALL, name, 0).prompts
+        assert sorted(replay(traffic.SMALL, name, 0).prompts) == sorted(first)
+        assert replay(traffic.SMALL, name, 1).prompts[0][:8] != first[0][:8]
 
 
-def test_tokens_are_ones_that_the_model_knows() -> None:
-    scale = replace(traffic.CPU, vocabulary=models.vocabulary(models.BUNDLED))
+def test_the_bundled_model_is_asked_for_facts_that_it_was_told() -> None:
     for name in (PROMPTS, CHATS):
-        tokens = {t for prompt in replay(scale, name).prompts for t in prompt} - {1}
-        assert min(tokens) >= 10 and max(tokens) < 256
+        for prompt in replay(traffic.SMALL, name).prompts:
+            said = bytes(prompt[traffic.SMALL.system :]).decode()
+            last = said.rindex(" The code for ")
+            fact = said[last + 1 :]
+            assert fact.endswith(" is ") and said.index(fact) < last
+    dummies = replace(traffic.SMALL, speaks=False)
+    tokens = {t for prompt in replay(dummies, PROMPTS).prompts for t in prompt}
+    assert min(tokens) >= 10 and max(tokens) > 256
+
+
+@pytest.mark.parametrize("count", [1, 20, 64, 70, 500])
+def test_text_has_the_tokens_that_are_asked_for(count: int) -> None:
+    assert len(traffic.text(random.Random(0), traffic.SMALL, count)) == count
 
 
 # ----------------------------------------------------------------- a client's view
@@ -543,7 +553,11 @@ def test_what_the_command_line_asks_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.variables == {"UCX_TLS": "tcp,self"}
     assert found.flags == ("--seed=1",)
     on_cpu = disaggregation.setup(parsed(monkeypatch), "cpu")
-    assert on_cpu.model == models.BUNDLED and on_cpu.scale.vocabulary == 256
+    assert on_cpu.model == models.BUNDLED and on_cpu.scale == traffic.SMALL
+    bundled = disaggregation.setup(parsed(monkeypatch, "--model=bundled"), "gpu")
+    assert bundled.scale == traffic.SMALL and bundled.on_gpu
+    tiny = disaggregation.setup(parsed(monkeypatch, "--model=tiny"), "cpu")
+    assert tiny.scale == replace(traffic.SMALL, speaks=False)
 
 
 def test_sides_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
