@@ -40,7 +40,7 @@ from benchmarks.prefill_decode.traffic import GPU, SMALL, workloads
 from benchmarks.prefix_sides import machine, turns, write
 from hybrid_plugin.tools.doctor.installed import loading_problem
 
-START_LIMIT_S = 480
+START_LIMIT_S = {"gpu": 480, "cpu": 1200}
 """A server that takes longer hangs, and the other sides go on."""
 GPU_MIB, GPU_HOST_MIB = 12 << 10, 16 << 10
 CPU_MIB, CPU_HOST_MIB = 24, 64
@@ -97,7 +97,8 @@ class Run:
                 running[-1].outcomes = earlier
                 stack.callback(running[-1].stop)
             stack.callback(_end, running)
-            ready = min(end, time.monotonic() + START_LIMIT_S)
+            limit = START_LIMIT_S["gpu" if self.setup.on_gpu else "cpu"]
+            ready = min(end, time.monotonic() + limit)
             for side in running:
                 side.wait_until_ready(ready)
             self._save(running)
