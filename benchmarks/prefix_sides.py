@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.prefix_workloads import (
     WORKLOADS,
@@ -30,6 +30,7 @@ from benchmarks.prefix_workloads import (
 from hybrid_plugin.config import ENABLE_VARIABLE
 from hybrid_plugin.tools.doctor.installed import loading_problem
 
+_Side = TypeVar("_Side")
 MARK = "RESULT "
 """Begins the lines that are meant for us: engines log to the same stream."""
 
@@ -176,9 +177,15 @@ def take_turns(
 
 
 def turns(
-    sides: Sequence[Side], rounds: int, workloads: Sequence[str]
-) -> Iterator[list[tuple[Side, str, int]]]:
-    """Every workload of every round, with the side that goes first rotating."""
+    sides: Sequence[_Side], rounds: int, workloads: Sequence[str]
+) -> Iterator[list[tuple[_Side, str, int]]]:
+    """Every workload of every round, with the side that goes first rotating.
+
+    Args:
+        sides: that run, whatever they are.
+        rounds: their number.
+        workloads: names in order.
+    """
     for seed in range(rounds):
         for number, workload in enumerate(workloads):
             first = (seed + number) % len(sides)
