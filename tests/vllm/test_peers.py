@@ -79,6 +79,8 @@ class Engine:
         self.rank = RankTiers(self.executor, lambda own: own, peers=self.peers)
         ports = (self.peers.port,)
         self.ranks = RanksWithPeers(identity, "127.0.0.1", ports, f"{id(self)}")
+        self.read_seconds = 0.1
+        """That each fetch is said to take; computing takes a second for each token."""
 
     def open(self) -> Engine:
         """The worker's first answer."""
@@ -89,7 +91,9 @@ class Engine:
         """A step's commands, on the rank, and its report; nothing is computed."""
         commands = self.manager.drain_commands()
         self.executor.run(commands)
-        outcomes = tuple(self.rank.settle())
+        outcomes = tuple(
+            replace(one, seconds=self.read_seconds) for one in self.rank.settle()
+        )
         self.manager.take_report(
             Report(0.0, 1.0, 1e9, weight_updates=self.rank.updates, outcomes=outcomes)
         )
@@ -241,6 +245,22 @@ def test_several_requests_wait_for_one_fetch(start: Callable[..., Engine]) -> No
         other.manager.arrives(each)
     assert [other.serve(each) for each in both] == [LENGTH, LENGTH]
     assert other.tier.stats.loads == 1 and not other.tier.stats.load_failures
+
+
+def test_a_peer_is_read_from_where_that_is_faster_than_computing(
+    start: Callable[..., Engine],
+) -> None:
+    """A slow one is tried again, when computing has taken as long as a read would."""
+    one, other = start(), start()
+    found = []
+    for n, seconds in enumerate((2.5 * LENGTH, 1.0, 1.0, 1.0, 0.1 * LENGTH, 1.0)):
+        other.read_seconds = seconds
+        params = one.prefill(f"p{n}", 1000 * n)
+        one.finish()
+        found.append(other.decode(f"d{n}", 1000 * n, params))
+        other.finish()
+    assert found == [LENGTH, 0, 0, 0, LENGTH, LENGTH]
+    assert other.tier.stats.loads == 3 and not other.tier.stats.load_failures
 
 
 def test_requests_that_come_before_the_first_report_are_kept() -> None:
