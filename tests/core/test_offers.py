@@ -11,6 +11,7 @@ import pytest
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import (
     BundleRows,
+    Decline,
     Fetch,
     Offer,
     PageRows,
@@ -204,6 +205,17 @@ def test_two_tiers_cannot_offer() -> None:
             rates=rates,
             tiers=(FakePeers(1.0), other),
         )
+
+
+def test_what_is_not_needed_is_declined_with_the_next_commands() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    cache.drain_commands()
+    cache.decline("theirs")
+    assert cache.has_unsent_offers and not cache.offering
+    assert cache.drain_commands() == [Decline(("theirs",))]
+    assert not cache.has_unsent_offers
+    audit(cache)
 
 
 # --------------------------------------------------------------------- fetches

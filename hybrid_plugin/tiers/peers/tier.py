@@ -70,6 +70,8 @@ class PeerTier:
         """Offers so far."""
         self._expected: dict[str, _Expected] = {}
         """By the offers' names."""
+        self._fetching: set[str] = set()
+        """Names of the offers that are being read: a read ends a lease itself."""
         self._rates = PeerRates()
         self._sizes: dict[str, int] = {}
         """Bytes of what is offered on all ranks, by `PeerOffer.text`."""
@@ -129,14 +131,21 @@ class PeerTier:
         self.version += 1
         return None
 
-    def forget(self, offer: PeerOffer) -> None:
-        """Note that a request is admitted, or over, which came with an offer."""
+    def forget(self, offer: PeerOffer) -> bool:
+        """Note that a request is admitted, or over, which came with an offer.
+
+        Returns:
+            Whether nobody here will read the offer, so that its peer may be told.
+        """
         known = self._expected.get(offer.name)
-        if known is not None:
-            known.requests -= 1
-            if not known.requests:
-                self._rates.of(offer).computed(known.computing)
-                self._drop(offer.name)
+        if known is None:
+            return False
+        known.requests -= 1
+        if known.requests:
+            return False
+        self._rates.of(offer).computed(known.computing)
+        self._drop(offer.name)
+        return offer.name not in self._fetching
 
     def find(
         self, namespace: Hashable, tokens: Tokens, limit: int
@@ -163,6 +172,7 @@ class PeerTier:
         """See `OuterTier.begin_fetch`."""
         offer = PeerOffer.from_text(key)
         self._rates.of(offer).begin(size)
+        self._fetching.add(offer.name)
         self._note_computing(offer, 0.0)
 
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
@@ -171,11 +181,11 @@ class PeerTier:
         offer = PeerOffer.from_text(key)
         if seconds:
             self._rates.read(offer, size, seconds)
-        self._drop(offer.name)
+        self._ended(offer)
 
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`."""
-        self._drop(PeerOffer.from_text(key).name)
+        self._ended(PeerOffer.from_text(key))
         return ()
 
     # ---------------------------------------------------------------- offering
@@ -236,6 +246,11 @@ class PeerTier:
         if keys[offer.end] != offer.key:
             return Failure(Reason.OTHER_TOKENS)
         return None
+
+    def _ended(self, offer: PeerOffer) -> None:
+        """Expect an offer no more that was read, or could not be."""
+        self._fetching.discard(offer.name)
+        self._drop(offer.name)
 
     def _note_computing(self, offer: PeerOffer, seconds: float) -> None:
         """Note what computing an offer takes, in place of what was noted before."""
