@@ -32,7 +32,7 @@ SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 help:
 	@echo "make demo   serve a small hybrid model with and without the plugin; compare"
 	@echo "make demo-sglang  the same on SGLang"
-	@echo "make demo-tiers  chats are evicted, and come back from host memory, after a restart from disk"
+	@echo "make demo-tiers  chats are evicted, and come back from host memory, after a restart from disk, with NIXL from another server"
 	@echo "make test   check style and types, run all tests"
 	@echo "make test-gpu  test kernels and moving memory on this machine's GPU (GPU_PYTHON=...)"
 	@echo "make soak   the core's property tests for hours, not minutes"

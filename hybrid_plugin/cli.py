@@ -97,7 +97,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--tiers",
         action="store_true",
         help="both servers run with the plugin, one of them with host memory and files "
-        "behind its cache, and long chats come back, after a restart too (vLLM)",
+        "behind its cache; long chats come back, after a restart too, and with NIXL it "
+        "answers prompts that a third one computes (vLLM)",
     )
     demo.add_argument(
         "--host-mib",

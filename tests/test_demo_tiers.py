@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from rich.console import Console
 
 from hybrid_plugin import cli
 from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.tiers.peers import agent
 from hybrid_plugin.tools.demo import measure, tiers
 from hybrid_plugin.tools.demo.client import Answer
 from hybrid_plugin.tools.demo.compare import Tally
@@ -36,7 +38,7 @@ from hybrid_plugin.tools.demo.measure import (
 from hybrid_plugin.tools.demo.patience import Patience
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.tools.demo.tiers import SERVERS, TiersDemo
-from hybrid_plugin.tools.demo.workloads import Message, Workload, returning
+from hybrid_plugin.tools.demo.workloads import Message, Workload, returning, split
 from hybrid_plugin.tools.prometheus_text import Metrics
 
 CHATS = returning(count=3)
@@ -91,6 +93,13 @@ def test_chats_fit_the_model_and_are_all_different() -> None:
         assert 900 < bytes_of < VllmEngine(1).max_model_len
 
 
+def test_prompts_for_two_servers_are_nobody_elses() -> None:
+    prompts = split().conversations
+    assert all(len(one.questions) == 1 for one in prompts)
+    texts = {one.questions[0].text for one in (*prompts, *returning().conversations)}
+    assert len(texts) == len(prompts) + len(returning().conversations)
+
+
 def test_all_first_questions_come_before_any_second_one() -> None:
     client = Asked()
     runs = turns_of(client, CHATS)
@@ -136,9 +145,11 @@ def test_what_came_from_the_host_is_counted_by_turns() -> None:
     text = """
 hybrid_cache_host_hit_tokens_total{engine="0"} 7.0
 hybrid_cache_disk_hit_tokens_total{engine="0"} 5.0
+hybrid_cache_peer_hit_tokens_total{engine="0"} 3.0
 """
     levels = VllmEngine(1).levels(Metrics(text), plugin=True)
     assert (levels.host_hit_tokens, levels.disk_hit_tokens) == (7, 5)
+    assert levels.peer_hit_tokens == 3
 
 
 def test_only_the_plugin_gets_its_options(tmp_path: Path) -> None:
@@ -159,12 +170,20 @@ def test_only_the_plugin_gets_its_options(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------ outcomes
 
 
-def run_of(host_tokens: int, *texts: str, disk_tokens: int = 0) -> Run:
+def run_of(
+    host_tokens: int, *texts: str, disk_tokens: int = 0, peer_tokens: int = 0
+) -> Run:
     """A turn with these answers."""
     answers = [[said(text, prompt_tokens=10, cached_tokens=5)] for text in texts]
     peaks = Peaks()
-    peaks.note(Levels(host_hit_tokens=0, disk_hit_tokens=0))
-    peaks.note(Levels(host_hit_tokens=host_tokens, disk_hit_tokens=disk_tokens))
+    peaks.note(Levels(host_hit_tokens=0, disk_hit_tokens=0, peer_hit_tokens=0))
+    peaks.note(
+        Levels(
+            host_hit_tokens=host_tokens,
+            disk_hit_tokens=disk_tokens,
+            peer_hit_tokens=peer_tokens,
+        )
+    )
     return Run(summarise(returning(3, turns=1), answers, peaks, 1.0), answers)
 
 
@@ -172,10 +191,17 @@ class Demo:
     """A `TiersDemo` whose servers do not run."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, runs: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        runs: Any,
+        split: Any = None,
     ) -> None:
+        """Play runs of turns, and runs for a prefill and a decode server, if given."""
         self.text = io.StringIO()
         self.started: list[str] = []
+        self.names: list[str] = []
+        self.commands: dict[str, Sequence[str]] = {}
         self.forgot: list[bool] = []
         self.out = folder / "build" / "demo-tiers.json"
 
@@ -187,6 +213,8 @@ class Demo:
             forget: bool,
         ) -> Sequence[Run]:
             self.forgot.append(forget)
+            if workload.name == "prefill_and_decode":
+                return [split[target.server.name]]
             found: Sequence[Run] = runs[target.server.name]
             return found[:2] if forget else found[2:]
 
@@ -196,6 +224,8 @@ class Demo:
                 next((c for c in t.server._launch.command if "additional" in c), "")
                 for t in targets
             ]
+            self.names += [t.server.name for t in targets]
+            self.commands |= {t.server.url: t.server._launch.command for t in targets}
             yield
 
         monkeypatch.setattr(tiers, "measure_turns", turns)
@@ -210,6 +240,7 @@ class Demo:
             self.out,
             CHATS,
             console,
+            has_nixl=split is not None,
         )
 
 
@@ -253,6 +284,70 @@ def test_a_restarted_server_has_the_same_files_and_is_not_told_to_forget(
     assert options["host_memory"] == 64 << 20
     assert options["disk"]["size"] == 512 << 20
     assert not Path(options["disk"]["path"]).exists()
+    assert faked.names == ["device", "tiers"] * 2
+
+
+SAME = {name: [run_of(0, "a", "b", "c")] * 3 for name in SERVERS}
+"""Turns of which nothing is said."""
+
+
+def test_a_third_server_computes_prompts_for_the_second_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    through = run_of(0, "x", "y", "z", peer_tokens=27)
+    both = {"device": run_of(0, "x", "y", "z"), "router": through}
+    faked = Demo(monkeypatch, tmp_path, SAME, both)
+    assert faked.demo.run()
+    assert faked.forgot == [True, True, False, False, True, True]
+    assert faked.names[2:] == ["device", "tiers", "prefill", "router"]
+    options = [
+        json.loads(one.partition("=")[2])["hybrid_plugin"] if one else None
+        for one in faked.started
+    ]
+    _, before, _, decode, prefill, router = options
+    assert router is None and decode == before | {"peers": {}}
+    assert prefill == {"host_memory": 64 << 20, "peers": {}}
+    (route,) = [one for one in faked.commands.values() if "route" in one]
+    urls = {url: command for url, command in faked.commands.items() if command != route}
+    asked = dict(one.lstrip("-").split("=", 1) for one in route if "http" in one)
+    assert json.dumps(prefill) in "".join(urls[asked["prefill"]])
+    assert json.dumps(decode) in "".join(urls[asked["decode"]])
+    *_, last = json.loads(faked.out.read_text())["workloads"]
+    assert last["name"] == "prefill_and_decode"
+    assert last["comparison"]["equal"] == 3
+    assert (last["tiers"]["peer_hit_tokens"], last["device"]["peer_hit_tokens"]) == (
+        27,
+        0,
+    )
+    shown = faked.text.getvalue()
+    assert "prefill, decode" in shown and "from a server" in shown
+    assert "NIXL" not in shown
+
+
+def test_an_answer_of_two_servers_that_differs_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = {"device": run_of(0, "x", "y", "z"), "router": run_of(0, "x", "Y", "z")}
+    faked = Demo(monkeypatch, tmp_path, SAME, both)
+    assert not faked.demo.run()
+    shown = faked.text.getvalue()
+    told = "prefill_and_decode: 1 answers differ from the device alone by more than a"
+    assert shown.count(told) == 1 and shown.count("answers differ") == 1
+
+
+def test_without_nixl_the_demo_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    faked = Demo(monkeypatch, tmp_path, SAME)
+    assert faked.demo.run()
+    shown = faked.text.getvalue()
+    assert shown.count(f"uv pip install --python {sys.executable} nixl-cu12") == 1
+    assert "prefill, decode" not in shown
+    assert len(json.loads(faked.out.read_text())["workloads"]) == 3
+    monkeypatch.setattr(agent, "_PACKAGES", ("no_such_package",))
+    assert not agent.is_installed()
+    monkeypatch.setattr(agent, "_PACKAGES", ("no_such_package", "json"))
+    assert agent.is_installed()
 
 
 def test_an_answer_that_differs_is_a_failure_and_ends_the_comparison(

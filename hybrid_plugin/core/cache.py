@@ -382,6 +382,15 @@ class HybridCache:
             return None
         return self._outer.offer(namespace, as_tokens(tokens))
 
+    def decline(self, key: str) -> None:
+        """Have another server be told that what it offers is not needed.
+
+        Args:
+            key: of its offer, as the tier finds it.
+        """
+        assert self._outer is not None, "who offers is behind the host"
+        self._outer.decline(key)
+
     def is_restored(self, awaited: Awaited) -> bool:
         """Whether a sequence that waited for something need not wait for it any more.
 
@@ -533,8 +542,8 @@ class HybridCache:
 
     @property
     def has_unsent_offers(self) -> bool:
-        """Whether ranks hear of an offer, or that one is withdrawn, only with the next
-        commands: other servers may wait for it."""
+        """Whether ranks hear of an offer, or that one is withdrawn or not needed, only
+        with the next commands: other servers may wait for it."""
         return self._outer is not None and self._outer.is_unsent
 
     def end_restores(self) -> bool:

@@ -358,6 +358,23 @@ class Withdraw:
     tickets: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """Tell those who offer these bundles that this server does not need them.
+
+    Nobody waits for it, and no outcome is reported: an offer that hears nothing ends by
+    its time.
+    """
+
+    keys: tuple[str, ...]
+    """As the outer tier found them."""
+
+
+OuterCommand: TypeAlias = (
+    Write | Fetch | Discard | WriteRecord | Offer | Withdraw | Decline
+)
+"""What has to do with files and peers: ranks begin it, and the stream goes on."""
+
 Command = (
     Zero
     | Copy
@@ -376,4 +393,5 @@ Command = (
     | WriteRecord
     | Offer
     | Withdraw
+    | Decline
 )

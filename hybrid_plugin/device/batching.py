@@ -10,23 +10,18 @@ from hybrid_plugin.core.commands import (
     Await,
     Command,
     Copy,
-    Discard,
-    Fetch,
     Load,
     Map,
     MoveWindow,
-    Offer,
+    OuterCommand,
     SaveInPass,
     Store,
     Take,
     Unmap,
-    Withdraw,
-    Write,
-    WriteRecord,
     Zero,
 )
 
-_Alone = Await | Write | Fetch | Discard | WriteRecord | Offer | Withdraw
+_Alone = Await | OuterCommand
 """Of no pool, or of several."""
 
 
@@ -65,6 +60,8 @@ def batches(commands: Iterable[Command]) -> Iterator[list[Any]]:
 
 def _rows(command: Command) -> tuple[set[int], set[int]]:
     """Rows that a command reads, and rows that it writes."""
+    if isinstance(command, _Alone):
+        return set(), set()
     match command:
         case Zero(_, index):
             return set(), {index}
@@ -75,15 +72,5 @@ def _rows(command: Command) -> tuple[set[int], set[int]]:
         case SaveInPass(_, slot, _, destination):
             return {slot}, {destination}
         case Map() | Unmap() | Store() | Load():
-            return set(), set()
-        case (
-            Await()
-            | Write()
-            | Fetch()
-            | Discard()
-            | WriteRecord()
-            | Offer()
-            | Withdraw()
-        ):
             return set(), set()
     raise TypeError(f"{command!r} is not a command")

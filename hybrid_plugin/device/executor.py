@@ -14,22 +14,17 @@ from hybrid_plugin.core.commands import (
     Await,
     Command,
     Copy,
-    Discard,
-    Fetch,
     Fold,
     Load,
     Map,
     MoveWindow,
-    Offer,
+    OuterCommand,
     Pool,
     PoolId,
     SaveInPass,
     Store,
     Take,
     Unmap,
-    Withdraw,
-    Write,
-    WriteRecord,
     Zero,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
@@ -45,9 +40,7 @@ from hybrid_plugin.device.virtual_arena import Refusal
 class Transfers(Protocol):
     """Moves host rows to files, and from files or peers; offers them to peers."""
 
-    def run(
-        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
-    ) -> None:
+    def run(self, command: OuterCommand) -> None:
         """Begin what a command asks for, and wait for nothing."""
 
 
@@ -145,9 +138,7 @@ class Executor:
             if isinstance(first, SaveInPass | MoveWindow | Take):
                 self._keep(batch)
                 continue
-            if isinstance(
-                first, Write | Fetch | Discard | WriteRecord | Offer | Withdraw
-            ):
+            if isinstance(first, OuterCommand):
                 self._beyond_host(batch)
                 continue
             if isinstance(first, Store | Load | Await) or Pool.is_host(first.pool):

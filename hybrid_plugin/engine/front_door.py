@@ -208,7 +208,7 @@ class FrontDoor:
         failure = tier.expect(request.namespace(), waiting.tokens, offer)
         if failure is not None:
             return failure
-        waiting.forget_offer = partial(tier.forget, offer)
+        waiting.forget_offer = partial(self._forget_offer, tier, offer)
         self.pass_time()
         found = self._find(request, waiting.tokens, waiting.limit)
         fetch = self.cache.prefetch(found)
@@ -404,6 +404,10 @@ class FrontDoor:
             self.cache.pass_time(self._clock())
 
     # --------------------------------------------------------------- internal
+
+    def _forget_offer(self, tier: PeerTier, offer: PeerOffer) -> None:
+        if tier.forget(offer):
+            self.cache.decline(offer.text)
 
     def _note(self, request: IncomingRequest) -> _Waiting:
         """The record of a waiting request, with all its tokens."""

@@ -39,7 +39,13 @@ class RankTiers:
             sources[PeerTier.name] = peers.source
         lender = None if peers is None else peers.leases
         self._files, self._peers = files, peers
-        self._transfers = RankTransfers(executor.host, files, sources, lender=lender)
+        self._transfers = RankTransfers(
+            executor.host,
+            files,
+            sources,
+            lender=lender,
+            decliner=None if peers is None else peers.source,
+        )
         self._all_reduce = all_reduce
         self.updates = 0
         """Of the weights, since the start."""

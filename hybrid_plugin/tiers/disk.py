@@ -9,7 +9,7 @@ Bundles can be pinned: they are never evicted, and nothing takes their place.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,12 +22,11 @@ from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.index import BundleIndex, Entry
 from hybrid_plugin.tiers.keys import BundleName, keys_at, name_of
+from hybrid_plugin.tiers.last_reads import LastReads
 
 _SOUND: tuple[str, ...] = (Reason.OTHER_TOKENS, Reason.LAYOUT)
 """A bundle that could not be read for these is in order; any other is removed, so that
 nobody waits for it again."""
-_TRANSFERS = 16
-"""Of which the rate is taken: the last ones."""
 
 
 class DiskTier:
@@ -43,6 +42,7 @@ class DiskTier:
     keeps_bundles = True
     offers_bundles = False
     is_divisible = False
+    reads_at_once = 1
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DiskTier:
         self.sessions = 0
         """That are saved; `SessionBook` counts them."""
         # A second of reading, as much as the first fetches are worth.
-        self._reads = deque([(read_bytes_per_second, 1.0)], maxlen=_TRANSFERS)
+        self._reads = LastReads((read_bytes_per_second, 1.0))
         entries = list(entries)
         for entry in entries:
             self._index.add(entry)
@@ -116,9 +116,8 @@ class DiskTier:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """That a rank reads while the others do: of the last transfers together."""
-        size, seconds = map(sum, zip(*self._reads, strict=True))
-        return size / seconds
+        """That a rank reads while the others do: of the last reads together."""
+        return self._reads.bytes_per_second
 
     # ----------------------------------------------------------------- finding
 
@@ -159,16 +158,26 @@ class DiskTier:
             for entry in path or ()
         ]
 
+    def read_seconds(self, key: str, size: int) -> float:
+        """See `OuterTier.read_seconds`."""
+        return self._reads.seconds(size)
+
     def patience(self, computing: float) -> float:
         """As long as computing takes: nobody is served later than twice the time."""
         return computing
+
+    def fetch_refused(self, key: str, computing: float) -> None:
+        """See `OuterTier.fetch_refused`; it changes nothing here."""
+
+    def begin_fetch(self, key: str, size: int) -> None:
+        """See `OuterTier.begin_fetch`; it changes nothing here."""
 
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
         """See `OuterTier.fetched`."""
         for key in keys:
             self._use(_file_key(key))
         if seconds:
-            self._reads.append((size, seconds))
+            self._reads.add(size, seconds)
 
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`."""

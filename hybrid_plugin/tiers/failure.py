@@ -34,7 +34,7 @@ class Reason(StrEnum):
     PEER_MALFORMED = "the peer said what makes no sense"
     LEASE_OVER = "the peer's lease is over"
     UNREAD = "nobody read it in time"
-    DECLINED = "the peer could not use it"
+    DECLINED = "the peer had no use for it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from typing import Protocol
 
 from hybrid_plugin.core.commands import (
     BundleRows,
+    Decline,
     Discard,
     Fetch,
     Offer,
+    OuterCommand,
     Pool,
     PoolId,
     Withdraw,
@@ -114,8 +116,22 @@ class Lender(Protocol):
         """End the leases whose time is over."""
 
 
+class Decliner(Protocol):
+    """What tells peers of a rank that it does not need what they offer."""
+
+    def decline(self, key: str, begun: float) -> None:
+        """Have an offer end, if its peer answers and the offer holds still.
+
+        Runs in a thread for this alone, and raises nothing.
+
+        Args:
+            key: of the offer.
+            begun: when that was decided, on Python's monotonic clock.
+        """
+
+
 class RankTransfers:
-    """Runs `Write`, `Fetch`, `Discard`, `WriteRecord`, `Offer` and `Withdraw`.
+    """Runs every `OuterCommand`.
 
     `run` and `poll` are called by one thread, and do not wait for any disk or peer.
     """
@@ -127,6 +143,7 @@ class RankTransfers:
         sources: Mapping[str, Source],
         threads: Threads | None = None,
         lender: Lender | None = None,
+        decliner: Decliner | None = None,
     ) -> None:
         """Start with nothing out.
 
@@ -136,12 +153,16 @@ class RankTransfers:
             sources: by the name that `Fetch` gives.
             threads: makes them; by default real ones.
             lender: takes what is offered; None where nothing is.
+            decliner: tells peers what is not needed; None where there are none.
         """
         threads = _threads if threads is None else threads
         self._memory = memory
         self._sink = sink
         self._sources = dict(sources)
         self._lender = lender
+        self._decliner = decliner
+        self._refusing = None if decliner is None else threads("decline", 1)
+        """A thread for itself: a peer that is silent holds up nothing else."""
         self._writer = threads("write", 1)
         self._readers = {
             name: threads(name, source.at_once) for name, source in sources.items()
@@ -158,15 +179,13 @@ class RankTransfers:
         """Whether no outcome is still to be polled: the same on all ranks."""
         return not self._out
 
-    def run(
-        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
-    ) -> None:
+    def run(self, command: OuterCommand) -> None:
         """Begin what a command asks for.
 
         Raises:
             KeyError: for a source that there is not.
             TypeError: where nothing is kept, for a `Write`, `Discard` or `WriteRecord`,
-                and where nothing is offered, for an `Offer` or `Withdraw`.
+                and without peers, for an `Offer`, `Withdraw` or `Decline`.
             ValueError: for a row without memory, and a ticket that is out.
         """
         match command:
@@ -189,6 +208,8 @@ class RankTransfers:
                 self._offer(ticket, self._bundle(rows))
             case Withdraw(tickets):
                 self._lending().withdraw(tickets)
+            case Decline(keys):
+                self._decline(keys)
 
     def poll(self) -> list[Outcome]:
         """What is done since the last call, where this is the only rank."""
@@ -235,6 +256,8 @@ class RankTransfers:
         # The writer first: what a discard waits for goes on until then.
         for thread in (self._writer, *self._readers.values()):
             thread.shutdown(wait=True)
+        if self._refusing is not None:  # it touches no memory
+            self._refusing.shutdown(wait=False, cancel_futures=True)
 
     def _log(self, own: Outcome | None) -> None:
         """Log a failure of this rank, the first of its kind since a success."""
@@ -272,6 +295,12 @@ class RankTransfers:
 
         copies = self._memory.copies_over()
         lender.offer(ticket, bundle, copies).add_done_callback(note)
+
+    def _decline(self, keys: Sequence[str]) -> None:
+        if self._decliner is None or self._refusing is None:
+            raise TypeError("there are no peers")
+        for key in keys:
+            self._refusing.submit(self._decliner.decline, key, time.monotonic())
 
     def _of_jobs(self) -> list[Future[Outcome]]:
         """What is out of writes and fetches."""

@@ -18,6 +18,7 @@ from hybrid_plugin.core.commands import (
     BundleRows,
     Command,
     Copy,
+    Decline,
     Discard,
     Fetch,
     Fold,
@@ -25,6 +26,7 @@ from hybrid_plugin.core.commands import (
     Map,
     MoveWindow,
     Offer,
+    OuterCommand,
     Pool,
     PoolId,
     SaveInPass,
@@ -118,6 +120,8 @@ class HostMemory:
         """By ticket, what was ordered and not reported."""
         self.withdrawn: set[int] = set()
         """Tickets of offers that nobody may use any more."""
+        self.declined: list[str] = []
+        """Keys of other servers' offers that they are told are not needed."""
 
     def clone(self) -> HostMemory:
         """A copy to try commands on."""
@@ -128,11 +132,10 @@ class HostMemory:
         twin.tickets = set(self.tickets)
         twin.queue, twin.out = list(self.queue), dict(self.out)
         twin.withdrawn = set(self.withdrawn)
+        twin.declined = list(self.declined)
         return twin
 
-    def order(
-        self, command: Write | Fetch | Discard | WriteRecord | Offer | Withdraw
-    ) -> None:
+    def order(self, command: OuterCommand) -> None:
         """Take what is to be done for an outer tier."""
         if isinstance(command, Withdraw):
             out = self.out.keys() & set(command.tickets)  # others ended meanwhile
@@ -140,6 +143,9 @@ class HostMemory:
                 if not isinstance(self.out[ticket], Offer):
                     raise ContentError(f"ticket {ticket} is no offer")
             self.withdrawn |= out
+            return
+        if isinstance(command, Decline):
+            self.declined += command.keys
             return
         self.queue.append(command)
         if isinstance(command, Discard):
@@ -428,7 +434,7 @@ class FakeDevice:
                 group[destination] = list(group[source])
             case Store() | Load() | Await():
                 self._copy_rows(command)
-            case Write() | Fetch() | Discard() | WriteRecord() | Offer() | Withdraw():
+            case command if isinstance(command, OuterCommand):
                 self._require(self.host is not None, f"{command}: there is no host")
                 assert self.host is not None
                 self.host.order(command)

@@ -8,7 +8,6 @@ gone, a fetch leaves garbage behind.  What they report is always true.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ class FakeTier:
     keeps_bundles = True
     offers_bundles = False
     is_divisible = False
+    reads_at_once = 1
 
     def __init__(
         self, budget: int, read_bytes_per_second: float = 1e9, name: str = "disk"
@@ -65,6 +65,10 @@ class FakeTier:
         self.version = 0
         self.entries: dict[str, Entry] = {}
         self.begun: dict[str, Entry] = {}
+
+    def read_seconds(self, key: str, size: int) -> float:
+        """See `OuterTier`."""
+        return size / self.read_bytes_per_second
 
     def patience(self, computing: float) -> float:
         """See `OuterTier`."""
@@ -137,6 +141,12 @@ class FakeTier:
         del self.begun[key]
         return (key,)
 
+    def fetch_refused(self, key: str, computing: float) -> None:
+        """See `OuterTier`."""
+
+    def begin_fetch(self, key: str, size: int) -> None:
+        """See `OuterTier`."""
+
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
         """See `OuterTier`."""
         self._use(keys)
@@ -169,24 +179,35 @@ class FakePeers:
     keeps_bundles = False
     offers_bundles = True
     is_divisible = True
-    read_bytes_per_second = math.inf
+    reads_at_once = 2
 
-    def __init__(self, most: float) -> None:
+    def __init__(self, most: float, read_bytes_per_second: float = 1e9) -> None:
         """Start with nothing offered.
 
         Args:
             most: seconds that a sequence waits at most.
+            read_bytes_per_second: as if it had been measured, of each fetch.
         """
         self.most = most
+        self.read_bytes_per_second = read_bytes_per_second
         self.stats = OuterStats()
         self.version = 0
         self.entries: dict[str, Entry] = {}
         """What can be fetched."""
         self.begun: dict[str, Entry] = {}
         """What is offered to them."""
+        self.refused: dict[str, float] = {}
+        """What was to be computed instead, and how long that takes."""
+        self.fetching: dict[str, int] = {}
+        """Bytes of what is being fetched."""
         self._outdated: set[str] = set()
         """Of that, what was offered before a flush."""
         self._count = 0
+
+    def read_seconds(self, key: str, size: int) -> float:
+        """See `OuterTier`."""
+        assert key in self.entries
+        return size / self.read_bytes_per_second
 
     def patience(self, computing: float) -> float:
         """See `OuterTier`."""
@@ -236,13 +257,25 @@ class FakePeers:
         self._outdated.discard(key)
         return ()
 
+    def fetch_refused(self, key: str, computing: float) -> None:
+        """See `OuterTier`."""
+        assert key in self.entries
+        self.refused[key] = computing
+
+    def begin_fetch(self, key: str, size: int) -> None:
+        """See `OuterTier`."""
+        assert key in self.entries and key not in self.fetching
+        self.fetching[key] = size
+
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
         """See `OuterTier`."""
-        for key in keys:
-            self._drop(key)
+        (key,) = keys
+        assert self.fetching.pop(key) == size
+        self._drop(key)
 
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier`."""
+        del self.fetching[key]
         self._drop(key)
         return ()
 

@@ -137,7 +137,7 @@ class Setup:
         if self.outer_bytes:
             found.append(FakeTier(self.outer_bytes, self.read_bytes_per_second))
         if self.peers:
-            found.append(FakePeers(most=20.0))
+            found.append(FakePeers(20.0, self.read_bytes_per_second))
         return tuple(found)
 
     @property

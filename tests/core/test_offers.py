@@ -11,6 +11,7 @@ import pytest
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import (
     BundleRows,
+    Decline,
     Fetch,
     Offer,
     PageRows,
@@ -206,6 +207,17 @@ def test_two_tiers_cannot_offer() -> None:
         )
 
 
+def test_what_is_not_needed_is_declined_with_the_next_commands() -> None:
+    cache = make()
+    serve(cache, "chat", CHAT, (100,))
+    cache.drain_commands()
+    cache.decline("theirs")
+    assert cache.has_unsent_offers and not cache.offering
+    assert cache.drain_commands() == [Decline(("theirs",))]
+    assert not cache.has_unsent_offers
+    audit(cache)
+
+
 # --------------------------------------------------------------------- fetches
 
 
@@ -284,6 +296,34 @@ def test_a_request_waits_no_longer_than_the_patience() -> None:
         cache.pass_time(until)
         assert cache.is_restored(fetch) and not fetch.is_over
         assert cache.restore(cache.look_up((*CHAT, 50))) is None
+
+
+@pytest.mark.parametrize(("read", "begins"), [(1.0, True), (0.6, False)])
+def test_only_what_repays_is_fetched_from_a_peer(read: float, begins: bool) -> None:
+    """7 bytes from the peer and 7 to the device, or 10 tokens of prefill."""
+    cache = make()
+    peers(cache).read_bytes_per_second = read
+    given(cache, *CHAT)
+    found = cache.prefetch(cache.look_up((*CHAT, 50)))
+    assert (found is not None) == begins
+    assert peers(cache).refused == ({} if begins else {"theirs": 10.0})
+    assert peers(cache).fetching == ({"theirs": 7} if begins else {})
+
+
+def test_two_are_fetched_beside_each_other_and_a_third_one_waits() -> None:
+    """At 1 byte a second, two prefixes are there after 7 seconds, another after 14."""
+    cache = make()
+    peers(cache).read_bytes_per_second = 1.0
+    chats = [span(100 * n, 100 * n + 10) for n in range(1, 4)]
+    for n, chat in enumerate(chats):
+        given(cache, *chat, key=f"{n}")
+    for chat in chats[:2]:
+        prefetched(cache, (*chat, 50))
+    assert cache.prefetch(cache.look_up((*chats[2], 50))) is None
+    assert peers(cache).refused == {"2": 10.0}
+    for ticket in (1, 2):
+        cache.outer_done(ticket, True)
+    prefetched(cache, (*chats[2], 50))
 
 
 def test_a_fetch_that_failed_is_not_tried_again() -> None:

@@ -144,7 +144,10 @@ def with_peers(setup: _Setup) -> _Setup:
     rng = random.Random(f"peers/{setup!r}")
     alone = rng.random() < 0.6
     setup = setup if alone else with_outer(setup)
-    return replace(setup, peers=True, trouble=rng.choice((0.0, 0.1, 0.3)))
+    trouble, read = rng.choice((0.0, 0.1, 0.3)), rng.choice((0.5, 50.0, 1e9))
+    if not alone:
+        read = setup.read_bytes_per_second
+    return replace(setup, peers=True, trouble=trouble, read_bytes_per_second=read)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ pytest.importorskip("sglang")
 
 from hybrid_plugin.tiers.peers.params import OWN
 from tests.engines.conftest import StartServer
+from tests.engines.faults import planted
 from tests.engines.greedy import gaps
 from tests.engines.peer_prefill import MODEL, setup
 from tests.engines.peer_servers import asks, prefilled
@@ -70,7 +71,9 @@ def test_prompts_of_one_engine_are_answered_by_another(
     lengths = [200 + 41 * n for n in range(CHATS)]
     prompts = [[RANDOM.randrange(3, 250) for _ in range(count)] for count in lengths]
     requests = asks(prompts, ANSWER)
-    with start_server("decode", **setup(tmp_path)) as decode:
+    # On a CPU computing may be faster than reading.
+    reads = planted("slow_prefills")
+    with start_server("decode", **setup(tmp_path), environment=reads) as decode:
         alone = decode.ask_all(requests, 2)
         decode.reset_prefix_cache()
         before = decode.metrics()

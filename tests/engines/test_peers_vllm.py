@@ -22,6 +22,7 @@ from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.peers.params import OWN
 from tests.engines import peer_servers, slow_decay
 from tests.engines.conftest import StartServer
+from tests.engines.faults import planted
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
@@ -59,8 +60,10 @@ class Pair:
         finally:
             self.decode.url = direct
 
-    def decoded(self, prompt: list[int], params: Any) -> tuple[int, ...]:
-        """What the second server answers that is told of a prompt."""
+    def decoded(
+        self, prompt: list[int], params: Any, server: Server | None = None
+    ) -> tuple[int, ...]:
+        """What a server that is told of a prompt answers; by default the second one."""
         body = {
             "prompt": prompt,
             "max_tokens": ANSWER,
@@ -68,7 +71,7 @@ class Pair:
             "return_token_ids": True,
             "kv_transfer_params": params,
         }
-        url = f"{self.decode.url}/v1/completions"
+        url = f"{(server or self.decode).url}/v1/completions"
         answer = httpx.post(url, json=body, timeout=300)
         answer.raise_for_status()
         return tuple(answer.json()["choices"][0]["token_ids"])
@@ -85,12 +88,19 @@ def pair(
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("peers")
     model = slow_decay.write_nemotron_h(folder / "model")
-    setup = {"model": model, "dtype": "float32", "options": peer_servers.OPTIONS}
+    setup: dict[str, Any] = {
+        "model": model,
+        "dtype": "float32",
+        "options": peer_servers.OPTIONS,
+    }
     # Bytes go over TCP, as between machines.
-    setup["environment"] = {"UCX_TLS": "tcp,self"}
+    tcp = {"UCX_TLS": "tcp,self"}
+    # On a CPU computing may be faster than reading: here one always reads what there
+    # is to read, and the other one always computes.
+    reads, computes = planted("slow_prefills"), planted("fast_prefills")
     with (
-        start_server("prefill", **setup) as prefill,
-        start_server("decode", **setup) as decode,
+        start_server("prefill", **setup, environment=tcp | computes) as prefill,
+        start_server("decode", **setup, environment=tcp | reads) as decode,
         peer_servers.router(prefill, decode, folder / "router.log") as router,
     ):
         yield Pair(model, prefill, decode, router)
@@ -154,6 +164,28 @@ def test_what_a_request_makes_up_is_computed(pair: Pair) -> None:
     before_loads = pair.decode.metrics()["peer_loads"]
     assert pair.decoded(prompt, params) == wanted, "after all of that it is there"
     assert pair.decode.metrics()["peer_loads"] == before_loads + 1
+
+
+def test_what_is_not_needed_is_declined(pair: Pair) -> None:
+    """Because it is there, or because computing is faster."""
+    there, faster = prompts(2)
+    name = f"peer_store_failures{{{Reason.DECLINED}}}"
+    pair.decode.ask(there, 1)  # all of the prompt is kept
+    loads, before = pair.decode.metrics()["peer_loads"], pair.prefill.metrics()
+    told = peer_servers.prefilled(pair.prefill.url, there)
+    wanted = pair.decode.ask(there, ANSWER).tokens
+    assert pair.decoded(there, told) == wanted
+    levels = peer_servers.until(pair.prefill, name, before.get(name, 0.0) + 1)
+    assert levels["peer_offers"] == levels["peer_used_bytes"] == 0
+    assert pair.decode.metrics()["peer_loads"] == loads
+
+    before = pair.decode.metrics()
+    told = peer_servers.prefilled(pair.decode.url, faster)
+    wanted = pair.decode.ask(faster, ANSWER).tokens
+    assert pair.decoded(faster, told, pair.prefill) == wanted
+    levels = peer_servers.until(pair.decode, name, before.get(name, 0.0) + 1)
+    assert levels["peer_offers"] == levels["peer_used_bytes"] == 0
+    assert pair.prefill.metrics().get("peer_loads", 0) == 0
 
 
 def test_a_server_that_dies_costs_a_computation(pair: Pair) -> None:

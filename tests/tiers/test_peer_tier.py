@@ -59,6 +59,75 @@ def test_an_offer_counts_until_no_request_has_it() -> None:
     own.forget(offer)
 
 
+def declines_what_nobody_reads(own: PeerTier) -> None:
+    """Which offers their peers are told are not needed."""
+    other = tier()
+
+    def expected(requests: int = 1) -> PeerOffer:
+        offer = offered(other)
+        for _ in range(requests):
+            assert own.expect(None, MORE, offer) is None
+        return offer
+
+    first, second = expected(2), expected()
+    assert not own.forget(first), "another request has it"
+    assert own.forget(first), "though there is another one of the same content"
+    assert not own.forget(first), "its peer was told"
+    assert own.find(None, MORE, 20) == (StoredBundle(second.text, 0, 20),)
+    own.begin_fetch(second.text, 5)
+    third = expected()
+    assert not own.forget(second), "it is being read"
+    own.fetched([second.text], 5, 1.0)
+    assert not own.forget(second), "it was read"
+    assert own.forget(third), "what it has came with the other one"
+    failed = expected()
+    own.begin_fetch(failed.text, 5)
+    own.fetch_failed(failed.text, "why")
+    assert not own.forget(failed), "its peer knows, or is gone"
+    again = expected()
+    own.begin_fetch(again.text, 5)
+    own.clear()
+    assert not own.forget(again)
+    assert not own.forget(offered(other)), "nobody came with it"
+
+
+def test_what_nobody_reads_is_declined() -> None:
+    declines_what_nobody_reads(tier())
+
+
+class NeverDeclines(PeerTier):
+    def forget(self, offer: PeerOffer) -> bool:
+        super().forget(offer)
+        return False
+
+
+class DeclinesWhatIsRead(PeerTier):
+    def begin_fetch(self, key: str, size: int) -> None:
+        """As if nothing was on its way."""
+
+
+class DeclinesForTheFirstRequest(PeerTier):
+    def expect(self, *args: Any) -> Failure | None:
+        failure = super().expect(*args)
+        self._expected[args[-1].name].requests = 1
+        return failure
+
+
+class DeclinesTwice(PeerTier):
+    def forget(self, offer: PeerOffer) -> bool:
+        super().forget(offer)
+        return offer.name not in self._expected and offer.name not in self._fetching
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [NeverDeclines, DeclinesWhatIsRead, DeclinesForTheFirstRequest, DeclinesTwice],
+)
+def test_catches(broken: type[PeerTier]) -> None:
+    with pytest.raises(AssertionError):
+        declines_what_nobody_reads(broken(IDENTITY, "127.0.0.1", (7600,), "m"))
+
+
 @pytest.mark.parametrize("end", ["fetched", "failed", "flushed", "closed"])
 def test_an_offer_counts_once(end: str) -> None:
     own, offer = tier(), offered(tier())
@@ -130,8 +199,9 @@ def test_ranks_name_offers_alike_and_nobody_else_does() -> None:
     assert offered(tier(mark="another")).name not in names[0]
 
 
-def test_a_request_waits_as_long_as_an_offer_holds() -> None:
-    assert {tier().patience(each) for each in (0.1, 99.0, math.inf)} == {LEASE_SECONDS}
+def test_a_request_waits_no_longer_than_computing_takes() -> None:
+    assert [tier().patience(each) for each in (0.1, 99.0)] == [0.1, 99.0]
+    assert tier().patience(math.inf) == LEASE_SECONDS, "nothing was computed yet"
 
 
 def test_it_counts_what_is_offered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -227,6 +228,82 @@ def test_whoever_hangs_up_gets_nothing_kept() -> None:
             two.fetch(offer, TOKENS)
         lost = outcome(done)
         assert lost is not None and lost.failure.detail == "it hung up"
+
+
+# ------------------------------------------------------------------- declining
+
+
+def reason_of(done: Any) -> Reason | None:
+    """Why an offer was of no use; None while it holds."""
+    lost = outcome(done) if done.done() else None
+    return None if lost is None else lost.failure.reason
+
+
+def test_an_offer_that_is_not_needed_ends_at_once() -> None:
+    with pair(secrets=(b"a" * 16, b"a" * 16)) as two:
+        (offer, done), (_, other) = two.offer(TOKENS), two.offer(TOKENS)
+        two.source.decline(offer.text, time.monotonic())
+        assert reason_of(done) is Reason.DECLINED
+        assert not other.done() and len(two.leases) == 1, "of the same content"
+        two.source.decline(offer.text, time.monotonic())
+        assert refused(two.fetch(offer, TOKENS)) is Reason.LEASE_OVER
+
+
+def test_an_offer_may_be_declined_before_the_rank_hears_of_it() -> None:
+    with pair() as two:
+        offer = two.name(TOKENS)
+        two.source.decline(offer.text, time.monotonic())
+        assert refused(two.fetch(offer, TOKENS)) is Reason.LEASE_OVER, "at once"
+        done = two.make(offer, TOKENS)
+        assert reason_of(done) is Reason.DECLINED and not len(two.leases)
+        two.leases.withdraw([1])
+        _, later = two.offer(TOKENS)
+        assert not later.done()
+
+
+def test_what_another_peer_reads_goes_on() -> None:
+    with pair() as two:
+        offer, done = two.offer(TOKENS)
+
+        def meanwhile() -> None:
+            two.source.decline(offer.text, time.monotonic())
+            assert not done.done()
+
+        two.plane.before = meanwhile
+        check_loaded(two.fetch(offer, TOKENS), two.own, None, TOKENS, len(TOKENS))
+        assert outcome(done) is None
+
+
+def test_an_offer_that_hears_nothing_ends_by_its_time() -> None:
+    with pair() as two:
+        offer, done = two.offer(TOKENS)
+        two.source.decline(offer.text, time.monotonic() - 31.0)  # it is over by then
+        assert not done.done()
+        two.server.close()
+        two.source.decline(offer.text, time.monotonic())
+        assert not done.done()
+        two.clock.now += 30.0
+        two.leases.expire()
+        assert reason_of(done) is Reason.UNREAD
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"identity": OTHER_MODEL},
+        {"identity": MORE_RANKS},
+        {"secrets": (b"a" * 16, b"b" * 16)},
+        {"secrets": (b"a" * 16, b"")},
+        {"rank": 1},
+    ],
+    ids=str,
+)
+def test_only_who_could_read_an_offer_declines_it(more: Any) -> None:
+    with pair(**more) as two:
+        offer, done = two.offer(TOKENS)
+        two.source.decline(offer.text, time.monotonic())
+        assert not done.done() and len(two.leases) == 1
+        two.source.decline(replace(offer, host="192.0.2.1").text, time.monotonic())
 
 
 # ------------------------------------------------------------------- refusals

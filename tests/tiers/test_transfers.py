@@ -15,6 +15,7 @@ import pytest
 
 from hybrid_plugin.core.commands import (
     BundleRows,
+    Decline,
     Discard,
     Fetch,
     Offer,
@@ -147,9 +148,22 @@ class Lending:
             self.offers[self.over.pop()].set_result(lost)
 
 
+class Declining:
+    """Tells peers, behind a gate of its own."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.told: list[str] = []
+
+    def decline(self, key: str, begun: float) -> None:
+        assert begun <= time.monotonic() and self.gate.wait(PATIENCE)
+        self.told.append(key)
+
+
 class Rank:
     def __init__(self) -> None:
-        self.lending = Lending()
+        self.lending, self.declining = Lending(), Declining()
         self.memory = Memory()
         self.keeper = Keeper()
         self.disk, self.peer = Giver(self.keeper), Giver(self.keeper)
@@ -158,11 +172,13 @@ class Rank:
             self.keeper,
             {"disk": self.disk, "peer": self.peer},
             lender=self.lending,
+            decliner=self.declining,
         )
 
     @property
     def gates(self) -> list[threading.Event]:
-        return [self.keeper.gate, self.disk.gate, self.peer.gate, self.memory.copied]
+        gates = [self.keeper.gate, self.disk.gate, self.peer.gate, self.memory.copied]
+        return [*gates, self.declining.gate]
 
     def write(self, ticket: int, key: str, rows: tuple[int, ...] = (1, 2)) -> None:
         self.transfers.run(Write(ticket, bundle_rows(key, rows)))
@@ -191,6 +207,29 @@ def rank() -> Iterator[Rank]:
     for gate in made.gates:
         gate.set()
     made.transfers.close()
+
+
+def test_peers_are_told_beside_all_that_is_out(rank: Rank) -> None:
+    """A peer that is silent holds up nothing, and nothing holds up what it is told."""
+    rank.write(1, "a")
+    rank.outcomes(1)
+    rank.declining.gate.clear()
+    rank.transfers.run(Decline(("x", "y")))
+    assert rank.transfers.is_idle, "no outcome is awaited"
+    rank.fetch(2, "peer", "a")
+    assert rank.outcomes(1)[2].is_ok and not rank.declining.told
+    rank.peer.gate.clear()
+    rank.fetch(3, "peer", "a")
+    rank.declining.gate.set()
+    end = time.monotonic() + PATIENCE
+    while rank.declining.told != ["x", "y"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_without_peers_nobody_is_told() -> None:
+    with pytest.raises(TypeError, match="there are no peers"):
+        RankTransfers(Memory(), Keeper(), {}).run(Decline(("x",)))
 
 
 def test_what_was_written_is_fetched(rank: Rank) -> None:

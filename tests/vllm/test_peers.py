@@ -79,6 +79,8 @@ class Engine:
         self.rank = RankTiers(self.executor, lambda own: own, peers=self.peers)
         ports = (self.peers.port,)
         self.ranks = RanksWithPeers(identity, "127.0.0.1", ports, f"{id(self)}")
+        self.read_seconds = 0.1
+        """That each fetch is said to take; computing takes a second for each token."""
 
     def open(self) -> Engine:
         """The worker's first answer."""
@@ -89,7 +91,9 @@ class Engine:
         """A step's commands, on the rank, and its report; nothing is computed."""
         commands = self.manager.drain_commands()
         self.executor.run(commands)
-        outcomes = tuple(self.rank.settle())
+        outcomes = tuple(
+            replace(one, seconds=self.read_seconds) for one in self.rank.settle()
+        )
         self.manager.take_report(
             Report(0.0, 1.0, 1e9, weight_updates=self.rank.updates, outcomes=outcomes)
         )
@@ -243,6 +247,89 @@ def test_several_requests_wait_for_one_fetch(start: Callable[..., Engine]) -> No
     assert other.tier.stats.loads == 1 and not other.tier.stats.load_failures
 
 
+def test_a_peer_is_read_from_where_that_is_faster_than_computing(
+    start: Callable[..., Engine],
+) -> None:
+    """A slow one is tried again, when computing has taken as long as a read would."""
+    one, other = start(), start()
+    found = []
+    for n, seconds in enumerate((2.5 * LENGTH, 1.0, 1.0, 1.0, 0.1 * LENGTH, 1.0)):
+        other.read_seconds = seconds
+        params = one.prefill(f"p{n}", 1000 * n)
+        one.finish()
+        found.append(other.decode(f"d{n}", 1000 * n, params))
+        other.finish()
+    assert found == [LENGTH, 0, 0, 0, LENGTH, LENGTH]
+    assert other.tier.stats.loads == 3 and not other.tier.stats.load_failures
+
+
+def ended(engine: Engine) -> dict[str, int]:
+    """Why offers of a server that nobody read have ended, once all have."""
+    settled(engine)
+    return dict(engine.tier.stats.store_failures)
+
+
+def test_an_offer_of_what_is_there_ends_at_once(start: Callable[..., Engine]) -> None:
+    one, other = start(), start()
+    other.prefill("own", 1000)
+    other.finish()
+    params = one.prefill("p", 1000)
+    one.finish()
+    assert other.decode("d", 1000, params) == LENGTH
+    assert ended(one) == {Reason.DECLINED: 1} and nothing_kept(one.manager)
+    assert one.tier.stats.stores == other.tier.stats.loads == 0
+
+
+def test_an_offer_ends_where_computing_is_faster(start: Callable[..., Engine]) -> None:
+    one, other = start(), start()
+    other.read_seconds = 2.0 * LENGTH
+    for n in range(2):
+        params = one.prefill(f"p{n}", 1000 * n)
+        one.finish()
+        assert other.decode(f"d{n}", 1000 * n, params) == (0 if n else LENGTH)
+    assert ended(one) == {Reason.DECLINED: 1} and one.tier.stats.stores == 1
+
+
+def test_an_offer_ends_where_its_request_is_aborted(
+    start: Callable[..., Engine],
+) -> None:
+    """Before anything was read of it: here, computing is faster."""
+    one, other = start(), start()
+    other.read_seconds = 2.0 * LENGTH
+    params = one.prefill("first", 0)
+    one.finish()
+    assert other.decode("first", 0, params) == LENGTH
+    params = one.prefill("p", 1000)
+    one.finish()
+    gone = other.prompt("d", 1000, kv_transfer_params=params)
+    other.manager.arrives(gone)
+    assert not other.manager.has_work
+    other.manager.free(gone)
+    assert other.manager.has_work, "the other server is to hear of it"
+    other.finish()
+    assert ended(one) == {Reason.DECLINED: 1}
+
+
+def test_of_two_offers_of_one_prompt_one_is_read(start: Callable[..., Engine]) -> None:
+    one, other = start(), start()
+    both = [one.prefill("p0", 1000), one.manager.offer(one_more(one, 1000))]
+    one.finish()
+    for n, params in enumerate(both):
+        late = other.prompt(f"d{n}", 1000, kv_transfer_params=params)
+        other.manager.arrives(late)
+        assert other.serve(late) == LENGTH
+    assert ended(one) == {Reason.DECLINED: 1} and one.tier.stats.stores == 1
+
+
+def one_more(engine: Engine, first: int) -> Any:
+    """A request that has ended, for a prompt that another one left."""
+    told = {**PREFILL, vllm_peers._LEFT: True}
+    made = request("more", LENGTH, first, kv_transfer_params=told)
+    made.num_prompt_tokens = LENGTH
+    made.all_token_ids.append(7)
+    return made
+
+
 def test_requests_that_come_before_the_first_report_are_kept() -> None:
     one, other = Engine(), Engine()
     one.open()
@@ -381,6 +468,8 @@ def test_a_request_that_is_aborted_leaves_nothing(start: Callable[..., Engine]) 
     assert any(isinstance(command, Fetch) for command in commands)
     assert not other.tier._expected and nothing_kept(other.manager)
     assert other.decode("later", 1000, None) == LENGTH, "the host has it"
+    settled(one)
+    assert one.tier.stats.stores == 1, "what is being read is not declined"
 
 
 def test_nothing_is_offered_that_is_not_asked_for(start: Callable[..., Engine]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from hybrid_plugin.core.commands import BundleRows, Fetch, PageRows, Pool, PoolId
 from hybrid_plugin.core.sequence import LookUp
+from hybrid_plugin.core.tiers.fetch_queue import FetchQueue
 from hybrid_plugin.core.tiers.host_tier import HostRows, HostTier
 from hybrid_plugin.core.tiers.outer_tier import OuterTier, StoredBundle
 from hybrid_plugin.core.tiers.recent_finds import RecentFinds
@@ -73,6 +74,11 @@ class _Offer:
     def end(self) -> int:
         return self.bundles[-1].end
 
+    @property
+    def key(self) -> str:
+        """Of the last bundle."""
+        return self.bundles[-1].key
+
 
 class Fetches:
     """All fetches of one cache."""
@@ -96,8 +102,7 @@ class Fetches:
         self._host = host
         self._finds = [(tier, RecentFinds(tier)) for tier in tiers]
         self._rates = rates
-        self._free_at = {tier.name: 0.0 for tier in tiers}
-        """When the last fetch of a tier should be over."""
+        self._queues = {tier.name: FetchQueue(tier.reads_at_once) for tier in tiers}
         self.running: dict[int, Fetching] = {}
         """By ticket, in the order in which they began."""
 
@@ -127,6 +132,8 @@ class Fetches:
             if running is not None:
                 return running if now < running.awaited_until else None
             if not self._repays(offer, have, now, queued):
+                computing = self._rates.prefill_seconds(offer.end - have)
+                offer.tier.fetch_refused(offer.key, computing)
                 continue
             return self._begin(offer, found, host, have, now)
         return None
@@ -196,7 +203,8 @@ class Fetches:
     def _repays(self, offer: _Offer, have: int, now: float, queued: float) -> bool:
         """Whether the tokens are on the device before they would be computed."""
         size, tier = self._size(offer), offer.tier
-        reading = max(self._free_at[tier.name] - now, 0.0) + self._seconds(tier, size)
+        waiting = self._queues[tier.name].seconds(now)
+        reading = waiting + tier.read_seconds(offer.key, size)
         return self._rates.repays(size, offer.end - have, reading + queued)
 
     def _begin(
@@ -243,8 +251,8 @@ class Fetches:
             awaited_until=now + tier.patience(computing),
         )
         self.running[fetch.ticket] = fetch
-        busy = max(self._free_at[tier.name], now)
-        self._free_at[tier.name] = busy + self._seconds(tier, fetch.size)
+        self._queues[tier.name].add(now, tier.read_seconds(offer.key, fetch.size))
+        tier.begin_fetch(offer.key, fetch.size)
         self._host.send(Fetch(fetch.ticket, tier.name, self._rows_of(fetch)))
         return fetch
 
@@ -255,10 +263,6 @@ class Fetches:
         live = [len(memory.live(group, offer.end)) for group in memory.windows]
         wanted = memory.wanted(-(-offer.end // page_size) - first, live, slots=1)
         return self._host.plan.bytes_of(wanted)
-
-    @staticmethod
-    def _seconds(tier: OuterTier, size: int) -> float:
-        return size / tier.read_bytes_per_second
 
     def _rows_of(self, fetch: Fetching) -> tuple[BundleRows, ...]:
         """Where each bundle goes; windows and the state are those of the last one."""
@@ -335,5 +339,5 @@ class Fetches:
         fetch = self.running.pop(ticket)
         fetch.is_over = True
         if not any(one.tier is fetch.tier for one in self.running.values()):
-            self._free_at[fetch.tier.name] = now
+            self._queues[fetch.tier.name].clear(now)
         return fetch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hybrid_plugin.core.commands import Discard, WriteRecord
+from hybrid_plugin.core.commands import Decline, Discard, WriteRecord
 from hybrid_plugin.core.sequence import LookUp
 from hybrid_plugin.core.tiers.fetches import Fetches, Fetching
 from hybrid_plugin.core.tiers.host_tier import HostTier
@@ -71,6 +71,7 @@ class OuterTiers:
             self._writes = Writes(host, keeping[0], self._new_ticket)
             self._saves = Saves(host, keeping[0], self._writes)
         self._offers = Offers(host, offering[0], self._new_ticket) if offering else None
+        self._is_declining = False
 
     @property
     def fetching(self) -> int:
@@ -98,7 +99,9 @@ class OuterTiers:
     @property
     def is_unsent(self) -> bool:
         """Whether ranks hear of an offer with the next commands only."""
-        return self._offers is not None and self._offers.is_unsent
+        if self._offers is None:
+            return False
+        return self._offers.is_unsent or self._is_declining
 
     def fetch(self, found: LookUp, now: float, queued: float) -> Fetching | None:
         """Begin to fetch what a waiting sequence lacks; see `Fetches.begin`."""
@@ -112,12 +115,17 @@ class OuterTiers:
         """Offer a prefix to other servers; see `Offers.begin`."""
         return None if self._offers is None else self._offers.begin(namespace, tokens)
 
+    def decline(self, key: str) -> None:
+        """Tell another server that its offer is not needed; see `Decline`."""
+        self._host.send(Decline((key,)))
+        self._is_declining = True
+
     def before_commands(self) -> None:
         """Begin the writes that may run now: commands are drained next."""
         if self._writes is not None:
             self._writes.begin()
         if self._offers is not None:
-            self._offers.is_unsent = False
+            self._offers.is_unsent = self._is_declining = False
 
     def save(
         self, namespace: Hashable, tokens: Tokens, on_device: int

@@ -71,8 +71,16 @@ class OuterTier(Protocol):
         """Grows whenever the result of a `find` could change."""
 
     @property
-    def read_bytes_per_second(self) -> float:
-        """Of host rows on one rank that fetches fill, as measured; above 0."""
+    def reads_at_once(self) -> int:
+        """Fetches that run beside each other on each rank; others wait for these."""
+
+    def read_seconds(self, key: str, size: int) -> float:
+        """What a fetch should take once it runs, as measured; 0 where nothing was.
+
+        Args:
+            key: of its last bundle, as it was found.
+            size: bytes of the host rows on one rank that it fills.
+        """
 
     def patience(self, computing: float) -> float:
         """Seconds that a sequence waits for a fetch at most; then it computes.
@@ -131,6 +139,24 @@ class OuterTier(Protocol):
 
         Returns:
             Keys to discard on all ranks.
+        """
+
+    def fetch_refused(self, key: str, computing: float) -> None:
+        """Note that a waiting sequence is to compute what could be fetched.
+
+        Each look-up of the sequence says so again, until it is admitted.
+
+        Args:
+            key: of the last bundle, as it was found.
+            computing: seconds that this takes.
+        """
+
+    def begin_fetch(self, key: str, size: int) -> None:
+        """Note that a fetch begins; `fetched` or `fetch_failed` say that it is over.
+
+        Args:
+            key: of its last bundle, as it was found.
+            size: bytes of the host rows on one rank that it fills.
         """
 
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import threading
 import time
@@ -70,6 +71,11 @@ class DataPlane(Protocol):
 
     def close(self) -> None:
         """Let go of the memory; nobody reads any more."""
+
+
+def is_installed() -> bool:
+    """Whether NIXL is there, without loading it."""
+    return any(importlib.util.find_spec(name) is not None for name in _PACKAGES)
 
 
 def library() -> ModuleType:

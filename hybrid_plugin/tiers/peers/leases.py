@@ -2,8 +2,9 @@
 """What a rank lets its peers read, and for how long.
 
 An offer is a bundle in rows of host memory that stay as they are.  Its lease ends when
-a peer has read it, when the time is over, or when it is withdrawn.  A peer that has
-read asks whether the lease held until then: what it read counts only if it did.
+a peer has read it or does not need it, when the time is over, or when it is withdrawn.
+A peer that has read asks whether the lease held until then: what it read counts only if
+it did.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from hybrid_plugin.tiers.peers.params import PeerOffer
 LEASE_SECONDS: Final = 30.0
 """That an offer holds if nobody renews it."""
 _REMEMBERED = 1024
-"""Names of offers that ended: who asks for one of them need not wait."""
+"""Names of offers that ended, or that a peer did not need before they were made: who
+asks for one of them need not wait."""
 
 Done: TypeAlias = "Future[Lost | None]"
 
@@ -39,6 +41,8 @@ class Lease:
     copies_over: Callable[[], None]
     """Waits until the rows hold it."""
     ends_at: float
+    is_open: bool = False
+    """Whether a peer reads it."""
     done: Done = field(default_factory=Future)
     """What became of it."""
 
@@ -88,6 +92,8 @@ class Leases:
             self._by_name[name] = self._by_ticket[ticket] = lease
             self._changed.notify_all()
         lease.done.add_done_callback(lambda _: self._by_ticket.pop(ticket, None))
+        if name in self._ended:  # a peer was faster
+            self._end(lease, Lost(0, Failure(Reason.DECLINED)))
         return lease.done
 
     def withdraw(self, tickets: Iterable[int]) -> None:
@@ -124,6 +130,28 @@ class Leases:
             )
             return self._by_name.get(name)
 
+    def open(self, lease: Lease) -> bool:
+        """Note that a peer reads an offer from now on, if it holds still."""
+        with self._changed:
+            lease.is_open = self.renew(lease)
+            return lease.is_open
+
+    def decline(self, name: str) -> None:
+        """End the lease of an offer that a peer does not need.
+
+        One that another peer reads goes on, and one that is still to be made ends when
+        it is.
+
+        Args:
+            name: as the other server said it.
+        """
+        with self._changed:
+            lease = self._by_name.get(name)
+            if lease is None:
+                self._remember(name)
+        if lease is not None and not lease.is_open:
+            self._end(lease, Lost(0, Failure(Reason.DECLINED)))
+
     def renew(self, lease: Lease) -> bool:
         """Have a lease hold on, if it does still."""
         with self._changed:
@@ -157,8 +185,12 @@ class Leases:
             if self._by_name.get(lease.name) is not lease:
                 return
             del self._by_name[lease.name]
-            self._ended[lease.name] = None
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
-            self._changed.notify_all()
+            self._remember(lease.name)
         lease.done.set_result(lost)
+
+    def _remember(self, name: str) -> None:
+        """Note that whoever waits for an offer waits for nothing."""
+        self._ended[name] = None
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        self._changed.notify_all()

@@ -5,6 +5,7 @@
     open   where the rows of an offer are, from some token on
     renew  whether its lease goes on
     close  that it was read: whether the lease held, and checksums
+    decline  that an offer is not needed: nothing
 
 Each is asked by the one that reads, and answered.
 """
@@ -28,6 +29,7 @@ MEET: Final = "meet"
 OPEN: Final = "open"
 RENEW: Final = "renew"
 CLOSE: Final = "close"
+DECLINE: Final = "decline"
 REFUSED: Final = "refused"
 """Entry of an answer: one of `Reason`, in place of all others."""
 

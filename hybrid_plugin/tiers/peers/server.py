@@ -21,6 +21,7 @@ from hybrid_plugin.tiers.peers.channel import Conversation, PeerError
 from hybrid_plugin.tiers.peers.leases import Lease, Leases
 from hybrid_plugin.tiers.peers.messages import (
     CLOSE,
+    DECLINE,
     MEET,
     OPEN,
     REFUSED,
@@ -168,6 +169,7 @@ class _Talk:
                 OPEN: self._open,
                 RENEW: self._renew,
                 CLOSE: self._close,
+                DECLINE: self._decline,
             }
             answers[text(asked.get("do"))](asked)
         except (KeyError, ValueError) as error:
@@ -185,12 +187,10 @@ class _Talk:
     def _open(self, asked: Mapping[str, Any]) -> None:
         name, start = text(asked["offer"]), integer(asked["start"])
         own = self._server.introduction
-        if self._lease is not None or own.refusal(
-            text(asked["rank"]), text(asked["fingerprint"])
-        ):
+        if self._lease is not None or self._is_other(asked):
             return self._refuse(Reason.PEER_MODEL)
         lease = self._leases.find(name, OFFER_PATIENCE)
-        if lease is None or not self._leases.renew(lease):
+        if lease is None or not self._leases.open(lease):
             return self._refuse(Reason.LEASE_OVER)
         if not 0 <= start < lease.bundle.end:
             raise ValueError(f"an offer has no token {start}")
@@ -213,6 +213,17 @@ class _Talk:
         used = asked["used"] is True
         held = self._finish(None if used else Lost(0, Failure(Reason.DECLINED)))
         return self._peer.say({"holds": held, "sums": self._sums})
+
+    def _decline(self, asked: Mapping[str, Any]) -> None:
+        if self._is_other(asked):
+            return self._refuse(Reason.PEER_MODEL)
+        self._leases.decline(text(asked["offer"]))
+        return self._peer.say({})
+
+    def _is_other(self, asked: Mapping[str, Any]) -> bool:
+        """Whether the peer exchanges nothing with this rank."""
+        own, rank = self._server.introduction, text(asked["rank"])
+        return own.refusal(rank, text(asked["fingerprint"])) is not None
 
     def _finish(self, lost: Lost | None) -> bool:
         lease, self._lease = self._lease, None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from hybrid_plugin.tiers.agreement import Lost
@@ -19,6 +19,7 @@ from hybrid_plugin.tiers.peers.channel import Conversation, PeerError
 from hybrid_plugin.tiers.peers.leases import LEASE_SECONDS
 from hybrid_plugin.tiers.peers.messages import (
     CLOSE,
+    DECLINE,
     MEET,
     OPEN,
     RENEW,
@@ -67,7 +68,18 @@ class PeerSource:
         """Of this rank; set another one when its weights change."""
         self._rank = rank
         self._secret = secret
-        self._renew_after = lease_seconds / 3
+        self._lease_seconds = lease_seconds
+
+    def decline(self, key: str, begun: float) -> None:
+        """See `Decliner.decline`; whoever does not hear it waits for the time to end.
+
+        Later than that nobody is called any more.
+        """
+        if time.monotonic() - begun < self._lease_seconds:
+            with suppress(PeerError):
+                offer = PeerOffer.from_text(key)
+                with self._talking(offer) as talk:
+                    talk.decline(offer)
 
     def fetch(self, bundles: Sequence[Bundle]) -> Lost | None:
         """See `Source.fetch`; a peer offers one bundle."""
@@ -80,14 +92,23 @@ class PeerSource:
 
     # ---------------------------------------------------------------- internal
 
-    def _fetch(self, offer: PeerOffer, wanted: Bundle) -> Failure | None:
+    @contextmanager
+    def _talking(self, offer: PeerOffer) -> Iterator[_Talk]:
+        """A conversation with the rank of the own place of whoever has made an offer.
+
+        Raises:
+            PeerError: if there cannot be one.
+        """
         if not self._secret and not offer.is_local:
-            return Failure(Reason.PEER_SECRET, f"{offer.host} needs one")
+            raise PeerError(Reason.PEER_SECRET, f"{offer.host} needs one")
         if len(offer.ports) <= self._rank:
-            return Failure(Reason.PEER_RANKS, f"it has {len(offer.ports)}")
+            raise PeerError(Reason.PEER_RANKS, f"it has {len(offer.ports)}")
         address = offer.host, offer.ports[self._rank]
         with _calling(address, self._secret) as peer:
-            talk = _Talk(peer, self.introduction, self._renew_after)
+            yield _Talk(peer, self.introduction, self._lease_seconds / 3)
+
+    def _fetch(self, offer: PeerOffer, wanted: Bundle) -> Failure | None:
+        with self._talking(offer) as talk:
             theirs = talk.meet()
             opened = talk.open(offer, wanted.start, theirs)
             reader = PeerReader(self._plane, theirs.metadata, opened, talk.keep)
@@ -186,6 +207,10 @@ class _Talk:
         answer = self._ask(request)
         self._renewed = time.monotonic()
         return _read(lambda: Opened.read(answer, start, offer.end, theirs.layouts))
+
+    def decline(self, offer: PeerOffer) -> None:
+        """Say that nobody here needs an offer."""
+        self._ask({"do": DECLINE, "offer": offer.name, **self._who()})
 
     def keep(self) -> None:
         """Have the lease hold on, now and then."""

@@ -20,6 +20,8 @@ from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.keys import keys_at
 from hybrid_plugin.tiers.peers.leases import LEASE_SECONDS
 from hybrid_plugin.tiers.peers.params import PeerOffer
+from hybrid_plugin.tiers.peers.rates import PeerRates
+from hybrid_plugin.tiers.peers.source import AT_ONCE
 
 
 @dataclass(slots=True)
@@ -33,6 +35,8 @@ class _Expected:
     """Of the prefix."""
     requests: int = 1
     """That came with it and are not over."""
+    computing: float = 0.0
+    """Seconds that computing it takes, where that was decided for."""
 
 
 class PeerTier:
@@ -42,8 +46,7 @@ class PeerTier:
     keeps_bundles = False
     offers_bundles = True
     is_divisible = True
-    read_bytes_per_second = math.inf
-    """Nobody measures it: whoever has another server compute a prompt has decided."""
+    reads_at_once = AT_ONCE
 
     def __init__(
         self, identity: Identity, host: str, ports: Sequence[int], mark: str
@@ -67,6 +70,9 @@ class PeerTier:
         """Offers so far."""
         self._expected: dict[str, _Expected] = {}
         """By the offers' names."""
+        self._fetching: set[str] = set()
+        """Names of the offers that are being read: a read ends a lease itself."""
+        self._rates = PeerRates()
         self._sizes: dict[str, int] = {}
         """Bytes of what is offered on all ranks, by `PeerOffer.text`."""
 
@@ -86,13 +92,16 @@ class PeerTier:
         self._expected.clear()
         self.version += 1
 
-    def patience(self, computing: float) -> float:
-        """As long as an offer holds unread.
+    def read_seconds(self, key: str, size: int) -> float:
+        """See `OuterTier.read_seconds`: by what reads from the same peer took."""
+        return self._rates.of(PeerOffer.from_text(key)).seconds(size)
 
-        Computing a short prompt takes less than a peer's answer, and is what this
-        server is to be spared.
+    def patience(self, computing: float) -> float:
+        """As long as computing takes: nobody is served later than twice the time.
+
+        Before that was measured, as long as an offer holds unread.
         """
-        return LEASE_SECONDS
+        return LEASE_SECONDS if math.isinf(computing) else computing
 
     # ----------------------------------------------------------------- finding
 
@@ -122,13 +131,21 @@ class PeerTier:
         self.version += 1
         return None
 
-    def forget(self, offer: PeerOffer) -> None:
-        """Note that a request is admitted, or over, which came with an offer."""
+    def forget(self, offer: PeerOffer) -> bool:
+        """Note that a request is admitted, or over, which came with an offer.
+
+        Returns:
+            Whether nobody here will read the offer, so that its peer may be told.
+        """
         known = self._expected.get(offer.name)
-        if known is not None:
-            known.requests -= 1
-            if not known.requests:
-                self._drop(offer.name)
+        if known is None:
+            return False
+        known.requests -= 1
+        if known.requests:
+            return False
+        self._rates.of(offer).computed(known.computing)
+        self._drop(offer.name)
+        return offer.name not in self._fetching
 
     def find(
         self, namespace: Hashable, tokens: Tokens, limit: int
@@ -147,14 +164,28 @@ class PeerTier:
                 best = one
         return () if best is None else (StoredBundle(best.text, 0, len(best.tokens)),)
 
+    def fetch_refused(self, key: str, computing: float) -> None:
+        """See `OuterTier.fetch_refused`."""
+        self._note_computing(PeerOffer.from_text(key), computing)
+
+    def begin_fetch(self, key: str, size: int) -> None:
+        """See `OuterTier.begin_fetch`."""
+        offer = PeerOffer.from_text(key)
+        self._rates.of(offer).begin(size)
+        self._fetching.add(offer.name)
+        self._note_computing(offer, 0.0)
+
     def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
         """See `OuterTier.fetched`: its lease is over."""
-        for key in keys:
-            self._drop(PeerOffer.from_text(key).name)
+        (key,) = keys
+        offer = PeerOffer.from_text(key)
+        if seconds:
+            self._rates.read(offer, size, seconds)
+        self._ended(offer)
 
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`."""
-        self._drop(PeerOffer.from_text(key).name)
+        self._ended(PeerOffer.from_text(key))
         return ()
 
     # ---------------------------------------------------------------- offering
@@ -215,6 +246,17 @@ class PeerTier:
         if keys[offer.end] != offer.key:
             return Failure(Reason.OTHER_TOKENS)
         return None
+
+    def _ended(self, offer: PeerOffer) -> None:
+        """Expect an offer no more that was read, or could not be."""
+        self._fetching.discard(offer.name)
+        self._drop(offer.name)
+
+    def _note_computing(self, offer: PeerOffer, seconds: float) -> None:
+        """Note what computing an offer takes, in place of what was noted before."""
+        known = self._expected.get(offer.name)
+        if known is not None:
+            known.computing = seconds
 
     def _drop(self, name: str) -> None:
         if self._expected.pop(name, None) is not None:

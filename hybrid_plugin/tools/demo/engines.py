@@ -39,6 +39,8 @@ class Levels:
     """Tokens of prompts that came from host memory, likewise."""
     disk_hit_tokens: int | None = None
     """And those that came from disk."""
+    peer_hit_tokens: int | None = None
+    """And those that came from another server."""
 
 
 class Engine(Protocol):
@@ -180,6 +182,7 @@ class VllmEngine:
             accepted=whole(metrics.total("vllm:spec_decode_num_accepted_tokens_total")),
             host_hit_tokens=whole(metrics.total("hybrid_cache_host_hit_tokens_total")),
             disk_hit_tokens=whole(metrics.total("hybrid_cache_disk_hit_tokens_total")),
+            peer_hit_tokens=whole(metrics.total("hybrid_cache_peer_hit_tokens_total")),
         )
 
     def _options(self) -> Sequence[str]:

@@ -93,6 +93,11 @@ class Peaks:
         """Tokens of prompts that came from disk."""
         return _since(self.first.disk_hit_tokens, self.last.disk_hit_tokens)
 
+    @property
+    def peer_hit_tokens(self) -> int | None:
+        """Tokens of prompts that came from another server."""
+        return _since(self.first.peer_hit_tokens, self.last.peer_hit_tokens)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -118,6 +123,8 @@ class Result:
     """Of the cached tokens, those that came from host memory."""
     disk_hit_tokens: int | None = None
     """Of the cached tokens, those that came from disk."""
+    peer_hit_tokens: int | None = None
+    """Of the cached tokens, those that came from another server."""
 
     @property
     def cached_share(self) -> float:
@@ -167,6 +174,7 @@ def summarise(
         acceptance_length=_rounded(peaks.acceptance_length, 2),
         host_hit_tokens=peaks.host_hit_tokens,
         disk_hit_tokens=peaks.disk_hit_tokens,
+        peer_hit_tokens=peaks.peer_hit_tokens,
     )
 
 

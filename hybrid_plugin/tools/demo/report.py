@@ -136,7 +136,7 @@ def _speculation_rows(outcomes: Sequence[Outcome]) -> Sequence[_Row]:
 
 
 def _host_rows(outcomes: Sequence[Outcome]) -> Sequence[_Row]:
-    """What came from host memory and from disk, where anything did."""
+    """What came from other tiers, where anything did."""
     rows: Sequence[tuple[_Row, Callable[[Result], int | None]]] = (
         (
             ("from the host", lambda r: _count(r.host_hit_tokens)),
@@ -145,6 +145,10 @@ def _host_rows(outcomes: Sequence[Outcome]) -> Sequence[_Row]:
         (
             ("from the disk", lambda r: _count(r.disk_hit_tokens)),
             lambda r: r.disk_hit_tokens,
+        ),
+        (
+            ("from a server", lambda r: _count(r.peer_hit_tokens)),
+            lambda r: r.peer_hit_tokens,
         ),
     )
     results = [result for o in outcomes for result in (o.stock, o.plugin)]

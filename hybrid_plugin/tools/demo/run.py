@@ -88,13 +88,13 @@ class Demo:
 
 @contextmanager
 def running(targets: Sequence[Target], console: Console) -> Iterator[Sequence[Target]]:
-    """Start both at once, and end them; while one is measured, the other is idle.
+    """Start all at once, and end them; while one is measured, the others are idle.
 
     Raises:
         DemoError: if one does not start.
     """
     try:
-        text = "Starting both servers (a minute or more)"
+        text = f"Starting {len(targets)} servers (a minute or more)"
         with Display(console).waiting(text) as tell:
             for target in targets:
                 target.server.start()

@@ -2,12 +2,14 @@
 """The demo of tiers: chats leave the device and come back, after a restart too.
 
 Both servers run with the plugin, in a cache that holds a few of the chats.  One of them
-has host memory behind it, and files behind that.
+has host memory behind it, and files behind that.  Where NIXL is installed, a router has
+a third one compute prompts that this one answers.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +18,29 @@ from typing import Any
 
 from rich.console import Console
 
+from hybrid_plugin.tiers.peers.agent import is_installed
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
-from hybrid_plugin.tools.demo.engines import VllmEngine
+from hybrid_plugin.tools.demo.engines import Launch, VllmEngine
 from hybrid_plugin.tools.demo.measure import Run, Target, continued, measure_turns
 from hybrid_plugin.tools.demo.progress import Display
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.tools.demo.run import complain, running
 from hybrid_plugin.tools.demo.server import Server, free_port
-from hybrid_plugin.tools.demo.workloads import Conversation, Workload, returning
+from hybrid_plugin.tools.demo.workloads import (
+    Conversation,
+    Workload,
+    returning,
+    split,
+)
 
 SERVERS = ("device", "tiers")
 """Names of the two: with the device's memory alone, and with tiers behind it."""
 _TURNS = ("first turns", "second turns", "after a restart")
+_NO_NIXL = (
+    "Left out is one server that computes prompts and another one that answers: it "
+    "needs NVIDIA's NIXL (uv pip install --python {python} nixl-cu12, or nixl-cu13 "
+    "with CUDA 13)."
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,9 @@ class TiersDemo:
     workload: Workload = field(default_factory=returning)
     """Of three questions in each conversation; a restart comes before the last."""
     console: Console = field(default_factory=Console)
+    prompts: Workload = field(default_factory=split)
+    """For a prefill and a decode server; of one question each."""
+    has_nixl: bool = field(default_factory=is_installed)
 
     def run(self) -> bool:
         """Run everything; returns whether all went well.
@@ -66,8 +82,12 @@ class TiersDemo:
         note = "a page holds KV, and a slot a state"
         self.console.print(to_table(title, outcomes, note, SERVERS))
         self.console.print(f"The same as JSON: {self.out}")
-        names = ("the device alone", "host memory and disk")
-        return not complain(self.console, outcomes, names)
+        if not self.has_nixl:
+            self.console.print(_NO_NIXL.format(python=sys.executable), soft_wrap=True)
+        turns, rest = outcomes[: len(_TURNS)], outcomes[len(_TURNS) :]
+        alone, pair = "the device alone", "a prefill and a decode server"
+        failed = complain(self.console, turns, (alone, "host memory and disk"))
+        return not (complain(self.console, rest, (alone, pair)) or failed)
 
     def _serve(self, disk: Path) -> Sequence[Sequence[Run]]:
         """The runs of each server."""
@@ -82,21 +102,47 @@ class TiersDemo:
         with running(targets, self.console):
             before = [self._turns(target, shorter, forget=True) for target in targets]
         rest = [continued(self.workload, runs) for runs in before]
-        targets = [self._target(name, "-restarted", disk) for name in SERVERS]
-        with running(targets, self.console):
+        peers: Mapping[str, Any] = {"peers": {}} if self.has_nixl else {}
+        targets = [self._target(name, "-restarted", disk, peers) for name in SERVERS]
+        others = self._prefill_and_router(targets[1]) if self.has_nixl else []
+        with running([*targets, *others], self.console):
             after = [
-                self._turns(target, workload, forget=False)
+                list(self._turns(target, workload, forget=False))
                 for target, workload in zip(targets, rest, strict=True)
             ]
+            asked = [targets[0], others[-1]] if others else []
+            for runs, target in zip(after, asked, strict=False):
+                runs += self._turns(target, self.prompts, forget=True)
         return [[*one, *other] for one, other in zip(before, after, strict=True)]
 
-    def _target(self, name: str, suffix: str, disk: Path) -> Target:
+    def _target(
+        self, name: str, suffix: str, disk: Path, more: Mapping[str, Any] | None = None
+    ) -> Target:
         options: Mapping[str, Any] = {}
         if name == SERVERS[1]:
             options = {
                 "host_memory": self.host_bytes,
                 "disk": {"path": str(disk), "size": self.disk_bytes},
+                **(more or {}),
             }
+        return self._server(name, suffix, options)
+
+    def _prefill_and_router(self, decode: Target) -> Sequence[Target]:
+        """What has prompts computed elsewhere for a server that answers them."""
+        options = {"host_memory": self.host_bytes, "peers": {}}
+        prefill, port = self._server("prefill", "", options), free_port()
+        command = (
+            str(Path(sys.executable).with_name("hybrid-plugin")),
+            "route",
+            f"--prefill={prefill.server.url}",
+            f"--decode={decode.server.url}",
+            f"--port={port}",
+        )
+        log = self.out.parent / "demo-tiers-router.log"
+        router = Server("router", Launch(command), port, log)
+        return prefill, Target(router, decode.engine, plugin=True)
+
+    def _server(self, name: str, suffix: str, options: Mapping[str, Any]) -> Target:
         engine = replace(self.engine, plugin_options=options)
         port = free_port()
         launch = engine.launch(self.model, port, plugin=True)
@@ -114,9 +160,9 @@ class TiersDemo:
     def _compare(
         self, device: Sequence[Run], tiers: Sequence[Run]
     ) -> Iterator[Outcome]:
-        """An outcome for each turn."""
+        """An outcome for each turn, and for prompts that another server computed."""
         equal = [True] * len(self.workload.conversations)
-        for label, one, other in zip(_TURNS, device, tiers, strict=True):
+        for label, one, other in zip(_TURNS, device, tiers, strict=False):
             tallies = [
                 compare_conversation(expected, got) if same else Tally(not_compared=1)
                 for same, expected, got in zip(
@@ -130,3 +176,8 @@ class TiersDemo:
             yield Outcome(
                 workload, one.result, other.result, sum(tallies, start=Tally())
             )
+        for one, other in zip(device[len(_TURNS) :], tiers[len(_TURNS) :], strict=True):
+            tally = sum(
+                map(compare_conversation, one.answers, other.answers), start=Tally()
+            )
+            yield Outcome(self.prompts, one.result, other.result, tally)

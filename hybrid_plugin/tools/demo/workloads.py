@@ -142,6 +142,17 @@ def returning(count: int = 16, turns: int = 3) -> Workload:
     )
 
 
+def split(count: int = 8) -> Workload:
+    """Long prompts, each of which one server computes and another one answers."""
+    return Workload(
+        "prefill_and_decode",
+        "prefill, decode",
+        f"{count} prompts that one server computes and another answers",
+        tuple(_chat(seed, 1, 900) for seed in range(300, 300 + count)),
+        concurrency=2,
+    )
+
+
 def _chat(seed: int, turns: int, filler: int = 200) -> Conversation:
     facts = Facts(seed)
     first = f"{facts.state(4)}\n{facts.filler(filler)}\n"

@@ -11,6 +11,10 @@ _TEXT = (
     "demos and tests: it takes servers in turn, and knows nothing of load or caches"
 )
 
+_IDLE_SECONDS = 2.0
+"""That a connection to a server is kept without a request: servers end theirs after 5,
+and a request that meets that end has no answer."""
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the command line."""
@@ -41,7 +45,11 @@ def _route(args: argparse.Namespace) -> int:
         return 1
     from hybrid_plugin.tools.route.router import Router
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    limits = httpx.Limits(
+        max_connections=None,
+        max_keepalive_connections=64,
+        keepalive_expiry=_IDLE_SECONDS,
+    )
     client = httpx.AsyncClient(timeout=None, limits=limits)
     router = Router(args.prefill, args.decode, client)
     uvicorn.run(router, host=args.host, port=args.port, log_level="warning")

@@ -10,6 +10,8 @@ Under `grid_of_16` deterministic prompts are split, and resumed, at multiples of
 tokens instead of 64, which must move their bits.
 Under `zero_restored_states` what comes from host memory has no state, and under
 `slow_restores` it takes seconds to come, while others decode.
+Under `slow_prefills` computing seems to take longer than any read, and under
+`fast_prefills` no time at all: what a peer has is always, or never, read.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -143,6 +145,12 @@ def _slow_restores() -> None:
     HybridCache.drain_commands = slow  # type: ignore[method-assign]
 
 
+def _prefills_of(seconds: float) -> None:
+    from hybrid_plugin.engine.prefill_time import PrefillTime
+
+    PrefillTime.token_seconds = property(lambda _: seconds)  # type: ignore[assignment]
+
+
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
@@ -219,4 +227,6 @@ if "HYBRID_TEST_POOLS" in os.environ:
     "exclude_workers": _exclude_workers,
     "zero_restored_states": _zero_restored_states,
     "slow_restores": _slow_restores,
+    "slow_prefills": lambda: _prefills_of(10.0),
+    "fast_prefills": lambda: _prefills_of(1e-12),
 }.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()
