@@ -29,7 +29,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 def test_it_answers_as_the_reference_with_and_without_hits(
     findings: Findings, kind: str
 ) -> None:
-    check(findings.of(kind), "sglang")
+    check(findings.of(kind), "hybrid_models.sglang.model")
 
 
 def test_a_server_finds_the_class_by_itself(
