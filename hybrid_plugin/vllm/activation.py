@@ -286,6 +286,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if model.runner_type != "generate":
         yield f"it serves text generation, not the runner {model.runner_type!r}."
+    if vllm_config.speculative_config is not None and keeps_states_alone(model):
+        yield (
+            "drafts for a model without attention layers are not supported yet; drop "
+            "--speculative-config."
+        )
     if getattr(cache, "use_replayssm", False):
         yield "ReplaySSM keeps no exact states; drop --use-replayssm."
     if not vllm_config.scheduler_config.enable_chunked_prefill:

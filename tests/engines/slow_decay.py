@@ -171,7 +171,8 @@ def write_mamba2(folder: Path, seed: int = 0) -> Path:
         state_size=64,
         chunk_size=64,
     )
-    return _write(config, folder, seed)
+    # As published, and as SGLang asks for.
+    return _write(config, folder, seed, intermediate_size=256, rms_norm=True)
 
 
 def write_mamba(folder: Path, seed: int = 0) -> Path:

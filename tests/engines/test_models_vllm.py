@@ -71,5 +71,5 @@ def test_states_alone_need_no_flag(start_server: StartServer, tmp_path: Path) ->
     assert gap(reference, turn, list(first.tokens)) < ROUNDING
     assert gap(reference, again, list(second.tokens)) < ROUNDING
     assert second.cached_tokens == len(turn) + 12 - 1
-    assert metrics["hybrid_cache_hit_tokens_total"] == len(turn) + 12 - 1
-    assert metrics["hybrid_cache_slots_cached"] > 0
+    assert metrics["hit_tokens"] == len(turn) + 12 - 1
+    assert metrics["state{cached}"] > 0

@@ -104,6 +104,8 @@ def test_a_flag_about_caching_counts_for_states_alone(tmp_path: Path) -> None:
     assert off.lines == ("hybrid-plugin is inactive: prefix caching is switched off.",)
     asked = Setup(model=model, flags=("--enable-prefix-caching",))
     assert DRIVER.decide(asked).active
+    drafting = DRIVER.decide(Setup(model=model, flags=DRAFTS))
+    assert not drafting.active and "without attention layers" in drafting.lines[0]
     # Where it steps aside, vLLM does what it does alone, cached or not.
     for flags in ((), ("--enable-prefix-caching",)):
         flags += CONFLICTS["scheduler class"][0]
