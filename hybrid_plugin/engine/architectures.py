@@ -27,18 +27,3 @@ class Standing:
     """Of the prefix cache."""
     reason: str = ""
     """Why it is not served, a phrase."""
-
-
-NO_ATTENTION = "it has state layers only, which the engine runs without a prefix cache"
-
-
-def of_ours(name: str, mixed: bool) -> Standing:
-    """Of one of our own classes, where the engine has none.
-
-    Args:
-        name: of the architecture.
-        mixed: whether it has attention layers beside its state layers.
-    """
-    if mixed:
-        return Standing(name, Provider.OURS, Prospect.SERVED)
-    return Standing(name, Provider.OURS, Prospect.LEFT_ALONE, NO_ATTENTION)

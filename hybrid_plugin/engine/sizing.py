@@ -74,7 +74,8 @@ class CachePlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose KV fits into the pages, the reserved page left out."""
+        """Tokens that fit into the pages, the reserved page left out: with their KV,
+        where layers have some."""
         return (self.sizes.pages - 1) * self.layout.page_size
 
     def sequences(self, length: int) -> float:
@@ -100,6 +101,15 @@ class CachePlan:
             yield elastic_memory.describe(self.shared)
             return
         layout, sizes = self.layout, self.sizes
+        if layout.has_states_alone:
+            yield (
+                f"hybrid-plugin pool: {sizes.slots} state slots of "
+                f"{layout.slot_bytes / 2**10:.1f} KiB "
+                f"({_mib(sizes.slots * layout.slot_bytes)}), and no KV; "
+                f"{sizes.pages} pages of {layout.page_size} tokens number what is "
+                "cached"
+            )
+            return
         slots = ""
         if layout.states:
             slots = (
@@ -211,11 +221,13 @@ def _share(
     limits: EngineLimits,
     log: Logger,
 ) -> ElasticPlan | None:
-    """How the pools share the memory; None where each gets its own.
+    """How the pools share the memory; None where each gets its own, or there is one.
 
     Raises:
         ConfigError: if the options ask for elastic pools that cannot be had.
     """
+    if layout.has_states_alone and layout.scratch is None:
+        return None  # one pool has all the memory, whatever the options say
     found = limits.hindrance or _hindrance_of(layout)
     if not elastic_memory.is_wanted(options, found, log):
         return None

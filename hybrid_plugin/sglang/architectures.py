@@ -10,17 +10,12 @@ with SGLang's classes.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from hybrid_plugin.engine.architectures import (
-    NO_ATTENTION,
-    Provider,
-    Standing,
-    of_ours,
-)
+from hybrid_plugin.engine.architectures import Provider, Standing
 from hybrid_plugin.engine.outlook import Prospect
 
 
@@ -151,16 +146,15 @@ EXAMPLES = (
 _NAMES = frozenset(example.architecture for example in EXAMPLES)
 
 
-def standings(ours: Mapping[str, bool]) -> list[Standing]:
+def standings(ours: Iterable[str]) -> list[Standing]:
     """Of all, by name.
 
     Args:
-        ours: architectures that the plugin has classes of, where SGLang has none, and
-            whether they have attention layers beside their state layers.
+        ours: architectures that the plugin has classes of, where SGLang has none.
     """
     from sglang.srt.arg_groups import overrides
 
-    found = {name: of_ours(name, mixed) for name, mixed in ours.items()}
+    found = {name: Standing(name, Provider.OURS, Prospect.SERVED) for name in ours}
     for name in overrides._MAMBA_RADIX_CACHE_ARCHS - _NAMES:
         found.setdefault(name, Standing(name, Provider.ENGINE, Prospect.SERVED))
     for example in filter(_is_known, EXAMPLES):
@@ -212,12 +206,10 @@ def _load(where: str) -> Callable[..., Any]:
 
 
 def _of_sglangs(example: Example) -> Standing:
-    from hybrid_plugin.sglang import arguments, known_pools
+    from hybrid_plugin.sglang import known_pools
 
     name, engine = example.architecture, Provider.ENGINE
     model = model_of(example)
-    if not (arguments.has_states(model) or arguments.has_windows(model)):
-        return Standing(name, engine, Prospect.LEFT_ALONE, NO_ATTENTION)
     if example.is_uncached:
         return Standing(name, engine, Prospect.LEFT_ALONE, UNCACHED)
     kept = known_pools.kept_beside(model)

@@ -21,6 +21,7 @@ from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
+from hybrid_plugin.sglang.layout import keeps_states_alone
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.speculation import arguments as speculation
 
@@ -52,8 +53,8 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
 def reason_to_stay_idle(server_args: Any) -> str | None:
     """Why this server is not the plugin's business, a phrase; None if it is.
 
-    It is if SGLang gives the model KV and something beside it, state slots or a pool of
-    its own for layers with windows, and may cache both.
+    It is if SGLang gives the model state slots, or KV of full attention and a pool of
+    its own for layers with windows, and may cache.
     """
     view = overrides.resolved_view(server_args)
     if view.disable_radix_cache:
@@ -65,7 +66,7 @@ def reason_to_stay_idle(server_args: Any) -> str | None:
 
 
 def has_states(model: Any) -> bool:
-    """Whether SGLang gives a model KV and state slots.
+    """Whether SGLang gives a model state slots, beside KV or alone.
 
     The configuration that `mambaish_config` finds is what SGLang's memory pools go
     by; its list of architectures leaves out models that have states as well.
@@ -73,8 +74,7 @@ def has_states(model: Any) -> bool:
     Args:
         model: SGLang's `ModelConfig`.
     """
-    found = mambaish_config(model)
-    return found is not None and bool(found.full_attention_layer_ids)
+    return mambaish_config(model) is not None
 
 
 def has_windows(model: Any) -> bool:
@@ -109,6 +109,11 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         speculation.conflicts(view, windows=has_windows(model)),
         speculation.unrecorded(view, options, model),
     )
+    if keeps_states_alone(model) and view.speculative_algorithm is not None:
+        raise cannot_serve(
+            "drafts for a model without attention layers are not supported yet; drop "
+            "--speculative-algorithm."
+        )
     conflict = next(chain(_conflicts(view), drafts), None)
     if conflict is not None:
         raise cannot_serve(conflict)

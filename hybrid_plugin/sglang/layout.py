@@ -53,7 +53,7 @@ def make_layout(
     slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
     layout = CacheLayout(
         page_size=page_size,
-        attention=(AttentionGroup(tensors, token_bytes * page_size // len(tensors)),),
+        attention=_attention(tensors, token_bytes * page_size),
         states=(StateGroup(states, slot // len(states)),),
     )
     if not elastic:
@@ -64,6 +64,23 @@ def make_layout(
         return layout
     reach = addressing.addressable_bytes(model, params)
     return replace(layout, addressable_slot_bytes=reach)
+
+
+def keeps_states_alone(model: Any) -> bool:
+    """Whether SGLang gives a model state slots and no KV, as it gives Mamba.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    found = mambaish_config(model)
+    return found is not None and not found.full_attention_layer_ids
+
+
+def _attention(tensors: tuple[str, ...], page_bytes: int) -> tuple[AttentionGroup, ...]:
+    """The layers with full attention, if there are any."""
+    if not tensors:
+        return ()
+    return (AttentionGroup(tensors, page_bytes // len(tensors)),)
 
 
 def kv_tensors(model: Any) -> tuple[str, ...]:

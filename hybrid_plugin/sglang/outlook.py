@@ -106,7 +106,11 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     attention_layers = len(mambaish_config(model).full_attention_layer_ids)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     options = read_options()
-    token_bytes = _token_bytes(model) * attention_layers
+    # Of what has no attention layers, SGLang's model knows no heads.
+    token_bytes = _token_bytes(model) * attention_layers if attention_layers else 0
+    packed = attention_layers > 0 and page_layout.can_pack(
+        model, attention_backends(), token_bytes
+    )
     lay_out = partial(
         make_layout,
         model,
@@ -124,7 +128,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     return Outlook.sized(
         lay_out(
             elastic=True,
-            packed=page_layout.can_pack(model, attention_backends(), token_bytes),
+            packed=packed,
             scratch=scratch_layout(
                 params,
                 device_type,

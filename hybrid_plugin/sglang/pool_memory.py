@@ -98,6 +98,9 @@ class PoolMemory:
             check_states(state_pool)
             return self.shared.start(interior)
         pages = page_rows(kv_pool.full_kv_pool, page_size)
+        if not pages:  # no layer has KV, and pages are but numbers
+            count = kv_pool.size // page_size + 1
+            pages = [torch.zeros((count, 0), dtype=torch.int8)]
         if state_pool is None:
             windows = page_rows(kv_pool.swa_kv_pool, page_size)
             return Executor({Pool.KV: Arena(pages), Pool.window(0): Arena(windows)})

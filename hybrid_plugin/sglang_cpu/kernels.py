@@ -16,6 +16,7 @@ from typing import Any
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.sglang_cpu.draft_attention import verify_with_a_mask
 from hybrid_plugin.sglang_cpu.draft_trees import links_of_mask
+from hybrid_plugin.sglang_cpu.headless_models import leave_models_without_heads
 from hybrid_plugin.sglang_cpu.replacements import (
     HOOKS,
     MISSING_NAMES,
@@ -49,6 +50,7 @@ def install() -> None:
         setattr(module, missing.name, load(missing.ours))
     read_windows_in_their_pool()
     verify_with_a_mask()
+    leave_models_without_heads(replace)
 
 
 def import_tree_masks() -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from hybrid_kernels import ssd
 
+from hybrid_plugin.sglang_cpu import mamba1
 from hybrid_plugin.sglang_cpu.chunk_states import CHUNK, ChunkStates
 from hybrid_plugin.sglang_cpu.draft_states import DraftStates, parents_below_roots
 from hybrid_plugin.sglang_cpu.unsupported import refuse
@@ -178,7 +179,8 @@ def update(
         state: ``[S, H, P, D]``, updated; read only with drafts.
         x: ``[N, H, P]``; of drafts ``[N, L, H, P]``, and so all below.
         dt: ``[N, H, P]``, before softplus, one number per head.
-        A: ``[H, P, D]``, negative, one number per head.
+        A: ``[H, P, D]``, negative, one number per head; of Mamba-1 all are its own,
+            and all shapes are those of `mamba1.update`.
         B: ``[N, G, D]``.
         C: ``[N, G, D]``.
         D: ``[H, P]``, one number per head, or None.
@@ -197,14 +199,15 @@ def update(
 
     Raises:
         ValueError: if shapes do not fit.
-        NotImplementedError: for Mamba-1 or stochastic rounding.
+        NotImplementedError: for drafts of Mamba-1 or stochastic rounding.
     """
     refuse("stochastic rounding", rounding=self._enable_stochastic_rounding)
     drafts = intermediate_states_buffer is not None
-    if not dt_softplus or x.ndim != 3 + drafts or A.stride()[1:] != (0, 0):
+    is_mamba1 = mamba1.has_full_decay(A)
+    if not dt_softplus or x.ndim != 3 + drafts or (is_mamba1 and drafts):
         raise NotImplementedError(
-            "SGLang on the platform hybrid_cpu does not support Mamba-1; serve a "
-            "Mamba-2 model, or use a GPU."
+            "SGLang on the platform hybrid_cpu does not support this way of updating "
+            "states, nor drafts for Mamba-1; run without it, or use a GPU."
         )
     if disable_state_update is not drafts:
         raise NotImplementedError("either a step, or a verification that keeps states")
@@ -213,6 +216,9 @@ def update(
     slots = (
         torch.arange(x.shape[0]) if state_batch_indices is None else state_batch_indices
     )
+    if is_mamba1:
+        mamba1.update(state, x, dt, A, B, C, slots, D=D, z=z, dt_bias=dt_bias, out=out)
+        return
     operands = (x, dt[..., 0], A[:, 0, 0], B, C)
     skip = None if D is None else D[:, 0]
     bias = None if dt_bias is None else dt_bias[:, 0]

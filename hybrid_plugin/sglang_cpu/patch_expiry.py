@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from hybrid_plugin.sglang_cpu.headless_models import DIVIDES_HEADS
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
 
@@ -28,6 +29,9 @@ NEEDED = {
     "cpu.wait_for_no_gpu_s_dump": _while_there(
         f"{_SRT}.managers.tokenizer_manager:TokenizerManager.dump_requests_before_crash",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
+    ),
+    "headless_models.leave_models_without_heads": _while_there(
+        DIVIDES_HEADS, "num_attention_heads"
     ),
     "torch_shims.answer_with_the_cpu_module": _while_there(
         f"{_SRT}.models.qwen3_next:Qwen3GatedDeltaNet", "get_device_module"

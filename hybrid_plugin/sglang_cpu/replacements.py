@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_plugin.sglang_cpu.headless_models import DIVIDES_HEADS
 from hybrid_plugin.upstream.hookpoints import HookPoint
 
 _OPS = "sglang.kernels.ops"
@@ -465,6 +466,14 @@ DRAFTS = (
 )
 """What `draft_attention` and the platform's functions for drafts rely on."""
 
+HEADS = HookPoint(
+    DIVIDES_HEADS,
+    ("model_config", "load_config", "tp_size"),
+    closed=True,
+    mentions=("num_attention_heads",),
+)
+"""What `headless_models` wraps."""
+
 HOOKS = (
     *(r.point for r in REPLACEMENTS),
     _FORWARD,
@@ -472,5 +481,6 @@ HOOKS = (
     *WINDOWS,
     TREE_MASKS,
     *DRAFTS,
+    HEADS,
 )
 """All that `kernels.install` relies on."""

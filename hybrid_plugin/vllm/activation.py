@@ -24,13 +24,16 @@ from hybrid_plugin.vllm import deterministic, servable, storable
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 # A name below "vllm" makes vLLM's log configuration show the lines.
 logger = init_logger("vllm.hybrid_plugin")
 
 OPTIONS_KEY = "hybrid_plugin"
+CACHING_KEY = "hybrid_plugin_caching_by_default"
+"""Key in the additional configuration, where no flag is about prefix caching and vLLM
+would not cache the model."""
 TEMPLATE_KEY = "hybrid_plugin_chat_template"
 """Key of the text of `--chat-template` in the additional configuration."""
 SCHEDULER = "hybrid_plugin.vllm.scheduler.create_scheduler"
@@ -71,6 +74,18 @@ def carried_chat_template(vllm_config: VllmConfig) -> str | None:
     """The text of the server's chat template, if it was given one and it is read."""
     extra = vllm_config.additional_config
     return extra.get(TEMPLATE_KEY) if isinstance(extra, dict) else None
+
+
+def note_default_caching(engine_args: EngineArgs, model_config: ModelConfig) -> None:
+    """Note that no flag switched prefix caching off, for a model that we may serve.
+
+    Args:
+        engine_args: of the server, where vLLM's default has.
+        model_config: of its model.
+    """
+    extra = engine_args.additional_config
+    if isinstance(extra, dict) and keeps_states_alone(model_config):
+        engine_args.additional_config = {**extra, CACHING_KEY: True}
 
 
 def given_options(extra: Any) -> dict[str, Any]:
@@ -188,11 +203,18 @@ def reason_to_stay_idle(vllm_config: VllmConfig, options: HybridConfig) -> str |
             "the model has no state layers, and vLLM caches its windows itself; set "
             'the option "enabled" to true to have the plugin serve it'
             if mixes_windows(vllm_config)
-            else "the model has no state layers beside its attention layers"
+            else "the model has no state layers"
         )
-    if not vllm_config.cache_config.enable_prefix_caching:
+    if not _may_cache(vllm_config):
         return "prefix caching is switched off"
     return None
+
+
+def _may_cache(vllm_config: VllmConfig) -> bool:
+    """Whether prefixes are cached, or would be if vLLM cached such models."""
+    extra = vllm_config.additional_config
+    by_default = isinstance(extra, dict) and extra.get(CACHING_KEY, False)
+    return vllm_config.cache_config.enable_prefix_caching or bool(by_default)
 
 
 def is_candidate(vllm_config: VllmConfig, options: HybridConfig) -> bool:
@@ -201,9 +223,17 @@ def is_candidate(vllm_config: VllmConfig, options: HybridConfig) -> bool:
     A model with windows but no state layers is served on request only: vLLM's own cache
     can resume it at the end of any page that was computed, the plugin at snapshots.
     """
-    return vllm_config.model_config.is_hybrid or (
-        options.enabled is True and mixes_windows(vllm_config)
+    model = vllm_config.model_config
+    return (
+        model.is_hybrid
+        or keeps_states_alone(model)
+        or (options.enabled is True and mixes_windows(vllm_config))
     )
+
+
+def keeps_states_alone(model: ModelConfig) -> bool:
+    """Whether a model has state layers and no attention layers, as Mamba has."""
+    return bool(model.is_attention_free and model.has_inner_state)
 
 
 def mixes_windows(vllm_config: VllmConfig) -> bool:
@@ -256,6 +286,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if model.runner_type != "generate":
         yield f"it serves text generation, not the runner {model.runner_type!r}."
+    if vllm_config.speculative_config is not None and keeps_states_alone(model):
+        yield (
+            "drafts for a model without attention layers are not supported yet; drop "
+            "--speculative-config."
+        )
     if getattr(cache, "use_replayssm", False):
         yield "ReplaySSM keeps no exact states; drop --use-replayssm."
     if not vllm_config.scheduler_config.enable_chunked_prefill:

@@ -7,29 +7,28 @@ Nothing is built or imported: classes are found by what they derive from.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybrid_plugin.engine.architectures import NO_ATTENTION, Provider, Standing, of_ours
+from hybrid_plugin.engine.architectures import Provider, Standing
 from hybrid_plugin.engine.outlook import Prospect
 from hybrid_plugin.vllm import servable
 
 _MODELS = "vllm.model_executor.models"
-_HYBRID, _STATES_ONLY = "IsHybrid", "IsAttentionFree"
+_HYBRID, _STATES_ALONE = "IsHybrid", {"IsAttentionFree", "HasInnerState"}
 
 
-def standings(ours: Mapping[str, bool]) -> list[Standing]:
+def standings(ours: Iterable[str]) -> list[Standing]:
     """Of all, by name.
 
     Args:
-        ours: architectures that the plugin has classes of, and whether they have
-            attention layers beside their state layers.
+        ours: architectures that the plugin has classes of.
     """
     from vllm.model_executor.models import registry
 
     bases = _bases_of_models()
-    found = {name: of_ours(name, mixed) for name, mixed in ours.items()}
+    found = {name: Standing(name, Provider.OURS, Prospect.SERVED) for name in ours}
     generating = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
     for name, (module, cls) in generating.items():
         kinds = set(_ancestors(cls, bases))
@@ -41,9 +40,7 @@ def standings(ours: Mapping[str, bool]) -> list[Standing]:
 
 def _of_vllms(name: str, module: str, kinds: set[str]) -> Standing | None:
     """None for an architecture without state layers."""
-    if _STATES_ONLY in kinds:
-        return Standing(name, Provider.ENGINE, Prospect.LEFT_ALONE, NO_ATTENTION)
-    if _HYBRID not in kinds:
+    if _HYBRID not in kinds and not kinds >= _STATES_ALONE:
         return None
     unknown = servable.unknown_kinds(module)
     if unknown:

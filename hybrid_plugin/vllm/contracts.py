@@ -37,6 +37,8 @@ CONFIG_HOOKS: tuple[Contract, ...] = (
     HookPoint("vllm.config:VllmConfig.model_config"),
     HookPoint("vllm.config.model:ModelConfig", mentions=("hf_text_config",)),
     HookPoint("vllm.config.model:ModelConfig.is_hybrid"),
+    HookPoint("vllm.config.model:ModelConfig.is_attention_free"),
+    HookPoint("vllm.config.model:ModelConfig.has_inner_state"),
     HookPoint("vllm.config.vllm:VllmConfig.scheduler_config"),
 )
 """Without them the plugin cannot tell whether a model is its business."""
@@ -56,6 +58,22 @@ ARGUMENT_HOOKS: tuple[Contract, ...] = (
     ),
 )
 """How the chat template of the server gets to the engine core."""
+
+CACHING_DEFAULT = (
+    "vllm.engine.arg_utils:EngineArgs."
+    "_set_default_chunked_prefill_and_prefix_caching_args"
+)
+DEFAULT_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        CACHING_DEFAULT,
+        ("self", "model_config"),
+        closed=True,
+        mentions=("is_prefix_caching_supported",),
+    ),
+    HookPoint("vllm.engine.arg_utils:EngineArgs.enable_prefix_caching"),
+    HookPoint("vllm.engine.arg_utils:EngineArgs.additional_config"),
+)
+"""Whether prefix caching is off by a flag or by vLLM's default."""
 
 OPTION_HOOKS: tuple[Contract, ...] = (
     *ARGUMENT_HOOKS,
@@ -1367,6 +1385,7 @@ ENGINE_HOOKS = (
 )
 HOOKS: tuple[Contract, ...] = (
     *CONFIG_HOOKS,
+    *DEFAULT_HOOKS,
     *ENGINE_HOOKS,
     *SAVED_SESSION_HOOKS,
     *WORKER_HOOKS,

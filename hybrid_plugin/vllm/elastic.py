@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import elastic_memory
-from hybrid_plugin.vllm.activation import logger, read_options
+from hybrid_plugin.vllm.activation import keeps_states_alone, logger, read_options
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 def is_wanted(vllm_config: VllmConfig) -> bool:
     """Whether the pools of this engine share their memory, if the model allows.
 
+    A model with state layers alone has one pool, which has all the memory.
+
     Raises:
         ConfigError: if the options ask for it and the system cannot do it.
     """
+    if keeps_states_alone(vllm_config.model_config):
+        return False
     return elastic_memory.is_wanted(
         read_options(vllm_config), elastic_memory.obstacle(device_type())
     )

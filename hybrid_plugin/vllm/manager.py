@@ -147,9 +147,7 @@ class HybridKVCacheManager:
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats()
-        most = max(
-            kv_cache_config.pages, kv_cache_config.slots, *kv_cache_config.windows
-        )
+        most = max(kv_cache_config.plan.sizes.of(pool) for pool in self._pools)
         self._id_blocks = [KVCacheBlock(i) for i in range(most)]
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in specs))
 
@@ -515,8 +513,11 @@ class HybridKVCacheManager:
         )
 
     def _blocks(self, ids: Mapping[PoolId, Sequence[int]]) -> KVCacheBlocks:
+        """Ids of each of vLLM's groups, among which pages of no layer have none."""
         blocks = {
-            pool: [self._id_blocks[i] for i in some] for pool, some in ids.items()
+            pool: [self._id_blocks[i] for i in some]
+            for pool, some in ids.items()
+            if pool in self._pools
         }
         return KVCacheBlocks(tuple(blocks.get(pool, []) for pool in self._pools))
 

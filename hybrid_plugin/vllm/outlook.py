@@ -158,7 +158,11 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
             raise servable.UnservableError(reason)
         page_size.choose(config)
         packed = page_layout.obstacle(config) is None
-        return planning.make_layout(planning.make_groups(specs()), packed=packed)
+        return planning.make_layout(
+            planning.make_groups(specs()),
+            packed=packed,
+            page_size=config.cache_config.block_size,
+        )
 
 
 def _sized(config: VllmConfig, layout: CacheLayout, cache_bytes: int) -> Outlook:

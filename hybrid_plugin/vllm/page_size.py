@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page size: what the user asks for, or the least the backends take."""
+"""The page size: what the user asks for, or the least the backends take.
+
+Where no layer has pages, they number the tokens of the tree, and any size will do.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,18 @@ def choose(vllm_config: VllmConfig) -> None:
     from vllm.config.vllm import set_current_vllm_config
     from vllm.platforms import current_platform
 
+    options, cache = read_options(vllm_config), vllm_config.cache_config
     backends = current_platform._find_non_ssm_backends(vllm_config)
+    if not backends:
+        cache.block_size = of_states(vllm_config)
+        return
     with set_current_vllm_config(vllm_config):
         accepted = [
             size
             for size in range(1, _LARGEST + 1)
             if all(backend.supports_block_size(size) for backend in backends)
         ]
-    options, cache = read_options(vllm_config), vllm_config.cache_config
-    flag = cache.block_size if cache.user_specified_block_size else None
-    asked = sizing.asked_page_size(options, "--block-size", flag)
+    asked = _asked(vllm_config)
     names = ", ".join(backend.get_name() for backend in backends)
     if not accepted:
         raise UnservableError(
@@ -52,3 +57,20 @@ def choose(vllm_config: VllmConfig) -> None:
         )
     size = asked or next((s for s in accepted if s >= DEFAULT_PAGE_SIZE), accepted[-1])
     cache.block_size = size
+
+
+def of_states(vllm_config: VllmConfig) -> int:
+    """Tokens in a page of a model with state layers alone.
+
+    Raises:
+        ConfigError: if the plugin's option contradicts the flag.
+    """
+    return _asked(vllm_config) or DEFAULT_PAGE_SIZE
+
+
+def _asked(vllm_config: VllmConfig) -> int | None:
+    """Tokens in a page that the user asked for."""
+    cache = vllm_config.cache_config
+    flag = cache.block_size if cache.user_specified_block_size else None
+    options = read_options(vllm_config)
+    return sizing.asked_page_size(options, "--block-size", flag)

@@ -39,6 +39,12 @@ NEEDED = {
     "patches.patch_arguments": Need(
         HookPoint("vllm.entrypoints.launchers.cli_args:BaseFrontendArgs.chat_template")
     ),
+    "patches.patch_defaults": Need(
+        HookPoint(
+            "vllm.config.model:ModelConfig.is_prefix_caching_supported",
+            mentions=("attention_free",),
+        )
+    ),
     "patches.patch_engine": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_configs",)),
     ),

@@ -50,6 +50,8 @@ def apply() -> None:
     patch_config()
     if _ARGUMENTS in sys.modules and not contracts.problems(contracts.ARGUMENT_HOOKS):
         patch_arguments()
+    if _ARGUMENTS in sys.modules and not contracts.problems(contracts.DEFAULT_HOOKS):
+        patch_defaults()
     if _ENGINE_CORE in sys.modules and not contracts.problems(contracts.CORE_HOOKS):
         patch_engine()
     patch_platform()
@@ -122,6 +124,8 @@ def patch_config() -> None:
                 config, activation.read_options(config)
             ):
                 require(contracts.OPTION_HOOKS)
+                if activation.keeps_states_alone(model):
+                    require(contracts.DEFAULT_HOOKS)
             activation.activate(config)
             if activation.is_active(config):
                 require(
@@ -163,6 +167,26 @@ def patch_arguments() -> None:
 
     owner, name = resolve(f"{_ARGUMENTS}:EngineArgs.from_cli_args")
     wrap_classmethod(owner, name, build)
+
+
+def patch_defaults() -> None:
+    """Symptom: a model with state layers alone is served without a prefix cache.
+
+    Cause: vLLM caches such models only if a flag says so, because its own cache of them
+    is experimental, and the configuration does not tell its default from a flag.
+    Fix: where no flag is about prefix caching, note that for activation.
+    Delete when: vLLM caches these models by default.
+    """
+
+    def settle(original: Callable[..., None], args: Any, model_config: Any) -> None:
+        from hybrid_plugin.vllm import activation
+
+        is_given = args.enable_prefix_caching is not None
+        original(args, model_config)
+        if not (is_given or args.enable_prefix_caching):
+            activation.note_default_caching(args, model_config)
+
+    wrap(contracts.CACHING_DEFAULT, settle)
 
 
 def patch_engine() -> None:

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+from hybrid_plugin.config import DEFAULT_PAGE_SIZE
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, ChunkedLocal
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
@@ -27,7 +28,7 @@ from hybrid_plugin.core.memory.layout import (
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine import elastic_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
-from hybrid_plugin.vllm import addressing, elastic, page_layout
+from hybrid_plugin.vllm import addressing, elastic, page_layout, page_size
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.kernels import agreement
 from hybrid_plugin.vllm.servable import UnservableError
@@ -75,12 +76,16 @@ class HybridKVCacheConfig(KVCacheConfig):
     """Whether forward passes keep states in the middle of a prompt."""
     host: HostPlan | None = None
     """Of the host memory behind the pools; None without any."""
+    page_size: int = DEFAULT_PAGE_SIZE
+    """Tokens in a page.  Where no layer has pages, they only number tokens."""
 
     @property
     def plan(self) -> CachePlan:
         """The same without vLLM's types."""
         layout = (
-            self.shared.layout if self.shared else make_layout(self.kv_cache_groups)
+            self.shared.layout
+            if self.shared
+            else make_layout(self.kv_cache_groups, page_size=self.page_size)
         )
         sizes = PoolSizes(self.pages, self.slots, self.windows)
         return CachePlan(layout, sizes, self.shared, self.host)
@@ -110,7 +115,7 @@ def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
 
     All groups with one window use the same page ids, all state groups the
     sequence's slot id, so layers that cannot share a group cost no second
-    allocation.
+    allocation.  There may be state layers alone.
 
     Raises:
         UnservableError: for layers that the plugin has no pools for.
@@ -120,12 +125,15 @@ def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
         by_spec[to_pool_spec(layer, spec)].append(layer)
     ordered = sorted(by_spec.items(), key=lambda item: _rank(item[0]))
     groups = [KVCacheGroupSpec(layers, spec) for spec, layers in ordered]
+    if not groups:
+        raise UnservableError("the model's layers keep nothing for later tokens.")
     page_sizes = {g.kv_cache_spec.block_size for g in _page_groups(groups)}
-    if len(page_sizes) != 1:
+    if len(page_sizes) > 1:
         raise UnservableError(
             "the plugin needs attention layers that agree on one page size."
         )
-    _check_chunks(groups, page_sizes.pop())
+    for size in page_sizes:
+        _check_chunks(groups, size)
     return groups
 
 
@@ -145,17 +153,23 @@ def _check_chunks(groups: list[KVCacheGroupSpec], page_size: int) -> None:
             )
 
 
-def make_layout(groups: list[KVCacheGroupSpec], *, packed: bool = False) -> CacheLayout:
+def make_layout(
+    groups: list[KVCacheGroupSpec],
+    *,
+    packed: bool = False,
+    page_size: int = DEFAULT_PAGE_SIZE,
+) -> CacheLayout:
     """Sizes of a page of each pool and of a slot, over the groups' layers.
 
     Args:
         groups: of `make_groups`.
         packed: whether all layers of a page lie side by side.
+        page_size: tokens in a page, where no layer says so because none has pages.
     """
     pages = _page_groups(groups)
     states = [g for g in groups if not is_page_spec(g.kv_cache_spec)]
     return CacheLayout(
-        page_size=pages[0].kv_cache_spec.block_size,
+        page_size=pages[0].kv_cache_spec.block_size if pages else page_size,
         attention=tuple(
             AttentionGroup(
                 tuple(g.layer_names),
@@ -208,7 +222,8 @@ def make_config(
         interior: whether forward passes keep states in the middle of a prompt.
         host: the host memory behind the pools, if there is any.
     """
-    layout = make_layout(groups) if shared is None else shared.layout
+    tokens = _page_size(vllm_config, groups)
+    layout = make_layout(groups, page_size=tokens) if shared is None else shared.layout
     return HybridKVCacheConfig(
         num_blocks=(
             min(sizes.of(pool) for pool in pools_of(groups))
@@ -226,6 +241,7 @@ def make_config(
         shared=shared,
         interior=interior,
         host=host,
+        page_size=tokens,
     )
 
 
@@ -271,7 +287,7 @@ def plan(
         ConfigError: if one sequence of the maximum length does not fit.
     """
     groups = make_groups(worker_specs[0])
-    fixed = make_layout(groups)
+    fixed = make_layout(groups, page_size=_page_size(vllm_config, groups))
     layout = replace(fixed, packed=page_layout.is_packed(vllm_config))
     available = min(available_memory)
     options = read_options(vllm_config)
@@ -344,6 +360,13 @@ def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int,
     """Return (KV tokens that fit, sequences of the maximum length that fit)."""
     found = config.plan
     return found.tokens, found.sequences(vllm_config.model_config.max_model_len)
+
+
+def _page_size(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """Tokens in a page: as the layers with pages have it, or as the user asks."""
+    for group in _page_groups(groups):
+        return group.kv_cache_spec.block_size
+    return page_size.of_states(vllm_config)
 
 
 def _page_groups(groups: list[KVCacheGroupSpec]) -> list[KVCacheGroupSpec]:

@@ -67,7 +67,7 @@ class _OnTwoPools(Scheduler):
     ) -> None:
         if not isinstance(kv_cache_config, HybridKVCacheConfig):
             raise RuntimeError(patches.HALF_LOADED.format(where="the engine core"))
-        page_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        page_size = kv_cache_config.page_size
         kwargs.update(block_size=page_size, hash_block_size=page_size)
 
         options = read_options(vllm_config)

@@ -24,8 +24,6 @@ class Architecture(nn.Module):
     """How the checkpoint's names become those of parameters."""
     CONFIG: ClassVar[type[Any] | None] = None
     """Of the model, where transformers has none."""
-    HAS_ATTENTION: ClassVar[bool] = True
-    """Whether there are attention layers beside the state layers."""
     STATES: ClassVar[int] = 2
     """Number of tensors in `state_tensors`."""
 

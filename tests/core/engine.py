@@ -54,7 +54,7 @@ class FakeEngine:
         self.setup = setup
         self.cache = setup.build(cls)
         self.device = FakeDevice(
-            setup.pages,
+            setup.all_pages,
             setup.slots if setup.has_states else 0,
             setup.page_size,
             setup.window_pools,

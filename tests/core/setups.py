@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.attention_windows import AttentionWindow
+from hybrid_plugin.core.memory.layout import CacheLayout, StateGroup
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 from hybrid_plugin.core.policy.eviction import LeastRecentlyUsed
@@ -40,6 +41,9 @@ class Setup:
     economical: bool = True
     """Whether evictions weigh what content is expected to save."""
     has_states: bool = True
+    states_alone: bool = field(default=False, repr=False)
+    """Whether no layer attends: pages take no memory, and there are as many as all
+    slots could have before them; those of `pages` are for the longest sequence."""
     windows: tuple[tuple[AttentionWindow, int], ...] = ()
     """The window of each group, and the pages that it has beyond those of `pages`."""
     grid: int = field(default=0, repr=False)
@@ -81,6 +85,15 @@ class Setup:
         return 3 * (1 + self.drafts) if self.drafts else 0
 
     @property
+    def all_pages(self) -> int:
+        """Pages that there are, the reserved one included."""
+        if not self.states_alone:
+            return self.pages
+        alone = CacheLayout(self.page_size, (), (StateGroup(("s",), 4),), 4)
+        longest = (self.pages - 1) * self.page_size
+        return alone.split(4 * self.slots, max_model_len=longest).pages
+
+    @property
     def window_pools(self) -> list[tuple[AttentionWindow, int]]:
         """AttentionWindow and pages of each window group."""
         return [(span, self.pages + more) for span, more in self.windows]
@@ -98,13 +111,15 @@ class Setup:
     @property
     def eviction(self) -> LeastRecentlyUsed:
         """A new policy."""
-        policy = Economical if self.economical else ByMinimum
-        return policy(self.branch_min, self.prompt_end_min)
+        if not self.economical:
+            return ByMinimum(self.branch_min, self.prompt_end_min)
+        size = 0 if self.states_alone else 1
+        return Economical(self.branch_min, self.prompt_end_min, token_bytes=size)
 
     def build(self, cls: type[HybridCache] = HybridCache) -> HybridCache:
         """The cache under test."""
         return cls(
-            pages=PagePool(self.pages),
+            pages=PagePool(self.all_pages),
             slots=SlotPool(self.slots) if self.has_states else NoSlots(),
             page_size=self.page_size,
             policy=SnapshotPolicy(

@@ -41,8 +41,14 @@ class ByMinimum(LeastRecentlyUsed):
 class Economical(ExpectedSaving):
     """The plugin's policy, at the scale of tests."""
 
-    def __init__(self, branch: int = 1, prompt_end: int = NO_SNAPSHOTS) -> None:
-        super().__init__(token_bytes=1, slot_bytes=4)
+    def __init__(
+        self,
+        branch: int = 1,
+        prompt_end: int = NO_SNAPSHOTS,
+        *,
+        token_bytes: float = 1,
+    ) -> None:
+        super().__init__(token_bytes=token_bytes, slot_bytes=4)
         self.least = ByMinimum(branch, prompt_end)
 
     def repays_pass(

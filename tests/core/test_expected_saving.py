@@ -165,3 +165,12 @@ def test_every_class_has_an_assumed_chance() -> None:
         classes.append(class_of(Snapshot(1, kind=kind, hits=2)))
         classes.append(class_of(Snapshot(1, kind=kind, is_superseded=True)))
     assert all(0 < assumed_chance(one) < 1 for one in classes)
+
+
+def test_pages_that_take_no_memory_are_worth_nothing_without_a_snapshot() -> None:
+    """Were pages short, what saves tokens would not go for what saves none."""
+    for token_bytes, goes_first in ((0, "bare"), (1, "kept")):
+        tree, _ = tree_and_policy(token_bytes)
+        kept = keep(tree, path(tree, 1000, 2), TURN)
+        bare = path(tree, 5000, 50)
+        assert tree.next_leaf() is {"bare": bare, "kept": kept}[goes_first]

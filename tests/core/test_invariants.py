@@ -41,6 +41,8 @@ class EngineMachine(RuleBasedStateMachine):
     page_size = 4
     windows: tuple[tuple[AttentionWindow, int], ...] = ()
     """Of each group, with the pages that it has beyond those of full attention."""
+    states_alone = False
+    """Whether pages only number tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +93,8 @@ class EngineMachine(RuleBasedStateMachine):
             grid=grid,
             canonical=canonical and grid > 1 and not self.windows,
         )
-        self.engine = FakeEngine(replace(setup, windows=self.windows))
+        setup = replace(setup, windows=self.windows, states_alone=self.states_alone)
+        self.engine = FakeEngine(setup)
 
     @precondition(lambda self: len(self.engine.waiting) < 5)
     @rule(
@@ -207,6 +210,12 @@ class WindowMachine(EngineMachine):
     windows = ((SlidingWindow(6), 4), (ChunkedLocal(7), 0))
 
 
+class StatesAloneMachine(EngineMachine):
+    """No layer attends: slots are short, and the pages that number tokens are not."""
+
+    states_alone = True
+
+
 TestSinglePage = SinglePageMachine.TestCase
 TestSinglePage.settings = machine_settings(EXAMPLES)
 TestFourTokenPage = EngineMachine.TestCase
@@ -215,3 +224,5 @@ TestWidePage = WidePageMachine.TestCase
 TestWidePage.settings = machine_settings(EXAMPLES)
 TestWindows = WindowMachine.TestCase
 TestWindows.settings = machine_settings(EXAMPLES // 3)
+TestStatesAlone = StatesAloneMachine.TestCase
+TestStatesAlone.settings = machine_settings(EXAMPLES // 3)

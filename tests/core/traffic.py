@@ -174,6 +174,7 @@ class Traffic:
         host: bool = False,
         outer: bool = False,
         peers: bool = False,
+        states_alone: bool = False,
     ) -> Traffic:
         """Traffic on a random engine.
 
@@ -186,6 +187,7 @@ class Traffic:
             host: whether there is a host tier.
             outer: whether there is a disk behind it.
             peers: whether there are other servers behind it.
+            states_alone: whether no layer attends, and pages only number tokens.
         """
         rng = random.Random(f"{seed}/{page_size}")
         setup = random_setup(rng, page_size)
@@ -199,6 +201,8 @@ class Traffic:
             setup = with_outer(setup)
         if peers:
             setup = with_peers(setup)
+        if states_alone:
+            setup = replace(setup, states_alone=True, economical=True)
         return cls(rng, FakeEngine(setup, cache))
 
     def run(self, operations: int, check_every: int) -> None:

@@ -298,3 +298,23 @@ def test_model_that_cannot_be_served(
     assert not found.ok
     assert "problem: it is too large." in render.as_text(found)
     assert found.engines[0].outlook == outlook
+
+
+def test_states_alone_are_shown_without_kv() -> None:
+    outlook = Outlook(
+        Prospect.SERVED,
+        layout=replace(LAYOUT, attention=()),
+        sizes=PoolSizes(801, 11),
+        max_model_len=512,
+    )
+    text = render.as_text(_report(outlook))
+    assert "page: 16 tokens, and no KV: no layer attends" in text
+    assert "slot: 3.0 KiB over 3 state layers\n" in text
+    assert "1024.0 MiB of cache: 11 slots" in text
+    assert "at once: 10 sequences of 512 tokens" in text
+    model = render.as_json(_report(outlook))["engines"][0]["model"]
+    assert (model["page_bytes"], model["attention_layers"], model["slots"]) == (
+        0,
+        0,
+        11,
+    )

@@ -295,11 +295,34 @@ def test_host_memory_for_windows_without_states() -> None:
             MIB,
             r"^host_memory cannot be used: the model has no full .*; leave it out\.$",
         ),
+        (
+            replace(LAYOUT, attention=()),
+            MIB,
+            r"^host_memory cannot be used: the model has no full .*; leave it out\.$",
+        ),
     ],
-    ids=["too little", "attention alone", "no full attention"],
+    ids=["too little", "attention alone", "no full attention", "states alone"],
 )
 def test_host_memory_that_cannot_be_used(
     layout: CacheLayout, size: int, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         divided(8 * MIB, layout=layout, host_memory=size)
+
+
+@pytest.mark.parametrize("elastic", [None, False, True])
+def test_states_alone_are_one_pool_with_all_memory(
+    elastic: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is nothing for memory to move to, whatever is asked for."""
+    alone = replace(LAYOUT, attention=())
+    with caplog.at_level(logging.INFO):
+        found = divided(8 * MIB, elastic=elastic, layout=alone)
+    assert found.shared is None
+    assert found.sizes == PoolSizes(64 * 32 + 1, 64)
+    assert (found.tokens, found.sequences(512)) == (64 * 512, 63)
+    assert list(found.describe()) == [
+        "hybrid-plugin pool: 64 state slots of 128.0 KiB (8.0 MiB), and no KV; 2049 "
+        "pages of 16 tokens number what is cached"
+    ]
+    assert not caplog.messages, "elastic pools are neither here nor missed"

@@ -33,9 +33,14 @@ class Findings:
         return self.found[kind]
 
 
-def check(found: dict[str, Any], engine: str) -> None:
-    """Right answers, hits, preemption, and wrong answers from zeroed snapshots."""
-    assert found["model"] == f"hybrid_models.{engine}.model"
+def check(found: dict[str, Any], module: str) -> None:
+    """Right answers, hits, preemption, and wrong answers from zeroed snapshots.
+
+    Args:
+        found: what came out.
+        module: of the class that the engine must have built.
+    """
+    assert found["model"] == module
     for phase in PHASES:
         assert max(found["gaps"][phase]) < ROUNDING, (phase, found["gaps"][phase])
     assert found["distinct"]["crowd"] > 20, "answers hardly depend on what they follow"

@@ -25,9 +25,9 @@ from tests.engines.model_workload import (
     serve,
 )
 from tests.engines.phases import report
-from tests.models.kinds import find
+from tests.models.kinds import STATES_ALONE, find
 
-OPTIONS: dict[str, Any] = {"enabled": True, "page_size": PAGE}
+OPTIONS: dict[str, Any] = {"page_size": PAGE}
 
 
 class VllmEngine:
@@ -116,9 +116,9 @@ def main(kind: str, folder: Path) -> None:
     """Print one line of JSON."""
     chosen = find(kind)
     checkpoint = chosen.write(folder)
-    options = OPTIONS
+    options = OPTIONS if chosen in STATES_ALONE else OPTIONS | {"enabled": True}
     if "vllm" in chosen.brought_by:
-        options = OPTIONS | {"models": [chosen.architecture]}
+        options |= {"models": [chosen.architecture]}
     engine = VllmEngine(checkpoint, additional_config={"hybrid_plugin": options})
     found = asdict(serve(engine, chosen, checkpoint))
     report(found | {"model": engine.model})

@@ -39,6 +39,18 @@ SMALL: dict[str, Any] = {
 }
 
 
+_STATES_ALONE: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+"""Of models without attention, whose configurations know no longest sequence."""
+
 WINDOW = 64
 """Tokens that layers with a window, or with chunks, look back at most."""
 
@@ -144,6 +156,38 @@ def write_falcon_h1(folder: Path, seed: int = 0) -> Path:
         mamba_expand=2,
         mamba_chunk_size=64,
     )
+    return _write(config, folder, seed)
+
+
+def write_mamba2(folder: Path, seed: int = 0) -> Path:
+    """Write a Mamba-2 (state layers only) of about half a million weights."""
+    from transformers import Mamba2Config
+
+    config = Mamba2Config(
+        **_STATES_ALONE,
+        num_heads=4,
+        head_dim=64,
+        n_groups=1,
+        state_size=64,
+        chunk_size=64,
+    )
+    # As published, and as SGLang asks for.
+    return _write(config, folder, seed, intermediate_size=256, rms_norm=True)
+
+
+def write_mamba(folder: Path, seed: int = 0) -> Path:
+    """Write a Mamba (Mamba-1 layers only) of that size."""
+    from transformers import MambaConfig
+
+    config = MambaConfig(**_STATES_ALONE, state_size=8, time_step_rank=8)
+    return _write(config, folder, seed)
+
+
+def write_falcon_mamba(folder: Path, seed: int = 0) -> Path:
+    """Write a Falcon-Mamba (the same, with norms of B, C and dt) of that size."""
+    from transformers import FalconMambaConfig
+
+    config = FalconMambaConfig(**_STATES_ALONE, state_size=8, time_step_rank=8)
     return _write(config, folder, seed)
 
 

@@ -13,7 +13,7 @@ from tests.engines.conftest import StartServer
 from tests.engines.drivers.sglang import IMPORTS
 from tests.engines.model_findings import ROUNDING, Findings, check
 from tests.engines.model_workload import gap
-from tests.models.kinds import find, served
+from tests.models.kinds import find, served, states_alone
 
 pytestmark = pytest.mark.engine
 
@@ -30,8 +30,16 @@ def test_it_answers_as_the_reference_with_and_without_hits(
     findings: Findings, kind: str
 ) -> None:
     found = findings.of(kind)
-    check(found, "sglang")
+    check(found, "hybrid_models.sglang.model")
     assert not found["has_graphs_of_prefills"], "state layers would be captured"
+
+
+@pytest.mark.parametrize("kind", states_alone("sglang"))
+def test_states_alone_are_restored(findings: Findings, kind: str) -> None:
+    """By SGLang's own classes."""
+    found = findings.of(kind)
+    check(found, f"sglang.srt.models.{kind}")
+    assert found["stats"]["pages_evicted"] == 0
 
 
 def test_a_server_finds_the_class_by_itself(

@@ -13,7 +13,7 @@ from tests.engines.conftest import StartServer
 from tests.engines.drivers.vllm import IMPORTS
 from tests.engines.model_findings import ROUNDING, Findings, check
 from tests.engines.model_workload import gap
-from tests.models.kinds import find, served
+from tests.models.kinds import find, served, states_alone
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,15 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 def test_it_answers_as_the_reference_with_and_without_hits(
     findings: Findings, kind: str
 ) -> None:
-    check(findings.of(kind), "vllm")
+    check(findings.of(kind), "hybrid_models.vllm.model")
+
+
+@pytest.mark.parametrize("kind", states_alone("vllm"))
+def test_states_alone_are_restored(findings: Findings, kind: str) -> None:
+    """By vLLM's own classes, with no option that asks for the plugin."""
+    found = findings.of(kind)
+    check(found, f"vllm.model_executor.models.{kind}")
+    assert found["stats"]["pages_evicted"] == 0
 
 
 def test_a_server_finds_the_class_by_itself(
@@ -47,3 +55,21 @@ def test_a_server_finds_the_class_by_itself(
     assert gap(reference, turn, list(first.tokens)) < ROUNDING
     assert gap(reference, again, list(second.tokens)) < ROUNDING
     assert second.cached_tokens == len(turn) + 12 - 1
+
+
+def test_states_alone_need_no_flag(start_server: StartServer, tmp_path: Path) -> None:
+    """vLLM by itself would cache nothing of such a model."""
+    kind = find("mamba2")
+    model = kind.write(tmp_path / "mamba2")
+    with start_server("states alone", model=model, dtype="float32") as server:
+        turn = list(range(3, 203))
+        first = server.ask(turn, 12)
+        again = [*turn, *first.tokens, *range(10, 30)]
+        second = server.ask(again, 12)
+        metrics = server.metrics()
+    reference = kind.reference(model)
+    assert gap(reference, turn, list(first.tokens)) < ROUNDING
+    assert gap(reference, again, list(second.tokens)) < ROUNDING
+    assert second.cached_tokens == len(turn) + 12 - 1
+    assert metrics["hit_tokens"] == len(turn) + 12 - 1
+    assert metrics["state{cached}"] > 0

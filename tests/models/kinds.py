@@ -123,6 +123,20 @@ KINDS = (
 )
 
 
+STATES_ALONE = (
+    Kind("falcon_mamba", "FalconMambaForCausalLM", engines=("sglang",)),
+    Kind("mamba", "MambaForCausalLM", engines=("sglang",)),
+    Kind("mamba2", "Mamba2ForCausalLM"),
+)
+"""Without attention, and served by the engines' own classes.  vLLM's CPU build has no
+kernel for Mamba-1."""
+
+
+def states_alone(engine: str) -> tuple[str, ...]:
+    """Names of the kinds without attention that an engine serves on a CPU."""
+    return tuple(kind.name for kind in STATES_ALONE if engine in kind.engines)
+
+
 def served(engine: str) -> tuple[str, ...]:
     """Names of the kinds that an engine serves by our classes."""
     return tuple(kind.name for kind in KINDS if engine in kind.engines)
@@ -130,4 +144,4 @@ def served(engine: str) -> tuple[str, ...]:
 
 def find(name: str) -> Kind:
     """A kind by its name."""
-    return next(kind for kind in KINDS if kind.name == name)
+    return next(kind for kind in (*KINDS, *STATES_ALONE) if kind.name == name)

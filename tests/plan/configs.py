@@ -27,6 +27,31 @@ QWEN3_NEXT: dict[str, Any] = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+CODESTRAL_MAMBA: dict[str, Any] = {
+    "model_type": "mamba2",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "vocab_size": 32768,
+    "num_hidden_layers": 64,
+    "intermediate_size": 8192,
+    "num_heads": 128,
+    "head_dim": 64,
+    "n_groups": 8,
+    "state_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+}
+FALCON_MAMBA: dict[str, Any] = {
+    "model_type": "falcon_mamba",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "vocab_size": 65024,
+    "num_hidden_layers": 64,
+    "intermediate_size": 8192,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+}
 GEMMA3: dict[str, Any] = {
     "model_type": "gemma3",
     "text_config": {

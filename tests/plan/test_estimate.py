@@ -22,7 +22,14 @@ from hybrid_plugin.tools.plan.estimate import (
 )
 from hybrid_plugin.tools.plan.model import load_shape
 from hybrid_plugin.tools.plan.shape import ModelShape
-from tests.plan.configs import GEMMA3, LLAMA, NEMOTRON_H, QWEN3_NEXT, write
+from tests.plan.configs import (
+    CODESTRAL_MAMBA,
+    GEMMA3,
+    LLAMA,
+    NEMOTRON_H,
+    QWEN3_NEXT,
+    write,
+)
 
 GIB = 2**30
 
@@ -161,3 +168,17 @@ def test_host_memory_holds_what_it_says_and_no_more(
 def test_host_memory_that_holds_nothing(next_shape: ModelShape) -> None:
     with pytest.raises(ConfigError, match=r"^--host-memory: .* needs 3\.$"):
         host_memory(next_shape, 1 << 20, 4096, 16)
+
+
+def test_states_alone_have_all_the_memory(tmp_path: Path) -> None:
+    shape = load_shape(write(tmp_path, CODESTRAL_MAMBA))
+    slot = shape.state_bytes
+    estimate = two_pools(shape, 8 * GIB, 4096, 16)
+    assert estimate.scheme == "states alone"
+    assert estimate.running == estimate.cached_sequences == 8 * GIB // slot - 1
+    assert estimate.steps[0] == (
+        "no layer attends: there is no KV, and states have all the memory"
+    )
+    assert "pages" not in " ".join(estimate.steps)
+    longer = two_pools(shape, 8 * GIB, 1 << 20, 16)
+    assert longer.running == estimate.running, "a state is as large after any length"

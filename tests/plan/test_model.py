@@ -16,6 +16,8 @@ from hybrid_plugin.core.memory.attention_windows import (
 )
 from hybrid_plugin.tools.plan.model import load_shape, stored_weight_bytes
 from tests.plan.configs import (
+    CODESTRAL_MAMBA,
+    FALCON_MAMBA,
     GEMMA3,
     GEMMA3N,
     LLAMA,
@@ -144,3 +146,17 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
 def test_what_is_not_understood(tmp_path: Path, config: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load_shape(write(tmp_path, config))
+
+
+def test_models_without_attention_have_states_and_nothing_else(tmp_path: Path) -> None:
+    assert layers(tmp_path, CODESTRAL_MAMBA) == [("Mamba-2", 64)]
+    shape = load_shape(write(tmp_path, CODESTRAL_MAMBA))
+    conv = 3 * (8192 + 2 * 8 * 128) * 2
+    assert shape.states[0].state_bytes == conv + 128 * 64 * 128 * 2
+    assert (shape.token_bytes, shape.attention) == (0, ())
+    # The published sizes; nothing feeds forward beside the mixers.
+    assert shape.parameters / 1e9 == pytest.approx(7.29, rel=0.01)
+    assert layers(tmp_path, FALCON_MAMBA) == [("Mamba", 64)]
+    falcon = load_shape(write(tmp_path, FALCON_MAMBA))
+    assert falcon.states[0].state_bytes == (3 * 8192 + 8192 * 16) * 2
+    assert falcon.parameters / 1e9 == pytest.approx(7.27, rel=0.05)

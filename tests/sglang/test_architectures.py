@@ -20,6 +20,7 @@ from sglang.srt.configs.linear_attn_model_registry import (
     _LINEAR_ATTN_MODEL_REGISTRY,
 )
 
+from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.engine.outlook import Prospect
 from hybrid_plugin.sglang import arguments
 from hybrid_plugin.sglang.architectures import (
@@ -38,10 +39,7 @@ SPEECH = "it cannot serve this: SGLang keeps more of a request of this model tha
 _HERE = "sglang.srt.configs"
 
 OTHERWISE = {
-    "FalconMambaForCausalLM": LEFT_ALONE,
     "Glm5NextForConditionalGeneration": "(index keys)",
-    "Mamba2ForCausalLM": LEFT_ALONE,
-    "MambaForCausalLM": LEFT_ALONE,
     "Qwen4ExpForConditionalGeneration": "(compressed keys)",
 }
 """What becomes of the examples that are not served."""
@@ -198,6 +196,21 @@ def test_each_is_served_left_alone_or_refused(
         assert not declared
 
 
+def test_drafts_for_states_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (mamba2,) = [e for e in EXAMPLES if e.architecture == "Mamba2ForCausalLM"]
+    stand_in = SimpleNamespace(
+        resolved_view=lambda arguments: arguments,
+        model_config_of=lambda view: model_of(mamba2),
+    )
+    monkeypatch.setattr(arguments, "overrides", stand_in)
+    monkeypatch.setattr(arguments.speculation, "conflicts", lambda *_, **__: ())
+    monkeypatch.setattr(arguments.speculation, "unrecorded", lambda *_: ())
+    view: Any = View()
+    view.speculative_algorithm = "NGRAM"
+    with pytest.raises(ConfigError, match="without attention layers are not supported"):
+        arguments.settle(view, HybridConfig())
+
+
 def test_without_prefix_caching_that_is_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,7 +240,7 @@ def test_no_configuration_with_states_is_left_out() -> None:
 
 def test_the_table_says_the_same() -> None:
     prospects = {SERVED: Prospect.SERVED, LEFT_ALONE: Prospect.LEFT_ALONE}
-    found = {standing.architecture: standing for standing in standings({"Ours": True})}
+    found = {standing.architecture: standing for standing in standings(["Ours"])}
     assert found.pop("Ours").prospect == Prospect.SERVED
     for example in EXAMPLES:
         expected = OTHERWISE.get(example.architecture, SERVED)

@@ -114,3 +114,36 @@ def test_sizes_are_those_of_a_rank_and_of_its_kind_of_kv(tmp_path: Path) -> None
         "null",
         "SGLang does not take these flags; see above.",
     ]
+
+
+MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "head_dim": 64,
+    "n_groups": 1,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "vocab_size": 512,
+    "rms_norm": True,
+    "dtype": "float32",
+}
+FORESEE_SIZES = """
+import sys
+from hybrid_plugin.sglang.outlook import foresee
+found = foresee(sys.argv[1], sys.argv[2:], 1 << 30)
+print(found.prospect.value, found.layout.has_states_alone, found.layout.page_bytes,
+      found.layout.slot_bytes, found.sizes.slots, found.shared)
+"""
+
+
+def test_states_alone_are_served_from_one_pool(tmp_path: Path) -> None:
+    slot = 3 * 4 * (3 * (256 + 2 * 16) + 4 * 64 * 16)
+    slots = (1 << 30) // slot
+    flags = ("--dtype=float32", "--context-length=512")
+    found = run(FORESEE_SIZES, tmp_path, MAMBA2, *flags)[-1]
+    assert found == f"served True 0 {slot} {slots} None"

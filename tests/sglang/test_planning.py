@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.configs.model_config import AttentionArch
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.commands import Copy, Pool
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.sglang import addressing, elastic, layout, planning
@@ -186,6 +186,45 @@ def test_fixed_pools_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = sizes.pages * TOKEN_BYTES * PAGE + sizes.slots * 3 * STATE_BYTES
     assert MIB - TOKEN_BYTES * PAGE < spent <= MIB
     assert running.memory.shared is None
+
+
+@pytest.mark.parametrize("elastic", [None, False, True])
+def test_states_alone_get_all_memory_however_elastic(
+    monkeypatch: pytest.MonkeyPatch, elastic: bool | None
+) -> None:
+    """Pages take none, and number whatever the slots can hold."""
+    running = Running(monkeypatch)
+    running.model_config.states.full_attention_layer_ids = []
+    kv = SimpleNamespace(_cell_size=0, _compute_cell_size=lambda *_: 0)
+    monkeypatch.setattr(planning, "create_memory_pool_configurator", lambda _: kv)
+    assert layout.keeps_states_alone(running.model_config)
+    options = HybridConfig(elastic=elastic)
+    gib = planning.reserve_slots(running, MIB / (1 << 30), options, running.memory)
+    plan = running.memory.plan
+    assert plan is not None and plan.shared is None and running.memory.shared is None
+    assert plan.layout.has_states_alone and plan.layout.page_size == PAGE
+    slots = MIB // (3 * STATE_BYTES)
+    assert plan.sizes == PoolSizes(slots * (LONGEST // PAGE) + 1, slots)
+    assert running.overridden["max_mamba_cache_size"] == slots - 1
+    assert int(gib * (1 << 30)) == 1, "SGLang would take 0 for weights without room"
+    # SGLang would count the tokens of one sequence.
+    assert running.overridden["max_total_tokens"] == slots * LONGEST
+
+
+def test_rows_of_pages_without_kv_hold_nothing() -> None:
+    kept = SimpleNamespace(
+        conv=[torch.zeros(2, 5, 3, 2)],
+        temporal=torch.zeros(2, 5, 4),
+        intermediate_ssm=None,
+        intermediate_conv_window=None,
+    )
+    states = SimpleNamespace(mamba_cache=kept, _slot_siblings=())
+    kv = type("MHATokenToKVPool", (), {"k_buffer": (), "v_buffer": ()})()
+    pools = SimpleNamespace(full_kv_pool=kv, size=6 * PAGE)
+    executor = PoolMemory().executor(pools, states, PAGE)
+    kept.temporal[:, 1] = 3.0
+    executor.run([Copy(Pool.KV, 1, 6), Copy(Pool.STATE, 1, 4)])
+    assert bool((kept.temporal[:, 4] == 3.0).all())
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])

@@ -162,17 +162,46 @@ def test_what_it_does_not_compute_is_refused(
         layer.prefill(**changes)
 
 
-def test_mamba_1_is_refused() -> None:
-    x = torch.zeros(1, 4, 1)
-    with pytest.raises(NotImplementedError, match="Mamba-1"):
-        mamba2.update(
-            BACKEND,
-            torch.zeros(2, 4, 1, 8),
-            x,
-            x,
-            torch.zeros(4, 1, 8),
-            torch.zeros(1, 1, 8),
-            torch.zeros(1, 1, 8),
-            dt_softplus=True,
-            out=x.clone(),
-        )
+def mamba1_call() -> dict[str, Any]:
+    """A decode of SGLang's Mamba-1 mixer: a head for each channel."""
+    torch.manual_seed(1)
+    channels, count = 5, 3
+    x = torch.randn(count, channels, 1)
+    return {
+        "state": torch.randn(6, channels, 1, DEPTH),
+        "x": x,
+        "dt": torch.randn(count, channels, 1),
+        "A": -torch.rand(channels, DEPTH)[:, None, :],
+        "B": torch.randn(count, 1, DEPTH),
+        "C": torch.randn(count, 1, DEPTH),
+        "D": torch.randn(channels, 1),
+        "z": torch.randn(count, channels, 1),
+        "dt_bias": torch.zeros(channels, 1),
+        "dt_softplus": True,
+        "state_batch_indices": torch.tensor([4, -1, 2], dtype=torch.int32),
+        "out": torch.full_like(x, float("nan")),
+    }
+
+
+def test_mamba_1_decays_each_dimension_by_its_own() -> None:
+    call = mamba1_call()
+    before = call["state"].clone()
+    mamba2.update(BACKEND, **call)
+    for row, slot in ((0, 4), (2, 2)):
+        x, dt = call["x"][row, :, 0], torch.nn.functional.softplus(call["dt"][row])
+        decay = torch.exp(dt * call["A"][:, 0])
+        added = dt * x[:, None] * call["B"][row]
+        state = decay * before[slot, :, 0] + added
+        y = (state * call["C"][row]).sum(-1) + x * call["D"][:, 0]
+        y = y * torch.nn.functional.silu(call["z"][row, :, 0])
+        torch.testing.assert_close(call["state"][slot, :, 0], state)
+        torch.testing.assert_close(call["out"][row, :, 0], y)
+    others = [0, 1, 3, 5]
+    assert torch.equal(call["state"][others], before[others])
+
+
+def test_drafts_of_mamba_1_are_refused() -> None:
+    call = mamba1_call()
+    call["intermediate_states_buffer"] = torch.zeros(3, 2, 5, 1, DEPTH)
+    with pytest.raises(NotImplementedError, match="drafts for Mamba-1"):
+        mamba2.update(BACKEND, **call)

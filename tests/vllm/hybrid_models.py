@@ -103,6 +103,36 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """Text models whose layers all have pools."""
 
+_STATES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "hidden_act": "silu",
+    "layer_norm_epsilon": 1e-5,
+}
+
+STATES_ALONE: dict[str, dict[str, Any]] = {
+    "MambaForCausalLM": {"model_type": "mamba", **_STATES, "time_step_rank": 8},
+    "FalconMambaForCausalLM": {
+        "model_type": "falcon_mamba",
+        **_STATES,
+        "time_step_rank": 8,
+        "mixer_rms_eps": 1e-6,
+    },
+    "Mamba2ForCausalLM": {
+        "model_type": "mamba2",
+        **_STATES,
+        "num_heads": 4,
+        "head_dim": 64,
+        "n_groups": 1,
+        "chunk_size": 64,
+    },
+}
+"""The same of models without attention layers."""
+
 _WINDOW: dict[str, Any] = {
     "num_hidden_layers": 4,
     "sliding_window": 128,

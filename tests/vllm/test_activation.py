@@ -26,7 +26,7 @@ from hybrid_plugin.vllm.activation import (
 from hybrid_plugin.vllm.scheduler import _delimiters
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
-from tests.vllm.hybrid_models import WINDOWS, write
+from tests.vllm.hybrid_models import STATES_ALONE, WINDOWS, write
 
 DRIVER = VllmDriver()
 
@@ -80,6 +80,38 @@ def test_windows_without_states_are_left_to_vllm_unless_asked_for(
         Setup(model=model, flags=CONFLICTS["scheduler class"][0]), demanded=True
     )
     assert refused.refusal is not None and "--scheduler-cls" in refused.refusal
+
+
+@pytest.mark.parametrize("architecture", STATES_ALONE)
+def test_states_alone_are_served_though_vllm_would_not_cache_them(
+    tmp_path: Path, architecture: str
+) -> None:
+    model = write(tmp_path, architecture, STATES_ALONE[architecture])
+    stock = DRIVER.decide(Setup(model=model, plugin=False))
+    assert stock.settings["cache_config.enable_prefix_caching"] is False
+    served = DRIVER.decide(Setup(model=model))
+    assert served.active
+    assert served.lines == ("hybrid-plugin is active: it takes over prefix caching.",)
+    assert served.settings["cache_config.mamba_block_size"] == 1024
+
+
+def test_a_flag_about_caching_counts_for_states_alone(tmp_path: Path) -> None:
+    name = "Mamba2ForCausalLM"
+    model = write(tmp_path, name, STATES_ALONE[name])
+    stock = DRIVER.decide(Setup(model=model, plugin=False))
+    off = DRIVER.decide(Setup(model=model, prefix_cache=False))
+    assert not off.active and off.settings == stock.settings
+    assert off.lines == ("hybrid-plugin is inactive: prefix caching is switched off.",)
+    asked = Setup(model=model, flags=("--enable-prefix-caching",))
+    assert DRIVER.decide(asked).active
+    drafting = DRIVER.decide(Setup(model=model, flags=DRAFTS))
+    assert not drafting.active and "without attention layers" in drafting.lines[0]
+    # Where it steps aside, vLLM does what it does alone, cached or not.
+    for flags in ((), ("--enable-prefix-caching",)):
+        flags += CONFLICTS["scheduler class"][0]
+        left = DRIVER.decide(Setup(model=model, flags=flags))
+        alone = DRIVER.decide(Setup(model=model, flags=flags, plugin=False))
+        assert not left.active and left.settings == alone.settings
 
 
 @pytest.mark.parametrize(("flags", "sentence"), CONFLICTS.values(), ids=CONFLICTS)

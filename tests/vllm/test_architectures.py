@@ -25,18 +25,19 @@ def test_the_page_is_current() -> None:
 
 
 def test_classes_are_known_by_what_they_derive_from() -> None:
-    found = {s.architecture: s for s in architectures.standings({"Ours": False})}
+    found = {s.architecture: s for s in architectures.standings(["Ours"])}
     assert found["Qwen3NextForCausalLM"].prospect == Prospect.SERVED
     # It derives from a class in another module that derives from a hybrid one.
     assert found["Qwen3_5MoeForConditionalGeneration"].provider == Provider.ENGINE
-    assert found["Mamba2ForCausalLM"].prospect == Prospect.LEFT_ALONE
-    assert found["Ours"].prospect == Prospect.LEFT_ALONE
+    assert found["Mamba2ForCausalLM"].prospect == Prospect.SERVED  # states alone
+    assert found["Ours"].provider == Provider.OURS
+    assert "Terratorch" not in found, "it does not attend, and keeps no states"
     assert "LlamaForCausalLM" not in found
 
 
 def test_caches_without_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servable, "unknown_kinds", lambda module: ["RingSpec"])
-    found = {s.architecture: s for s in architectures.standings({})}
+    found = {s.architecture: s for s in architectures.standings([])}
     standing = found["Qwen3NextForCausalLM"]
     assert standing.prospect == Prospect.REFUSED and "RingSpec" in standing.reason
 

@@ -17,7 +17,7 @@ from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.vllm import outlook, servable
 from tests.engines.drivers.driver import MODEL
-from tests.vllm.hybrid_models import SERVED, write
+from tests.vllm.hybrid_models import SERVED, STATES_ALONE, write
 
 NEMOTRON = "NemotronHForCausalLM"
 FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
@@ -68,6 +68,16 @@ def test_one_of_our_own_classes_is_laid_out(tmp_path: Path) -> None:
     assert len(states.layers) == 2
     channels = 4 * 64 + 2 * 64
     assert states.state_bytes >= 2 * (4 * 64 * 64 + 3 * channels)
+
+
+def test_states_alone_are_laid_out(tmp_path: Path) -> None:
+    name = "Mamba2ForCausalLM"
+    model = str(write(tmp_path, name, STATES_ALONE[name]))
+    found = outlook.foresee(model, FLAGS, 1 << 30)
+    assert (found.prospect, found.reason, found.note) == (Prospect.SERVED, "", "")
+    assert found.layout is not None and found.layout.has_states_alone
+    assert found.sizes is not None and found.shared is None
+    assert found.sizes.slots == (1 << 30) // found.layout.slot_bytes
 
 
 def test_what_drafts_take_is_said(tmp_path: Path) -> None:

@@ -142,8 +142,10 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_served_as_built(built: Any) -> None:
-    layers: dict[str, KVCacheSpec] = {"a": ATTENTION, "s": STATE}
+@pytest.mark.parametrize(
+    "layers", [{"a": ATTENTION, "s": STATE}, {"s": STATE}], ids=["both", "states alone"]
+)
+def test_served_as_built(built: Any, layers: dict[str, KVCacheSpec]) -> None:
     assert servable.find_out(built, lambda: layers) is None
     assert built.cache_config.block_size == 128
 
@@ -156,7 +158,7 @@ def test_served_as_built(built: Any) -> None:
             {"a": ATTENTION, "b": ATTENTION.copy_with_new_block_size(64), "s": STATE},
             "agree on one page size",
         ),
-        ({"s": STATE}, "agree on one page size"),
+        ({}, "keep nothing for later tokens"),
     ],
 )
 def test_not_served_as_built(built: Any, layers: Any, sentence: str) -> None:

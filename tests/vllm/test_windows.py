@@ -305,7 +305,9 @@ CHUNKED = {"layer_types": ["chunked_attention", "full_attention"]}
 def model_of(is_hybrid: bool = False, **fields: Any) -> Any:
     text = SimpleNamespace(**fields)
     return SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=is_hybrid, hf_text_config=text)
+        model_config=SimpleNamespace(
+            is_hybrid=is_hybrid, is_attention_free=False, hf_text_config=text
+        )
     )
 
 

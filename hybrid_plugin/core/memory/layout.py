@@ -16,6 +16,10 @@ from hybrid_plugin.core.memory.scratch import ScratchLayout
 DEFAULT_CHUNK = 8192
 """Tokens of a prefill step at most, where the engine does not say."""
 
+MOST_FREE_PAGES = 1 << 24
+"""Pages that take no memory of the device.  Each takes 9 bytes of the host's, before
+the tree keeps 8 for each of its tokens."""
+
 _ANY_LENGTH = 1 << 30
 """Tokens that fill every window."""
 
@@ -86,6 +90,11 @@ class CacheLayout:
     empty for none."""
     scratch: ScratchLayout | None = None
     """Of the rows in which drafts are verified, where they share the memory."""
+
+    @property
+    def has_states_alone(self) -> bool:
+        """Whether no layer attends: pages only number the tokens of the tree."""
+        return bool(self.states) and not self.attention
 
     @property
     def page_bytes(self) -> int:
@@ -210,9 +219,11 @@ class CacheLayout:
         rest -= slots * self.slot_bytes
         if self.page_bytes:
             return PoolSizes(rest // self.page_bytes, slots, windows)
-        # Pages that cost nothing only number the tokens of the tree.
-        pages = (2 * sequences + 1) * (least.pages - 1) + 1
-        return PoolSizes(pages, slots, windows)
+        # Pages that cost nothing only number the tokens of the tree: as many as every
+        # slot could have before it, so that slots run out first.
+        holders = slots if self.slot_bytes else 2 * sequences + 1
+        pages = min(holders * (least.pages - 1) + 1, MOST_FREE_PAGES)
+        return PoolSizes(max(pages, least.pages), slots, windows)
 
     def bytes_of(self, sizes: PoolSizes) -> int:
         """Bytes that pools of these sizes take."""

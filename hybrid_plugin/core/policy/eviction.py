@@ -113,7 +113,9 @@ class ExpectedSaving(LeastRecentlyUsed):
     lately.
 
     KV without a snapshot behind it saves nothing itself, but shows where the next
-    sequence branches off, which then takes a snapshot there.
+    sequence branches off, which then takes a snapshot there.  Where a token has no KV
+    of full attention, that is all that its page is for, and it is worth nothing: were
+    pages ever short, no snapshot would go for it.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class ExpectedSaving(LeastRecentlyUsed):
             return self.snapshot(node, node.snapshot)
         branch = unused_class(SnapshotKind.BRANCH, None)
         value = self.reuse.chance(branch) / max(self.token_bytes, 1.0)
+        if not self.token_bytes:
+            value = 0.0
         return Rank(KV_ALONE, node.used_at // ADMISSION, value)
 
     def snapshot(self, node: Node, snapshot: Snapshot) -> Rank:

@@ -17,7 +17,7 @@ from hybrid_plugin.tools.doctor.points import OK
 from hybrid_plugin.tools.doctor.report import EngineReport, Report, environment
 
 _PROSPECTS = {
-    Prospect.SERVED: "hybrid; the plugin would serve it",
+    Prospect.SERVED: "the plugin would serve it",
     Prospect.LEFT_ALONE: "the plugin would leave it alone",
     Prospect.REFUSED: "the plugin would refuse or step aside",
     Prospect.FAILS: "the engine would not start",
@@ -67,20 +67,14 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
     if outlook.layout is None:
         return
     layout = outlook.layout
-    yield (
-        f"    page: {layout.page_size} tokens, {_kib(layout.page_bytes)} over "
-        f"{_layers(layout, 'attention')} attention layers"
-    )
-    yield (
-        f"    slot: {_kib(layout.slot_bytes)} over {_layers(layout, 'states')} state "
-        f"layers, as much as {layout.slot_bytes / layout.page_bytes:.1f} pages"
-    )
+    yield from _row_lines(layout)
     if outlook.sizes is not None:
         longest, typical = _fitting(outlook)
         most = "up to " if outlook.shared is not None else ""
+        pages = f"{most}{outlook.sizes.pages} pages and {most}"
         yield (
-            f"    {cache_bytes / 2**20:.1f} MiB of cache: {most}{outlook.sizes.pages} "
-            f"pages and {most}{outlook.sizes.slots} slots"
+            f"    {cache_bytes / 2**20:.1f} MiB of cache: "
+            f"{'' if layout.has_states_alone else pages}{outlook.sizes.slots} slots"
         )
         if outlook.shared is not None:
             yield f"    granules: {_granules(outlook.shared)}"
@@ -94,6 +88,23 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
         yield f"    {_files(outlook.disk, layout)}"
     if outlook.peers is not None:
         yield f"    peers read and are read at {outlook.peers.listen}"
+
+
+def _row_lines(layout: CacheLayout) -> Iterator[str]:
+    """A page and a slot."""
+    if layout.has_states_alone:
+        yield f"    page: {layout.page_size} tokens, and no KV: no layer attends"
+    else:
+        yield (
+            f"    page: {layout.page_size} tokens, {_kib(layout.page_bytes)} over "
+            f"{_layers(layout, 'attention')} attention layers"
+        )
+    slot = f"    slot: {_kib(layout.slot_bytes)} over {_layers(layout, 'states')} state"
+    if layout.page_bytes:
+        as_pages = layout.slot_bytes / layout.page_bytes
+        yield f"{slot} layers, as much as {as_pages:.1f} pages"
+    else:
+        yield f"{slot} layers"
 
 
 def _fitting(outlook: Outlook) -> tuple[int, int]:

@@ -33,7 +33,7 @@ def _standings(engine: str) -> Sequence[Standing]:
     adapter: Any = importlib.import_module(f"hybrid_plugin.{engine}.architectures")
     models: Any = importlib.import_module(f"hybrid_models.{engine}.registration")
     models.register_missing()
-    ours = {entry.name: entry.load().HAS_ATTENTION for entry in models.chosen()}
+    ours = [entry.name for entry in models.chosen()]
     found: Sequence[Standing] = adapter.standings(ours)
     return found
 

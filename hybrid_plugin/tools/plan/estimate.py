@@ -53,7 +53,8 @@ class Estimate:
 def two_pools(
     shape: ModelShape, budget: int, length: int, page_size: int, drafts: int = 0
 ) -> Estimate:
-    """Pages and slots in pools of their own, by this package.
+    """Pages and slots in pools of their own, by this package; slots alone for a model
+    that keeps nothing else.
 
     Drafts take nothing from sequences in vLLM: slots are lent for them where nobody
     waits.  In SGLang each that runs takes a row of states besides.
@@ -70,13 +71,16 @@ def two_pools(
     # The reserved page and slot.
     usable = budget - layout.page_bytes - layout.slot_bytes
     count = max(usable // max(one, 1), 0)
-    parts = [f"{pages} pages x {gib(layout.page_bytes)}"]
+    alone = layout.has_states_alone
+    parts = [] if alone else [f"{pages} pages x {gib(layout.page_bytes)}"]
     if layout.slot_bytes:
         parts.append(f"1 slot x {gib(layout.slot_bytes)}")
     if window_bytes:
         parts.append(f"{gib(window_bytes)} in windows")
     steps = [
-        f"a page of {page_size} tokens: {gib(layout.page_bytes)}",
+        "no layer attends: there is no KV, and states have all the memory"
+        if alone
+        else f"a page of {page_size} tokens: {gib(layout.page_bytes)}",
         f"a sequence: {' + '.join(parts)} = {gib(one)}",
         f"{gib(usable)} (less the reserved ids) / {gib(one)} = {count}",
     ]
@@ -101,7 +105,8 @@ def two_pools(
             f"{gib(shape.record_bytes)} = {gib(record)} beside the pools for each "
             "sequence that may run"
         )
-    return Estimate("two pools", count, count, count * length, page_size, tuple(steps))
+    scheme = "states alone" if alone else "two pools"
+    return Estimate(scheme, count, count, count * length, page_size, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,11 @@ _PURE = {"mamba", "mamba2", "falcon_mamba"}
 _STATES_BESIDE_ATTENTION = {"falcon_h1"}
 
 
+def has_states_alone(config: Fields) -> bool:
+    """Whether a model's layers are state layers and nothing else, as Mamba's are."""
+    return config.text("model_type") in _PURE
+
+
 def layer_kinds(config: Fields) -> list[LayerKind]:
     """The kind of every layer, those that own no KV of their own left out.
 
@@ -89,10 +94,9 @@ def _from_numbers(config: Fields) -> list[LayerKind]:
     count = config.integer("num_hidden_layers", "n_layer", "num_layers")
     if count > MOST_LAYERS:
         raise ConfigError(f"{config.source}: {count} layers are too many.")
-    model = config.text("model_type")
-    if model in _PURE:
+    if has_states_alone(config):
         return [STATE] * count
-    if model in _STATES_BESIDE_ATTENTION:
+    if config.text("model_type") in _STATES_BESIDE_ATTENTION:
         return [BOTH] * count
     attention = _attention_layers(config, count)
     if attention is None:

@@ -15,7 +15,12 @@ from hybrid_plugin.core.memory.attention_windows import (
     SlidingWindow,
 )
 from hybrid_plugin.tools.plan.fields import Fields
-from hybrid_plugin.tools.plan.kinds import NEITHER, LayerKind, layer_kinds
+from hybrid_plugin.tools.plan.kinds import (
+    NEITHER,
+    LayerKind,
+    has_states_alone,
+    layer_kinds,
+)
 from hybrid_plugin.tools.plan.mixers import Mixer, Widths, attention, state
 from hybrid_plugin.tools.plan.shape import AttentionLayers, ModelShape, StateLayers
 
@@ -68,7 +73,8 @@ def load_shape(
                 f"({mixer.formula})."
             )
     mixers, active = _mixer_weights(kinds, attends, states)
-    feed, active_feed = _feed_forward(config, _feed_layers(kinds), ranks)
+    feeding = 0 if has_states_alone(config) else _feed_layers(kinds)
+    feed, active_feed = _feed_forward(config, feeding, ranks)
     embedding = config.integer("vocab_size", default=0) * config.integer("hidden_size")
     return ModelShape(
         name=config.text("model_type") or "model",

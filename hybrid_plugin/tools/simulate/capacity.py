@@ -235,7 +235,7 @@ def _plan_elastic(
 
     Pages are packed, as both engines' usual attention backends take them.
     """
-    if not options.is_elastic:
+    if not options.is_elastic or layout.has_states_alone:
         return None
     if not layout.page_bytes or not (layout.slot_bytes or layout.window_page_bytes):
         if options.elastic:
