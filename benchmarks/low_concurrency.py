@@ -2,9 +2,9 @@
 """Two to four requests at a time: stock settings beside the plugin's kernels and pools.
 
 Requests arrive at the times of a Poisson process, or so many run at a time ("closed").
-The rate is what the first stock side answers with that many at a time, measured before
-the first round, and equal for all sides.  Answers differ in length.  All sides of a
-round get the same contents at the same times; each round has contents of its own.
+The rate is what the first side that starts answers with that many at a time, measured
+before the first round, and equal for all sides.  Answers differ in length.  All sides
+of a round get the same contents at the same times; each round has contents of its own.
 With random arrivals the wall time is mostly the schedule's: `request ms`, the mean
 time of a request, tells what a faster engine saves, and the wall time of closed cells.
 
@@ -97,8 +97,11 @@ class Run:
                 stack.push(stop_or_kill(running[-1]))
             for side in running:
                 side.wait_until_ready()
+            started = [side for side in running if side.facts is not None]
+            if not started:
+                raise SystemExit("no engine has started: their logs are above")
             print("engines are ready", file=sys.stderr, flush=True)
-            self._find_rates(running[0])
+            self._find_rates(started[0])
             self._take_turns(running, end)
         return self.results
 
