@@ -37,6 +37,9 @@ _ARGUMENTS = "vllm.engine.arg_utils"
 _ENGINE_CORE = "vllm.v1.engine.core"
 _APP = "vllm.entrypoints.launchers.app"
 _INPUT = "vllm.v1.engine.input_processor"
+_WITHOUT_A_CACHE = (
+    "hybrid-plugin is inactive: %s vLLM serves this model without a prefix cache %s."
+)
 _NO_CONNECTOR = "Got kv_transfer_params, but no KVConnector found"
 _ALLOCATING = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils")
 
@@ -317,14 +320,19 @@ def _patch_specs() -> None:
         reason = servable.reason_among(specs)
         if reason is not None:
             activation.step_aside(executor.vllm_config)
-            activation.logger.warning(
-                "hybrid-plugin is inactive: %s vLLM serves this model without a prefix "
-                "cache now; set HYBRID_PLUGIN=0 to get its own.",
-                reason,
-            )
+            activation.logger.warning(_WITHOUT_A_CACHE, reason, _way_out(executor))
         return specs
 
     wrap("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", collect)
+
+
+def _way_out(executor: Any) -> str:
+    """How to get vLLM's own cache, the end of a sentence."""
+    from hybrid_plugin.vllm import activation
+
+    if activation.keeps_states_alone(executor.vllm_config.model_config):
+        return "as it does by itself"  # with state layers alone
+    return "now; set HYBRID_PLUGIN=0 to get its own"
 
 
 def _patch_builder() -> None:

@@ -31,7 +31,14 @@ from hybrid_plugin.core.memory.attention_windows import (
 )
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.engine.outlook import Prospect
-from hybrid_plugin.vllm import activation, outlook, page_size, servable, specs
+from hybrid_plugin.vllm import (
+    activation,
+    outlook,
+    page_size,
+    patches,
+    servable,
+    specs,
+)
 from hybrid_plugin.vllm.kernels import agreement, state_layers
 from hybrid_plugin.vllm.planning import make_config, make_groups
 from tests.engines.drivers.process import environment, overheard
@@ -309,3 +316,20 @@ def test_model_with_windows_is_served_where_the_plugin_was_asked_for(
         (SlidingWindow(128), 2),
         (ChunkedLocal(128), 2),
     )
+
+
+@pytest.mark.parametrize(
+    ("has_states_alone", "end"),
+    [
+        (False, "without a prefix cache now; set HYBRID_PLUGIN=0 to get its own."),
+        (True, "without a prefix cache as it does by itself."),
+    ],
+)
+def test_no_cache_of_vllm_is_promised_that_it_has_not(
+    has_states_alone: bool, end: str
+) -> None:
+    model = SimpleNamespace(is_attention_free=has_states_alone, has_inner_state=True)
+    executor = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
+    told = patches._WITHOUT_A_CACHE % ("It is odd.", patches._way_out(executor))
+    assert told.startswith("hybrid-plugin is inactive: It is odd. vLLM serves")
+    assert told.endswith(end)
