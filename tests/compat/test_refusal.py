@@ -50,7 +50,9 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(activation, "activate", lambda config: None)
     monkeypatch.setattr(activation, "is_active", lambda config: True)
     yield SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=True),
+        model_config=SimpleNamespace(
+            is_hybrid=True, is_attention_free=False, has_inner_state=True
+        ),
         speculative_config=None,
         additional_config={},
     )

@@ -223,11 +223,15 @@ class TestDivision:
         assert (half.pages, half.slots) == (10 * 32 - 1, 10 - 1)
 
     def test_what_cannot_be_elastic(self) -> None:
-        states = replace(self.LAYOUT, attention=())
         asked, open_to_it = HybridConfig(elastic=True), HybridConfig()
+        alone = replace(self.LAYOUT, states=())
         with pytest.raises(ConfigError, match="layers with full attention"):
-            Capacity.of_layout(states, 10**8, self.SHORT, 128, options=asked)
-        found = Capacity.of_layout(states, 10**8, self.SHORT, 128, options=open_to_it)
+            Capacity.of_layout(alone, 10**8, self.SHORT, 128, options=asked)
+        found = Capacity.of_layout(alone, 10**8, self.SHORT, 128, options=open_to_it)
+        assert found.elastic is None
+        # There is one pool, which has all the memory.
+        states = replace(self.LAYOUT, attention=())
+        found = Capacity.of_layout(states, 10**8, self.SHORT, 128, options=asked)
         assert found.elastic is None
         with pytest.raises(ConfigError, match="Elastic pools do not fit"):
             Capacity.of_layout(self.LAYOUT, 8 << 20, self.LONG, 128, options=asked)
