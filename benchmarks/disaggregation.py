@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import time
@@ -32,12 +31,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rounds
 from benchmarks.prefill_decode import models, sides
 from benchmarks.prefill_decode.running import RunningSide, warm_up
 from benchmarks.prefill_decode.sides import Setup
 from benchmarks.prefill_decode.table import table
 from benchmarks.prefill_decode.traffic import GPU, SMALL, workloads
-from benchmarks.prefix_sides import machine, turns, write
+from benchmarks.prefix_sides import machine, turns
+from benchmarks.rounds import check_known
 from hybrid_plugin.tools.doctor.installed import loading_problem
 
 START_LIMIT_S = {"gpu": 480, "cpu": 1200}
@@ -64,27 +65,24 @@ class Run:
         self.names = args.only or list(sides.USUAL)
         self.order = list(workloads(self.setup.scale))
         self.workloads = args.workloads or self.order
-        _check(self.names, self.deployments, "--only")
-        _check(self.workloads, self.order, "--workloads")
+        check_known(self.names, self.deployments, "--only")
+        check_known(self.workloads, self.order, "--workloads")
         chosen = [self.deployments[name] for name in self.names]
         problem = loading_problem("vllm")
         if problem and any(one.options is not None for one in chosen):
             raise SystemExit(f"what is measured would not be the plugin: {problem}")
-        self.results: dict[str, Any] = self._earlier()
-        self._first = _first_round(self.results, self.names)
+        self.results: dict[str, Any] = {}
+        if args.go_on:
+            self.results = rounds.read(args.out)["results"]
+        self._first = min(rounds.first_round(self.results, one) for one in self.names)
 
     def measure(self) -> None:
         """As many sides at a time as fit, in turns, until done or time is over."""
         end = time.monotonic() + self.args.seconds
         models.write(self.setup.model)
-        at_once = self.args.at_once
-        groups = [
-            self.names[begin : begin + at_once]
-            for begin in range(0, len(self.names), at_once)
-        ]
-        for number, group in enumerate(groups):
-            share = (end - time.monotonic()) / (len(groups) - number)
-            self._measure(group, time.monotonic() + share)
+        groups = rounds.groups(self.names, self.args.at_once)
+        for names, its_end in rounds.shares(groups, end):
+            self._measure(names, its_end)
 
     def _measure(self, names: Sequence[str], end: float) -> None:
         """Sides that run together, until all is done or time is over."""
@@ -107,36 +105,25 @@ class Run:
             self._take_turns(running, end)
 
     def _take_turns(self, running: list[RunningSide], end: float) -> None:
-        longest = 0.0
-        for turn in turns(running, self.args.rounds, self.workloads):
-            before = time.monotonic()
-            if before + longest > end:
-                print("no time for more", file=sys.stderr, flush=True)
-                break
+        every = turns(running, self.args.rounds, self.workloads)
+        for turn in rounds.in_time(every, end):
             for side, name, number in turn:
                 side.run(name, self._first + number)
                 self._save(running)
-            longest = max(longest, time.monotonic() - before)
         self._save(running)
-
-    def _earlier(self) -> dict[str, Any]:
-        """The results that are gone on with."""
-        if not self.args.go_on:
-            return {}
-        path = self.args.out.with_name(self.args.out.name + ".json")
-        found: dict[str, Any] = json.loads(path.read_text())["results"]
-        return found
 
     def _save(self, running: Sequence[RunningSide]) -> None:
         self.results |= {side.name: side.result() for side in running}
         if self.args.out is None:
             return
-        write(self.args.out, ".json", json.dumps(self._document(), indent=1))
         facts = next((side.facts for side in running if side.facts), {})
-        about = {**machine(), **facts, **self._about()}
-        head = ", ".join(f"{name} {value}" for name, value in about.items())
-        title = f"# {self.setup.model}, prefill and decode servers\n\n{head}\n\n"
-        write(self.args.out, ".md", title + self.text())
+        rounds.save(
+            self.args.out,
+            self._document(),
+            f"{self.setup.model}, prefill and decode servers",
+            {**facts, **self._about()},
+            self.text(),
+        )
 
     def text(self) -> str:
         """The results as tables."""
@@ -190,23 +177,6 @@ def _end(running: Iterable[RunningSide]) -> None:
     """Ask all to end, before any is waited for."""
     for side in running:
         side.end()
-
-
-def _first_round(results: dict[str, Any], names: Iterable[str]) -> int:
-    """The number of the first round that one of these sides has not served."""
-    firsts = []
-    for name in names:
-        workloads = results.get(name, {}).get("workloads", {})
-        served = [one["seed"] for found in workloads.values() for one in found]
-        firsts.append(max(served, default=-1) + 1)
-    return min(firsts)
-
-
-def _check(names: Iterable[str], known: Iterable[str], option: str) -> None:
-    known = list(known)
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"{option}: {name!r} is none of: {'; '.join(known)}")
 
 
 def parse() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import elastic_sglang, elastic_vllm
+from benchmarks import elastic_sglang, elastic_vllm, rounds
 from benchmarks.elastic_engine import START_LIMIT_S, Limit
 from benchmarks.elastic_setup import Configuration, Setup, of_plugin
 from benchmarks.elastic_table import table
@@ -95,14 +95,9 @@ class Run:
         self.engine.prepare(self.setup)
         results: dict[str, Any] = {name: {} for name in self.names}
         end = time.monotonic() + self.args.seconds
-        at_once = self.args.at_once
-        groups = [
-            self.names[begin : begin + at_once]
-            for begin in range(0, len(self.names), at_once)
-        ]
-        for number, group in enumerate(groups):
-            share = (end - time.monotonic()) / (len(groups) - number)
-            self._measure(group, time.monotonic() + share, results)
+        groups = rounds.groups(self.names, self.args.at_once)
+        for names, its_end in rounds.shares(groups, end):
+            self._measure(names, its_end, results)
         return results
 
     def _measure(
@@ -117,16 +112,11 @@ class Run:
             for side in sides:
                 side.wait_until_ready()
             self._save(sides, results)
-            longest = 0.0
-            for turn in turns(sides, self.args.rounds, self.order):
-                before = time.monotonic()
-                if before + longest > end:
-                    print("no time for another phase", file=sys.stderr, flush=True)
-                    break
+            every = turns(sides, self.args.rounds, self.order)
+            for turn in rounds.in_time(every, end, "another phase"):
                 for side, phase, seed in turn:
                     side.run(phase, seed)
                     self._save(sides, results)
-                longest = max(longest, time.monotonic() - before)
 
     def _save(self, sides: Sequence[Side], results: dict[str, Any]) -> None:
         """Write what there is so far."""

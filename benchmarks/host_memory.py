@@ -22,16 +22,16 @@ the most that host memory could do.  All sides answer the same requests in turns
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rounds
 from benchmarks.elastic import stop_or_kill
 from benchmarks.elastic_engine import Limit
 from benchmarks.host_tier import sides, traffic
@@ -41,7 +41,8 @@ from benchmarks.host_tier.table import table
 from benchmarks.host_tier.traffic import workloads
 from benchmarks.passes import engines
 from benchmarks.prefix_models import MODELS
-from benchmarks.prefix_sides import Side, machine, turns, write
+from benchmarks.prefix_sides import Side, machine, turns
+from benchmarks.rounds import check_known
 
 TINY = "tiny"
 """The model for machines without a GPU."""
@@ -65,9 +66,11 @@ class Run:
         self.configurations = sides.configurations(args.engine, self.tiers)
         self.names = args.only or sides.usual(args.engine, self.tiers)
         self.workloads = args.workloads or list(workloads(self.tiers.scale))
-        _check(self.names, self.configurations, "--only")
-        _check(self.workloads, workloads(self.tiers.scale), "--workloads")
-        self.results: dict[str, Any] = self._earlier()
+        check_known(self.names, self.configurations, "--only")
+        check_known(self.workloads, workloads(self.tiers.scale), "--workloads")
+        self.results: dict[str, Any] = {}
+        if args.go_on:
+            self.results = rounds.read(args.out)["results"]
 
     def serve(self, name: str) -> None:
         """Be one side's engine."""
@@ -95,15 +98,10 @@ class Run:
         end = time.monotonic() + self.args.seconds
         some = self.tiers.setup(self.configurations[self.names[0]])
         sides.ENGINES[self.args.engine].prepare(some)
-        first = min(_first_round(self.results, name) for name in self.names)
-        at_once = self.args.at_once
-        groups = [
-            self.names[begin : begin + at_once]
-            for begin in range(0, len(self.names), at_once)
-        ]
-        for number, group in enumerate(groups):
-            share = (end - time.monotonic()) / (len(groups) - number)
-            self._measure(group, first, time.monotonic() + share)
+        first = min(rounds.first_round(self.results, name) for name in self.names)
+        groups = rounds.groups(self.names, self.args.at_once)
+        for names, its_end in rounds.shares(groups, end):
+            self._measure(names, first, its_end)
         return self.results
 
     def _measure(self, names: Sequence[str], first: int, end: float) -> None:
@@ -117,35 +115,24 @@ class Run:
                 side.wait_until_ready()
             self._save(running)
             print("engines are ready", file=sys.stderr, flush=True)
-            longest = 0.0
-            for turn in turns(running, self.args.rounds, self.workloads):
-                before = time.monotonic()
-                if before + longest > end:
-                    print("no time for more", file=sys.stderr, flush=True)
-                    break
+            every = turns(running, self.args.rounds, self.workloads)
+            for turn in rounds.in_time(every, end):
                 for side, name, number in turn:
                     side.run(name, first + number)
                     self._save(running)
-                longest = max(longest, time.monotonic() - before)
-
-    def _earlier(self) -> dict[str, Any]:
-        """The results that are gone on with."""
-        if not self.args.go_on:
-            return {}
-        path = self.args.out.with_name(self.args.out.name + ".json")
-        found: dict[str, Any] = json.loads(path.read_text())["results"]
-        return found
 
     def _save(self, running: Sequence[Side]) -> None:
         self.results |= {side.name: side.result() for side in running}
         if self.args.out is None:
             return
-        write(self.args.out, ".json", json.dumps(self._document(), indent=1))
         facts = next((side.facts for side in running if side.facts), {})
-        about = {**machine(), **facts, **self._about()}
-        head = ", ".join(f"{name} {value}" for name, value in about.items())
-        title = f"# {self.tiers.model}, host memory behind a small cache\n\n{head}\n\n"
-        write(self.args.out, ".md", title + self.text())
+        rounds.save(
+            self.args.out,
+            self._document(),
+            f"{self.tiers.model}, host memory behind a small cache",
+            {**facts, **self._about()},
+            self.text(),
+        )
 
     def text(self) -> str:
         """The results as tables."""
@@ -190,20 +177,6 @@ def tiers(args: argparse.Namespace, on: str) -> Tiers:
         on_gpu=on == "gpu",
         experts=args.experts,
     )
-
-
-def _first_round(results: dict[str, Any], name: str) -> int:
-    """The number of the first round that a side has not served."""
-    workloads = results.get(name, {}).get("workloads", {})
-    served = [one["seed"] for found in workloads.values() for one in found]
-    return max(served, default=-1) + 1
-
-
-def _check(names: Iterable[str], known: Iterable[str], option: str) -> None:
-    known = list(known)
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"{option}: {name!r} is none of: {'; '.join(known)}")
 
 
 def parse() -> argparse.Namespace:

@@ -21,7 +21,6 @@ its result is there.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rounds
 from benchmarks.elastic import stop_or_kill
 from benchmarks.elastic_setup import Configuration
 from benchmarks.low_load import sides
@@ -38,7 +38,8 @@ from benchmarks.low_load.table import table
 from benchmarks.low_load.traffic import PLANS
 from benchmarks.passes import engines
 from benchmarks.prefix_models import MODELS
-from benchmarks.prefix_sides import Side, machine, turns, write
+from benchmarks.prefix_sides import Side, machine, turns
+from benchmarks.rounds import check_known
 
 CALIBRATION = 1 << 20
 """The round before the first, in which rates are found."""
@@ -58,12 +59,9 @@ class Run:
         self.setup = sides.setup(args.model, args.cache_mib, self.on == "gpu")
         self.configurations = sides.configurations(args.engine, args.model)
         self.names = args.only or [n for n in self.configurations if n != sides.GRAPHS]
-        for name in self.names:
-            if name not in self.configurations:
-                known = "; ".join(self.configurations)
-                raise SystemExit(f"--only: {name!r} is none of: {known}")
+        check_known(self.names, self.configurations, "--only")
         self.cells = cells(args.plans, args.running, args.arrivals)
-        earlier = self._earlier()
+        earlier = rounds.read(args.out) if args.go_on else {}
         self.rates: dict[str, float] = earlier.get("rates", {})
         self.results: dict[str, Any] = earlier.get("results", {})
 
@@ -122,24 +120,11 @@ class Run:
             for found in side.outcomes.values()
             for one in found
         ]
-        first, longest = max(done, default=-1) + 1, 0.0
-        for turn in turns(running, self.args.rounds, names):
-            before = time.monotonic()
-            if before + longest > end:
-                print("no time for more", file=sys.stderr, flush=True)
-                break
+        first = max(done, default=-1) + 1
+        for turn in rounds.in_time(turns(running, self.args.rounds, names), end):
             for side, name, number in turn:
                 side.run(name, first + number, rate=self.rates.get(name, 0.0))
-            longest = max(longest, time.monotonic() - before)
             self._save(running)
-
-    def _earlier(self) -> dict[str, Any]:
-        """The document that is gone on with."""
-        if not self.args.go_on:
-            return {}
-        path = self.args.out.with_name(self.args.out.name + ".json")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
 
     def _save(self, running: list[Side]) -> None:
         self.results |= {side.name: side.result() for side in running}
@@ -162,12 +147,9 @@ class Run:
             "machine": machine(),
             "results": self.results,
         }
-        write(self.args.out, ".json", json.dumps(document, indent=1))
         facts = next((side.facts for side in running if side.facts), {})
-        about = {**machine(), **facts}
-        head = ", ".join(f"{name} {value}" for name, value in about.items())
-        title = f"# {self.args.model}, few requests at a time\n\n{head}\n\n"
-        write(self.args.out, ".md", title + table(self.results))
+        title = f"{self.args.model}, few requests at a time"
+        rounds.save(self.args.out, document, title, facts, table(self.results))
 
 
 def parse() -> argparse.Namespace:

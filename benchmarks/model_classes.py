@@ -14,7 +14,6 @@ differs.  Weights are dummies.  Engines take turns, as in `vllm_prefix`.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -23,17 +22,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rounds
 from benchmarks.drafts import sides
 from benchmarks.drafts.served import START_LIMIT_S, answer_until_closed
 from benchmarks.drafts.table import COLUMNS, STEADY
 from benchmarks.drafts.traffic import DECODE, SCALES, workloads
 from benchmarks.elastic import stop_or_kill
 from benchmarks.elastic_engine import Limit
-from benchmarks.low_load.table import ratio, rounds, spread
+from benchmarks.low_load.table import header, row, spread, times
+from benchmarks.low_load.table import rounds as rounds_of
 from benchmarks.model_shapes import CLASSES, PAIRS, Class, write
 from benchmarks.passes import engines
 from benchmarks.prefix_sides import Side, machine, turns
-from benchmarks.prefix_sides import write as write_result
 from benchmarks.prefix_workloads import VOCABULARY
 
 GPU_MIB, CPU_MIB = 6 << 10, 64
@@ -68,9 +68,7 @@ class Run:
 
     def arguments(self, one: Class) -> dict[str, Any]:
         """Of one side's engine, in its own words."""
-        options = {"elastic": True, **one.options(self.args.engine)}
-        side = sides.of_plugin(options, drafts=False)
-        found = sides.plain_arguments(self.args.engine, self.setup, side)
+        found = sides.plain_arguments(self.args.engine, self.setup, self._side(one))
         name = {"vllm": "model", "sglang": "model_path"}[self.args.engine]
         return found | {name: str(self._folder(one))}
 
@@ -88,17 +86,15 @@ class Run:
         """Start one side's process, the `lane`-th of those that run."""
         command = [sys.executable, "-m", "benchmarks.model_classes", *sys.argv[1:]]
         command += ["--one", name, "--on", self.on]
-        options = {"elastic": True, **CLASSES[name].options(self.args.engine)}
-        side = sides.of_plugin(options, drafts=False)
+        side = self._side(CLASSES[name])
         variables = sides.variables(self.args.engine, self.setup, side, lane)
         return Side(name, command, variables)
 
     def measure(self) -> None:
         """One pair after the other, in turns, until all is done or time is over."""
         end = time.monotonic() + self.args.seconds
-        for number, pair in enumerate(self.pairs):
-            share = (end - time.monotonic()) / (len(self.pairs) - number)
-            self._measure(PAIRS[pair].sides, time.monotonic() + share)
+        for pair, its_end in rounds.shares(self.pairs, end):
+            self._measure(PAIRS[pair].sides, its_end)
 
     def _measure(self, names: Sequence[str], end: float) -> None:
         with ExitStack() as stack:
@@ -110,16 +106,15 @@ class Run:
             for side in running:
                 side.wait_until_ready()
             print("engines are ready", file=sys.stderr, flush=True)
-            longest = 0.0
-            for turn in turns(running, self.args.rounds, self.workloads):
-                before = time.monotonic()
-                if before + longest > end:
-                    print("no time for more", file=sys.stderr, flush=True)
-                    break
+            every = turns(running, self.args.rounds, self.workloads)
+            for turn in rounds.in_time(every, end):
                 for side, name, number in turn:
                     side.run(name, number)
-                longest = max(longest, time.monotonic() - before)
                 self._save(running)
+
+    def _side(self, one: Class) -> sides.Configuration:
+        options = {"elastic": True, **one.options(self.args.engine)}
+        return sides.of_plugin(options, drafts=False)
 
     def _folder(self, one: Class) -> Path:
         return Path(sides.SCRATCH[self.args.engine]) / f"class-{one.folder}"
@@ -138,12 +133,9 @@ class Run:
             "machine": machine(),
             "results": self.results,
         }
-        write_result(self.args.out, ".json", json.dumps(document, indent=1))
         facts = next((side.facts for side in running if side.facts), {})
-        about = {**machine(), **{k: v for k, v in facts.items() if k in sides.ENGINES}}
-        head = ", ".join(f"{name} {value}" for name, value in about.items())
-        title = f"# Model classes in {self.args.engine}\n\n{head}\n\n"
-        write_result(self.args.out, ".md", title + self.text())
+        title = f"Model classes in {self.args.engine}"
+        rounds.save(self.args.out, document, title, sides.versions(facts), self.text())
 
     def text(self) -> str:
         """The results as tables."""
@@ -160,29 +152,28 @@ def table(results: dict[str, Any], order: Sequence[str]) -> Iterator[str]:
     shown = [c for c in (*COLUMNS, STEADY) if c.name != "tokens a verification"]
     yield "Medians over rounds; quartiles in brackets from four rounds on.\n"
     head = ["workload", "side", *(column.name for column in shown)]
-    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
+    yield from header(head)
     for workload in order:
         for side in results:
-            if found := rounds(results, side, workload):
+            if found := rounds_of(results, side, workload):
                 cells = [spread([c.value(r) for r in found], c.digits) for c in shown]
-                yield f"| {workload} | {side} | {' | '.join(cells)} |"
+                yield row([workload, side, *cells])
     yield "\nOur class, to the engine's own:\n"
     compared = ("tokens/s", "TTFT p50 ms", "request ms", "step ms")
-    yield f"| workload | side | {' | '.join(compared)} |\n|{'---|' * 6}"
+    yield from header(["workload", "side", *compared])
     for workload in order:
         for pair in PAIRS.values():
             if not results.keys() >= set(pair.sides):
                 continue
-            ours, theirs = (rounds(results, side, workload) for side in pair.sides)
+            ours, theirs = (rounds_of(results, side, workload) for side in pair.sides)
             if ours and theirs:
-                values = [
-                    ratio(ours, theirs, column.value)
+                cells = [
+                    times(ours, theirs, column.value)
                     for name in compared
                     for column in COLUMNS
                     if column.name == name
                 ]
-                cells = ["" if v is None else f"{v:.2f}x" for v in values]
-                yield f"| {workload} | {pair.sides[0]} | {' | '.join(cells)} |"
+                yield row([workload, pair.sides[0], *cells])
 
 
 def parse() -> argparse.Namespace:

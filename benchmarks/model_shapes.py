@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Pair:
 
     sides: tuple[str, str]
     """Our class, and the engine's own."""
-    engines: tuple[str, ...] = field(default=("vllm", "sglang"))
+    engines: tuple[str, ...] = ("vllm", "sglang")
 
 
 _ATTENTION_OF_BAMBA = (9, 18, 27)

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rounds
 from benchmarks.drafts import shapes, sides
 from benchmarks.drafts.served import START_LIMIT_S, answer_until_closed
 from benchmarks.drafts.sides import Configuration, Setup
@@ -32,7 +33,8 @@ from benchmarks.drafts.traffic import SCALES, workloads
 from benchmarks.elastic import stop_or_kill
 from benchmarks.elastic_engine import Limit
 from benchmarks.passes import engines
-from benchmarks.prefix_sides import Side, machine, turns, write
+from benchmarks.prefix_sides import Side, machine, turns
+from benchmarks.rounds import check_known
 
 ACCEPTANCE = 2.5
 """Tokens of a verification of three drafts: what published heads reach."""
@@ -64,8 +66,8 @@ class Run:
         named = [f"{sides.PLUGIN}, {name}" for name, _ in extra]
         self.names = args.only or [*usual, *named]
         self.workloads = list(workloads(self.setup.scale))
-        _check(self.names, self.configurations, "--only")
-        _check(args.workloads, self.workloads, "--workloads")
+        check_known(self.names, self.configurations, "--only")
+        check_known(args.workloads or (), self.workloads, "--workloads")
         self.results: dict[str, Any] = {}
 
     def serve(self, name: str) -> None:
@@ -93,10 +95,9 @@ class Run:
         """As many sides at a time as fit, in turns, until done or time is over."""
         end = time.monotonic() + self.args.seconds
         shapes.write(self.setup.model, sides.SCRATCH[self.args.engine])
-        for begin in range(0, len(self.names), self.args.at_once):
+        for names in rounds.groups(self.names, self.args.at_once):
             with ExitStack() as stack:
                 running = []
-                names = self.names[begin : begin + self.args.at_once]
                 for lane, name in enumerate(names):
                     running.append(self.start(name, lane))
                     stack.push(stop_or_kill(running[-1]))
@@ -108,28 +109,25 @@ class Run:
         return self.results
 
     def _take_turns(self, running: list[Side], end: float) -> None:
-        rounds = self.args.rounds or (QUICK_ROUNDS if self.args.quick else ROUNDS)
-        longest = 0.0
-        for turn in turns(running, rounds, self.args.workloads or self.workloads):
-            before = time.monotonic()
-            if before + longest > end:
-                print("no time for more", file=sys.stderr, flush=True)
-                break
+        count = self.args.rounds or (QUICK_ROUNDS if self.args.quick else ROUNDS)
+        every = turns(running, count, self.args.workloads or self.workloads)
+        for turn in rounds.in_time(every, end):
             for side, name, number in turn:
                 side.run(name, number)
-            longest = max(longest, time.monotonic() - before)
             self._save(running)
 
     def _save(self, running: list[Side]) -> None:
         self.results |= {side.name: side.result() for side in running}
         if self.args.out is None:
             return
-        write(self.args.out, ".json", json.dumps(self._document(), indent=1))
         facts = next((side.facts for side in running if side.facts), {})
-        about = {**machine(), **_versions(facts), **self._about()}
-        head = ", ".join(f"{name} {value}" for name, value in about.items())
-        title = f"# {self.setup.model}, drafts in {self.args.engine}\n\n{head}\n\n"
-        write(self.args.out, ".md", title + self.text())
+        rounds.save(
+            self.args.out,
+            self._document(),
+            f"{self.setup.model}, drafts in {self.args.engine}",
+            {**sides.versions(facts), **self._about()},
+            self.text(),
+        )
 
     def text(self) -> str:
         """The results as a table."""
@@ -179,16 +177,6 @@ def setup(args: argparse.Namespace, on: str) -> Setup:
         state_dtype=args.state_dtype,
         running=max(scale.decoding) if gpu else scale.crowd,
     )
-
-
-def _check(names: Any, known: Any, option: str) -> None:
-    for name in names or ():
-        if name not in known:
-            raise SystemExit(f"{option}: {name!r} is none of: {'; '.join(known)}")
-
-
-def _versions(facts: Any) -> dict[str, Any]:
-    return {name: facts[name] for name in sides.ENGINES if name in facts}
 
 
 def parse() -> argparse.Namespace:

@@ -127,6 +127,11 @@ def arguments(engine: str, setup: Setup, side: Configuration) -> dict[str, Any]:
     return found | {_MODEL[engine]: str(where)} | dict(side.flags)
 
 
+def versions(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of engines among what one says about itself."""
+    return {name: facts[name] for name in ENGINES if name in facts}
+
+
 def plain_arguments(engine: str, setup: Setup, side: Configuration) -> dict[str, Any]:
     """Of one side's engine, but for its model."""
     return _vllm(setup, side) if engine == "vllm" else _sglang(setup, side)

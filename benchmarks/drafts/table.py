@@ -10,7 +10,14 @@ from typing import Any
 
 from benchmarks.drafts.sides import PLUGIN
 from benchmarks.drafts.traffic import decoding
-from benchmarks.low_load.table import ratio, rounds, spread
+from benchmarks.low_load.table import (
+    failures,
+    header,
+    rounds,
+    row,
+    spread,
+    times_side,
+)
 
 Results = Mapping[str, Any]
 """By side, as `Side.result` gives them."""
@@ -95,19 +102,19 @@ def table(results: Results, order: Sequence[str]) -> str:
     lines += _measured(results, ran)
     lines += ["", "Ratios of medians over rounds with the same contents:", ""]
     lines += _ratios(results, ran)
-    lines += _failures(results)
+    lines += failures(results)
     return "\n".join(lines)
 
 
 def _measured(results: Results, ran: Sequence[str]) -> Iterator[str]:
     every = (*COLUMNS, STEADY)
-    yield from _header(["workload", "side", *(one.name for one in every)])
+    yield from header(["workload", "side", *(one.name for one in every)])
     for workload in ran:
         shown = columns(workload)
         for side in results:
             found = rounds(results, side, workload)
             cells = [_middle(found, one) if one in shown else "" for one in every]
-            yield _row([workload, side, *cells])
+            yield row([workload, side, *cells])
 
 
 def _middle(found: Sequence[Mapping[str, Any]], column: Column) -> str:
@@ -122,7 +129,7 @@ def _ratios(results: Results, ran: Sequence[str]) -> Iterator[str]:
     """The plugin's sides to each stock side, and to the one that is better."""
     stock = [side for side in results if not side.startswith(PLUGIN)]
     heads = [f"to {side}" for side in stock]
-    yield from _header(["workload", "side", "number", *heads, "to the better of them"])
+    yield from header(["workload", "side", "number", *heads, "to the better of them"])
     for workload in ran:
         for side in results:
             ours = rounds(results, side, workload)
@@ -135,37 +142,7 @@ def _ratios(results: Results, ran: Sequence[str]) -> Iterator[str]:
                 bases = [*stock, best]
                 if not any(column.value(one) for one in ours):
                     continue
-                cells = [_times(results, workload, ours, b, column) for b in bases]
-                yield _row([workload, side, column.name, *cells])
-
-
-def _times(
-    results: Results,
-    workload: str,
-    ours: Sequence[Mapping[str, Any]],
-    base: str | None,
-    column: Column,
-) -> str:
-    if base is None:
-        return ""
-    found = ratio(ours, rounds(results, base, workload), column.value)
-    return "" if found is None else f"{found:.2f}x"
-
-
-def _failures(results: Results) -> Iterator[str]:
-    for side, result in results.items():
-        if result.get("failed"):
-            yield f"\n{side}: its engine did not start."
-        elif "died in" in result:
-            yield f"\n{side}: its engine died in `{result['died in']}`."
-        for workload, found in result.get("workloads", {}).items():
-            if failed := sum(one["failed"] for one in found):
-                yield f"\n{side}, {workload}: {failed} requests failed."
-
-
-def _header(names: Sequence[str]) -> list[str]:
-    return [_row(names), "|---" * len(names) + "|"]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+                cells = [
+                    times_side(results, workload, ours, b, column.value) for b in bases
+                ]
+                yield row([workload, side, column.name, *cells])

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.host_tier.sides import HOSTED
 from benchmarks.host_tier.traffic import AGENTS, ALONE, BESIDE, RETURN
-from benchmarks.low_load.table import ratio, rounds, spread
+from benchmarks.low_load.table import failures, header, rounds, row, spread, times
 
 Round = Mapping[str, Any]
 """One run of a workload, as an engine's process tells it."""
@@ -21,7 +21,8 @@ Columns = Mapping[str, tuple[Value, int]]
 """Numbers by name, with their digits."""
 
 
-def _field(name: str) -> Value:
+def field(name: str) -> Value:
+    """A number of a round by its name."""
     return lambda one: one.get(name)
 
 
@@ -64,11 +65,11 @@ COLUMNS: Mapping[str, Columns] = {
     AGENTS: {
         "restored %": (_restored, 1),
         "from the host %": (_from_host, 1),
-        "TTFT p50 ms": (_field("ttft_ms_p50"), 1),
-        "TTFT p95 ms": (_field("ttft_ms_p95"), 1),
-        "request ms": (_field("request_ms_mean"), 0),
-        "wall s": (_field("wall_s"), 2),
-        "decode pass ms": (_field("decode_pass_ms_p50"), 2),
+        "TTFT p50 ms": (field("ttft_ms_p50"), 1),
+        "TTFT p95 ms": (field("ttft_ms_p95"), 1),
+        "request ms": (field("request_ms_mean"), 0),
+        "wall s": (field("wall_s"), 2),
+        "decode pass ms": (field("decode_pass_ms_p50"), 2),
         **_MOVED,
     },
     RETURN: {
@@ -79,31 +80,31 @@ COLUMNS: Mapping[str, Columns] = {
         **_MOVED,
     },
     ALONE: {
-        "ms a token": (_field("token_ms"), 2),
-        "decode pass ms p50": (_field("decode_pass_ms_p50"), 3),
-        "mean": (_field("decode_pass_ms_mean"), 3),
+        "ms a token": (field("token_ms"), 2),
+        "decode pass ms p50": (field("decode_pass_ms_p50"), 3),
+        "mean": (field("decode_pass_ms_mean"), 3),
     },
     BESIDE: {
-        "ms a token": (_field("token_ms"), 2),
-        "decode pass ms p50": (_field("decode_pass_ms_p50"), 3),
-        "mean": (_field("decode_pass_ms_mean"), 3),
-        "prompts": (_field("beside"), 0),
-        "TTFT p50 ms": (_field("ttft_ms_p50"), 1),
+        "ms a token": (field("token_ms"), 2),
+        "decode pass ms p50": (field("decode_pass_ms_p50"), 3),
+        "mean": (field("decode_pass_ms_mean"), 3),
+        "prompts": (field("beside"), 0),
+        "TTFT p50 ms": (field("ttft_ms_p50"), 1),
         **_MOVED,
     },
 }
 COMPARED: Mapping[str, Mapping[str, Value]] = {
     AGENTS: {
-        "TTFT p50": _field("ttft_ms_p50"),
-        "TTFT p95": _field("ttft_ms_p95"),
-        "request": _field("request_ms_mean"),
-        "wall": _field("wall_s"),
+        "TTFT p50": field("ttft_ms_p50"),
+        "TTFT p95": field("ttft_ms_p95"),
+        "request": field("request_ms_mean"),
+        "wall": field("wall_s"),
     },
     RETURN: {"back: TTFT": _middle("back_ttft_ms")},
-    ALONE: {"ms a token": _field("token_ms")},
+    ALONE: {"ms a token": field("token_ms")},
     BESIDE: {
-        "ms a token": _field("token_ms"),
-        "decode pass, mean": _field("decode_pass_ms_mean"),
+        "ms a token": field("token_ms"),
+        "decode pass, mean": field("decode_pass_ms_mean"),
     },
 }
 """Less is better."""
@@ -119,60 +120,54 @@ def table(results: Results, order: Sequence[str]) -> str:
     lines = ["Medians over rounds; quartiles in brackets from four rounds on."]
     for workload in order:
         if any(rounds(results, side, workload) for side in results):
-            lines += ["", f"## {workload}", "", *_measured(results, workload)]
-            lines += ["", *_ratios(results, workload)]
-    lines += _failures(results)
+            lines += [
+                "",
+                f"## {workload}",
+                "",
+                *measured(results, workload, COLUMNS[workload]),
+            ]
+            compared = COMPARED[workload]
+            lines += ["", *ratios(results, workload, HOSTED, compared)]
+    lines += failures(results)
     return "\n".join(lines)
 
 
-def _measured(results: Results, workload: str) -> Iterator[str]:
-    columns = COLUMNS[workload]
-    yield from _header(["side", *columns, "rounds"])
+def measured(results: Results, workload: str, columns: Columns) -> Iterator[str]:
+    """A table of what each side did."""
+    yield from header(["side", *columns, "rounds"])
     for side in results:
         found = rounds(results, side, workload)
         cells = [_cell(found, *column) for column in columns.values()]
-        yield _row([side, *cells, str(len(found))])
+        yield row([side, *cells, str(len(found))])
+
+
+def ratios(
+    results: Results, workload: str, ours: str, compared: Mapping[str, Value]
+) -> Iterator[str]:
+    """A table of one side to each other side, over rounds with the same contents.
+
+    Args:
+        results: by side.
+        workload: its name.
+        ours: the one side; nothing is told where it did not run.
+        compared: numbers by name.
+    """
+    own = rounds(results, ours, workload) if ours in results else []
+    if not own:
+        return
+    yield from header([f"{ours}, to", *compared])
+    for side in results:
+        theirs = rounds(results, side, workload)
+        if side == ours or not theirs:
+            continue
+        cells = [times(own, theirs, _or_zero(value)) for value in compared.values()]
+        yield row([side, *cells])
+
+
+def _or_zero(value: Value) -> Callable[[Round], float]:
+    return lambda one: value(one) or 0.0
 
 
 def _cell(found: Sequence[Round], value: Value, digits: int) -> str:
     values = [number for one in found if (number := value(one)) is not None]
     return spread(values, digits) if values else ""
-
-
-def _ratios(results: Results, workload: str) -> Iterator[str]:
-    """Of host memory to each other side, over rounds with the same contents."""
-    ours = rounds(results, HOSTED, workload) if HOSTED in results else []
-    if not ours:
-        return
-    compared = COMPARED[workload]
-    yield from _header([f"{HOSTED}, to", *compared])
-    for side in results:
-        theirs = rounds(results, side, workload)
-        if side == HOSTED or not theirs:
-            continue
-        cells = [_times(ours, theirs, value) for value in compared.values()]
-        yield _row([side, *cells])
-
-
-def _times(ours: Sequence[Round], theirs: Sequence[Round], value: Value) -> str:
-    found = ratio(ours, theirs, lambda one: value(one) or 0.0)
-    return "" if found is None else f"{found:.2f}x"
-
-
-def _failures(results: Results) -> Iterator[str]:
-    for side, result in results.items():
-        if result.get("failed"):
-            yield f"\n{side}: its engine did not start."
-        elif "died in" in result:
-            yield f"\n{side}: its engine died in `{result['died in']}`."
-        for workload, found in result.get("workloads", {}).items():
-            if failed := sum(one["failed"] for one in found):
-                yield f"\n{side}, {workload}: {failed} requests failed."
-
-
-def _header(names: Sequence[str]) -> list[str]:
-    return [_row(names), "|---" * len(names) + "|"]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -116,7 +116,7 @@ def cells_of(results: Results) -> list[str]:
 def table(results: Results) -> str:
     """What each side did, and the plugin's ratios to the best stock setting."""
     lines = ["Medians over rounds, quartiles in brackets.", ""]
-    lines += _header(["cell", "side", *COLUMNS])
+    lines += header(["cell", "side", *COLUMNS])
     for cell in cells_of(results):
         for side in results:
             found = rounds(results, side, cell)
@@ -124,10 +124,10 @@ def table(results: Results) -> str:
                 spread([value(one) for one in found], digits) if found else ""
                 for value, digits in COLUMNS.values()
             ]
-            lines.append(_row([cell, side, *cells]))
+            lines.append(row([cell, side, *cells]))
         failed = sum(one["failed"] for s in results for one in rounds(results, s, cell))
         if failed:
-            lines.append(_row([cell, f"{failed} requests failed"]))
+            lines.append(row([cell, f"{failed} requests failed"]))
     lines += ["", *_ratios(results)]
     for side, result in results.items():
         if result.get("failed"):
@@ -143,7 +143,7 @@ def _ratios(results: Results) -> Iterator[str]:
         "elastic pools to fixed ones: medians over rounds with the same contents."
     )
     yield ""
-    yield from _header(
+    yield from header(
         ["cell", "side", *COMPARED, *(f"{n}, to fixed" for n in COMPARED)]
     )
     for cell in cells_of(results):
@@ -152,29 +152,52 @@ def _ratios(results: Results) -> Iterator[str]:
             if not side.startswith(PLUGIN) or not ours:
                 continue
             to_stock = [
-                _times(results, cell, ours, best_stock(results, cell, value), value)
+                times_side(results, cell, ours, best_stock(results, cell, value), value)
                 for value in COMPARED.values()
             ]
             twin = side.removesuffix("elastic") + "fixed"
             fixed = twin if twin != side and twin in results else None
             to_fixed = [
-                _times(results, cell, ours, fixed, value) for value in COMPARED.values()
+                times_side(results, cell, ours, fixed, value)
+                for value in COMPARED.values()
             ]
-            yield _row([cell, side, *to_stock, *to_fixed])
+            yield row([cell, side, *to_stock, *to_fixed])
 
 
-def _times(
-    results: Results, cell: str, ours: Sequence[Round], base: str | None, value: Value
-) -> str:
-    if base is None:
-        return ""
-    found = ratio(ours, rounds(results, base, cell), value)
+def times(ours: Sequence[Round], theirs: Sequence[Round], value: Value) -> str:
+    """`ratio` as a cell; empty where there is none."""
+    found = ratio(ours, theirs, value)
     return "" if found is None else f"{found:.2f}x"
 
 
-def _header(names: Sequence[str]) -> list[str]:
-    return [_row(names), "|---" * len(names) + "|"]
+def times_side(
+    results: Results,
+    workload: str,
+    ours: Sequence[Round],
+    base: str | None,
+    value: Value,
+) -> str:
+    """The same to what a side did, if there is one to compare with."""
+    return "" if base is None else times(ours, rounds(results, base, workload), value)
 
 
-def _row(cells: Sequence[str]) -> str:
+def failures(results: Results) -> Iterator[str]:
+    """Sides whose engines did not start or died, and requests that failed."""
+    for side, result in results.items():
+        if result.get("failed"):
+            yield f"\n{side}: its engine did not start."
+        elif "died in" in result:
+            yield f"\n{side}: its engine died in `{result['died in']}`."
+        for workload, found in result.get("workloads", {}).items():
+            if failed := sum(one["failed"] for one in found):
+                yield f"\n{side}, {workload}: {failed} requests failed."
+
+
+def header(names: Sequence[str]) -> list[str]:
+    """The first two lines of a Markdown table."""
+    return [row(names), "|---" * len(names) + "|"]
+
+
+def row(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

@@ -4,9 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from benchmarks.low_load.table import ratio, rounds, spread
+from benchmarks.host_tier.table import (
+    Columns,
+    Results,
+    Round,
+    Value,
+    field,
+    measured,
+    ratios,
+)
+from benchmarks.low_load.table import rounds
 from benchmarks.prefill_decode import counters
 from benchmarks.prefill_decode.sides import (
     BOTH,
@@ -15,17 +23,6 @@ from benchmarks.prefill_decode.sides import (
     PREFILL,
     STOCK_ONE,
 )
-
-Round = Mapping[str, Any]
-"""One run of a workload, as `client.outcome` tells it, with counters by role."""
-Results = Mapping[str, Any]
-"""By side, as `RunningSide.result` gives them."""
-Value = Callable[[Round], float | None]
-"""Of a round; None where it has none."""
-
-
-def _field(name: str) -> Value:
-    return lambda one: one.get(name)
 
 
 def _counted(role: str, count: Callable[[counters.Counters], float]) -> Value:
@@ -49,26 +46,26 @@ def _computed_by_answering(one: Round) -> float | None:
     return _counted(_answering(one), _computed)(one)
 
 
-COLUMNS: Mapping[str, tuple[Value, int]] = {
-    "TTFT p50 ms": (_field("ttft_ms_p50"), 1),
-    "TTFT p95 ms": (_field("ttft_ms_p95"), 1),
-    "ms a token p50": (_field("token_ms_p50"), 2),
-    "p95": (_field("token_ms_p95"), 2),
-    "request ms p50": (_field("request_ms_p50"), 0),
-    "wall s": (_field("wall_s"), 2),
-    "prompt tokens": (_field("prompt_tokens"), 0),
+COLUMNS: Columns = {
+    "TTFT p50 ms": (field("ttft_ms_p50"), 1),
+    "TTFT p95 ms": (field("ttft_ms_p95"), 1),
+    "ms a token p50": (field("token_ms_p50"), 2),
+    "p95": (field("token_ms_p95"), 2),
+    "request ms p50": (field("request_ms_p50"), 0),
+    "wall s": (field("wall_s"), 2),
+    "prompt tokens": (field("prompt_tokens"), 0),
     "computed by prefill": (_counted(PREFILL, _computed), 0),
     "by the server that answers": (_computed_by_answering, 0),
     "moved MB": (_counted(DECODE, lambda one: counters.moved(one) / 1e6), 1),
     "failed moves": (_counted(DECODE, counters.failed), 0),
-    "failed requests": (_field("failed"), 0),
+    "failed requests": (field("failed"), 0),
 }
 COMPARED: Mapping[str, Value] = {
-    "TTFT p50": _field("ttft_ms_p50"),
-    "TTFT p95": _field("ttft_ms_p95"),
-    "ms a token": _field("token_ms_p50"),
-    "request": _field("request_ms_p50"),
-    "wall": _field("wall_s"),
+    "TTFT p50": field("ttft_ms_p50"),
+    "TTFT p95": field("ttft_ms_p95"),
+    "ms a token": field("token_ms_p50"),
+    "request": field("request_ms_p50"),
+    "wall": field("wall_s"),
     "moved bytes": _counted(DECODE, counters.moved),
 }
 """Less is better."""
@@ -84,8 +81,8 @@ def table(results: Results, order: Sequence[str]) -> str:
     lines = ["Medians over rounds; quartiles in brackets from four rounds on."]
     for workload in order:
         if any(rounds(results, side, workload) for side in results):
-            lines += ["", f"## {workload}", "", *_measured(results, workload)]
-            lines += ["", *_ratios(results, workload)]
+            lines += ["", f"## {workload}", "", *measured(results, workload, COLUMNS)]
+            lines += ["", *ratios(results, workload, PLUGIN_PAIR, COMPARED)]
             lines += _answers(results, workload)
     lines += _failures(results)
     return "\n".join(lines)
@@ -106,38 +103,6 @@ def equal_answers(ours: Sequence[Round], theirs: Sequence[Round]) -> tuple[int, 
             both += 1
             equal += one["answers"][prompt] == others[prompt]
     return equal, both
-
-
-def _measured(results: Results, workload: str) -> Iterator[str]:
-    yield from _header(["side", *COLUMNS, "rounds"])
-    for side in results:
-        found = rounds(results, side, workload)
-        cells = [_cell(found, *column) for column in COLUMNS.values()]
-        yield _row([side, *cells, str(len(found))])
-
-
-def _cell(found: Sequence[Round], value: Value, digits: int) -> str:
-    values = [number for one in found if (number := value(one)) is not None]
-    return spread(values, digits) if values else ""
-
-
-def _ratios(results: Results, workload: str) -> Iterator[str]:
-    """Of the plugin's pair to each other side, over rounds with the same contents."""
-    ours = rounds(results, PLUGIN_PAIR, workload) if PLUGIN_PAIR in results else []
-    if not ours:
-        return
-    yield from _header([f"{PLUGIN_PAIR}, to", *COMPARED])
-    for side in results:
-        theirs = rounds(results, side, workload)
-        if side == PLUGIN_PAIR or not theirs:
-            continue
-        cells = [_times(ours, theirs, value) for value in COMPARED.values()]
-        yield _row([side, *cells])
-
-
-def _times(ours: Sequence[Round], theirs: Sequence[Round], value: Value) -> str:
-    found = ratio(ours, theirs, lambda one: value(one) or 0.0)
-    return "" if found is None else f"{found:.2f}x"
 
 
 def _answers(results: Results, workload: str) -> Iterator[str]:
@@ -168,11 +133,3 @@ def _failures(results: Results) -> Iterator[str]:
         for workload, found in result.get("workloads", {}).items():
             said = {text for one in found for text in one.get("errors", ())}
             yield from (f"\n{side}, {workload}: {text}" for text in sorted(said))
-
-
-def _header(names: Sequence[str]) -> list[str]:
-    return [_row(names), "|---" * len(names) + "|"]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

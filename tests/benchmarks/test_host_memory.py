@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import host_memory
+from benchmarks import host_memory, rounds
 from benchmarks.host_tier import served, sides, table, traffic
 from benchmarks.host_tier.served import Asked, Timed
 from benchmarks.host_tier.sides import HOSTED, LARGE, PLUGIN, Tiers
@@ -371,6 +371,6 @@ def test_the_table_says_what_failed() -> None:
 
 
 def test_more_rounds_have_other_contents() -> None:
-    assert host_memory._first_round({}, HOSTED) == 0
-    assert host_memory._first_round(RESULTS, HOSTED) == 2
-    assert host_memory._first_round(RESULTS, "vLLM, offloading") == 0
+    assert rounds.first_round({}, HOSTED) == 0
+    assert rounds.first_round(RESULTS, HOSTED) == 2
+    assert rounds.first_round(RESULTS, "vLLM, offloading") == 0
