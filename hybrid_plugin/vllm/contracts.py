@@ -475,6 +475,15 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint(f"{_WORKER}.sample_tokens", ("self",), own=True),
+    HookPoint(f"{_WORKER}.get_model", ("self",)),
+    HookPoint(f"{_WORKER}.sleep", ("self", "level"), closed=True, own=True),
+    HookPoint(f"{_WORKER}.wake_up", ("self", "tags"), closed=True, own=True),
+    # Whoever sleeps has flushed the cache.
+    HookPoint(f"{_CORE}:EngineCore.sleep", mentions=("clear_prefix_cache", "level")),
+    HookPoint(f"{_CORE}:EngineCore._finish_pause", mentions=("_reset_caches",)),
+    HookPoint(
+        "vllm.v1.worker.worker_base:WorkerBase.apply_model", ("self", "fn"), closed=True
+    ),
     HookPoint(f"{_WORKER}.init_device", ("self",), mentions=("device",), own=True),
     HookPoint("vllm.v1.worker.worker_base:WorkerBase.shutdown", ("self",), closed=True),
     HookPoint(f"{_GROUPS}:get_tp_group", ()),

@@ -69,6 +69,12 @@ NEEDED = {
             mentions=("kv_transfer_params", "get_kv_connector"),
         )
     ),
+    "patches.watch_weights": Need(
+        HookPoint(
+            "vllm.v1.worker.worker_base:WorkerBase.apply_model",
+            mentions=("get_model",),
+        )
+    ),
     "patches._patch_specs": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_specs",)),
     ),

@@ -10,6 +10,7 @@ why (cause), what it does (fix) and when it can be deleted.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -791,6 +792,28 @@ def _patch_lightning() -> None:
 
     for method in contracts.LIGHTNING_FORWARD:
         wrap(method, infer)
+
+
+def watch_weights(model: Any, written: Callable[[], None]) -> None:
+    """Symptom: a trainer's worker extension loads weights, and state layers on our
+    kernels decay as before, and files of the new weights count as of the old ones.
+
+    Cause: it calls the model's `load_weights`, of which the worker hears nothing.
+    Fix: have the model say so each time.
+    Delete when: vLLM tells its workers whenever weights are loaded.
+
+    Args:
+        model: whose weights are loaded for the first time already.
+        written: to be called when more of them are about to be.
+    """
+    load = model.load_weights
+
+    @functools.wraps(load)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        written()
+        return load(*args, **kwargs)
+
+    model.load_weights = noted
 
 
 def _patch_short_conv() -> None:

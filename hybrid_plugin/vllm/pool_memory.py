@@ -14,6 +14,8 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
+from hybrid_plugin.sizes import gib
+from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.bundle_layouts import layouts_of, page_form
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
 from hybrid_plugin.vllm.specs import is_page_spec
@@ -68,6 +70,20 @@ class PoolMemory:
                 "workers."
             )
         return self._executor
+
+    def release(self) -> None:
+        """Give the memory of elastic pools back while the engine sleeps."""
+        freed = self.executor.release()
+        if freed:
+            logger.info("hybrid-plugin released %s of its pools.", gib(freed))
+
+    def restore(self) -> None:
+        """Take it again.
+
+        Raises:
+            MemoryError: if the system has it no more.
+        """
+        self.executor.restore()
 
     def close(self) -> None:
         """Give host memory back, if there is some; nothing runs after."""
