@@ -501,6 +501,22 @@ CPU_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint("vllm.v1.worker.cpu_worker:CPUWorker"),
+    HookPoint(f"{_GROUPS}:get_pp_group", ()),
+    HookPoint(
+        "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        ("self",),
+        closed=True,
+        own=True,
+    ),
+    # Where a stage keeps what the one before it sends, and how it is made.
+    HookPoint(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        mentions=(
+            "intermediate_tensors",
+            "make_empty_intermediate_tensors",
+            "max_num_tokens",
+        ),
+    ),
     HookPoint(
         "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
         ("self",),

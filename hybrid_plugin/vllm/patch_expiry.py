@@ -69,6 +69,12 @@ NEEDED = {
             mentions=("kv_transfer_params", "get_kv_connector"),
         )
     ),
+    "patches.make_stage_buffers": Need(
+        HookPoint(
+            "vllm.v1.worker.cpu_model_runner:CPUModelRunner.warming_up_model",
+            mentions=("CompilationMode",),
+        )
+    ),
     "patches.watch_weights": Need(
         HookPoint(
             "vllm.v1.worker.worker_base:WorkerBase.apply_model",

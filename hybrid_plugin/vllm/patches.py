@@ -816,6 +816,26 @@ def watch_weights(model: Any, written: Callable[[], None]) -> None:
     model.load_weights = noted
 
 
+def make_stage_buffers(runner: Any) -> None:
+    """Symptom: with `--enforce-eager` and pipeline parallelism a CPU engine dies in its
+    first step, in an assertion.
+
+    Cause: the buffers for what the stage before sends are made when the model is tried,
+    which the CPU worker does only where it compiles.
+    Fix: make them before the engine serves.
+    Delete when: vLLM's CPU worker makes them itself.
+
+    Args:
+        runner: the model runner of a stage.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+
+
 def _patch_short_conv() -> None:
     """Symptom: prompts of models with short convolutions pause at snapshots.
 

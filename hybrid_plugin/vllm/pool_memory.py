@@ -17,7 +17,7 @@ from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.bundle_layouts import layouts_of, page_form
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor, pools_of
 from hybrid_plugin.vllm.specs import is_page_spec
 
 if TYPE_CHECKING:
@@ -126,8 +126,10 @@ class PoolMemory:
                     tensor.size, dtype=torch.int8, device=device
                 )
         rows = {pool: _rows(config, pool, part) for pool, part in memory.items()}
-        if Pool.KV not in rows:  # without full attention its pages are but numbers
-            rows[Pool.KV] = [torch.zeros((config.pages, 0), dtype=torch.int8)]
+        # Without a layer on this rank, pages and slots are but numbers.
+        for pool in {Pool.KV, *pools_of(config.kv_cache_groups)} - rows.keys():
+            ids = config.plan.sizes.of(pool)
+            rows[pool] = [torch.zeros((ids, 0), dtype=torch.int8)]
         if self._shared is None:
             arenas = {pool: Arena(parts) for pool, parts in rows.items()}
         else:

@@ -275,6 +275,20 @@ class VllmDriver:
         """By vLLM's development mode."""
         httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
 
+    def update_weights(self, url: str, model: Path) -> None:
+        """As trainers do; vLLM forgets nothing by itself."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        httpx.post(f"{url}/collective_rpc", json=body, timeout=300).raise_for_status()
+        self.forget(url)
+
+    def sleep(self, url: str) -> None:
+        """By vLLM's development mode."""
+        httpx.post(f"{url}/sleep?level=1", timeout=60).raise_for_status()
+
+    def wake_up(self, url: str) -> None:
+        """The same."""
+        httpx.post(f"{url}/wake_up", timeout=60).raise_for_status()
+
     def metrics(self, url: str) -> str:
         """Current with every step."""
         return httpx.get(f"{url}/metrics", timeout=10).text
