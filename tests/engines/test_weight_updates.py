@@ -21,6 +21,8 @@ pytestmark = pytest.mark.engine
 
 CHATS = 4
 LENGTH = 16
+RELEASING = {"vllm": (), "sglang": ("--enable-memory-saver",)}
+"""Flags without which an engine keeps its memory."""
 Served = list[tuple[tuple[int, ...], int]]
 
 
@@ -71,12 +73,16 @@ def test_nothing_is_left_of_old_weights_or_released_memory(
     others = write_others(tmp_path / "others")
     options = {
         "kernels": "ours",
+        "elastic": True,
+        "gpu_memory_budget": "32MiB",
         "host_memory": "64MiB",
         "disk": {"path": str(tmp_path / "files"), "size": "256MiB"},
     }
     with start_server("others", model=others, options={"kernels": "ours"}) as server:
         expected = chat(server)
-    with start_server("updated", options=options) as server:
+    with start_server(
+        "updated", options=options, flags=RELEASING[driver.name]
+    ) as server:
         loaded = chat(server)
         assert [said for said, _ in loaded[0]] != [said for said, _ in expected[0]]
         driver.update_weights(server.url, others)
@@ -84,6 +90,7 @@ def test_nothing_is_left_of_old_weights_or_released_memory(
         driver.update_weights(server.url, MODEL)
         assert chat(server) == loaded
         driver.sleep(server.url)
+        assert "hybrid-plugin released" in server.log_text()
         driver.wake_up(server.url)
         assert chat(server) == loaded
         stats = server.metrics()

@@ -180,11 +180,6 @@ CONFLICTS = {
         "--enable-hierarchical-cache is for SGLang's own cache; drop it, and give the "
         "plugin's option host_memory a size.",
     ),
-    "memory that is released": (
-        ("--enable-memory-saver",),
-        "its pools are not released with SGLang's memory yet; drop "
-        "--enable-memory-saver.",
-    ),
     "no chunked prefill": (
         ("--chunked-prefill-size=-1",),
         "it needs chunked prefill; give --chunked-prefill-size a positive size.",
