@@ -104,8 +104,8 @@ if not ON_GPU:
         {},
         0.05,
         IN_STAGES,
-        # The first one has no attention; made for the models of ten layers.
-        {"VLLM_PP_LAYER_PARTITION": "3,7"},
+        # Three state layers and one, for the models of ten layers.
+        {"VLLM_PP_LAYER_PARTITION": "7,3"},
         pools=(1280 // PAGE_SIZE, 12),
         fault="refuse_pages",
         preempts=True,
