@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first tensor-parallel rank of a model, built without its peers or weights.
+"""The first rank of a model, built without its peers or weights.
 
 What a rank keeps of a sequence depends on how many ranks there are, and not on what
 they say: no collective runs while layers are made.  So a process alone makes groups of
-one, and has vLLM's group of tensor-parallel ranks tell another size meanwhile.
+one, and has vLLM's groups of tensor-parallel ranks and of stages tell other sizes
+meanwhile.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ def _make_workspace() -> None:
 
 @contextmanager
 def _told(parallel: ParallelConfig) -> Iterator[None]:
-    """Have layers cut their heads for as many tensor-parallel ranks as there would be.
+    """Have layers cut their heads for as many tensor-parallel ranks as there would be,
+    and the model make those of its first stage alone.
 
     Experts are cut likewise, though a server may deal them out: a table says where each
     is, and tables cannot be read without memory.  They keep nothing of a sequence.
     """
     import torch
-    from vllm.distributed import get_tp_group
+    from vllm.distributed import get_pp_group, get_tp_group
 
+    stages = get_pp_group()
+    before = stages.world_size
+    stages.world_size = parallel.pipeline_parallel_size
     group, dealt_out = get_tp_group(), parallel.enable_expert_parallel
     device, size = group.device, group.world_size
     group.device = torch.device("meta")  # where layers are made
@@ -92,4 +97,5 @@ def _told(parallel: ParallelConfig) -> Iterator[None]:
         yield
     finally:
         group.device, group.world_size = device, size
+        stages.world_size = before
         parallel.enable_expert_parallel = dealt_out

@@ -110,6 +110,13 @@ def test_a_rank_of_several_has_its_share_of_heads(tmp_path: Path) -> None:
     assert layout_of(tmp_path, NEMOTRON) == alone, "the next model is alone again"
 
 
+def test_a_stage_of_several_has_its_share_of_layers(tmp_path: Path) -> None:
+    alone = layout_of(tmp_path, "Qwen3NextForCausalLM")
+    stage = layout_of(tmp_path, "Qwen3NextForCausalLM", "--pipeline-parallel-size=2")
+    assert 0 < stage.page_bytes + stage.slot_bytes < alone.page_bytes + alone.slot_bytes
+    assert layout_of(tmp_path, "Qwen3NextForCausalLM") == alone
+
+
 def test_experts_that_are_dealt_out_change_no_layout(tmp_path: Path) -> None:
     ranks = ("--tensor-parallel-size=2",)
     cut = layout_of(tmp_path, "Qwen3NextForCausalLM", *ranks)
