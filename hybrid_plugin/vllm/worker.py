@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from hybrid_plugin.engine.rank_tiers import RankTiers
     from hybrid_plugin.tiers.agreement import Outcome
 
+_LOST = (
+    "hybrid-plugin: the memory of the cache was released, and what was cached was not "
+    "forgotten: have the engine sleep (/sleep), or reset the prefix cache first."
+)
 KV_MEMORY = "kv_cache"
 """What vLLM calls the memory of its cache where a part of its memory sleeps."""
 
@@ -56,6 +60,10 @@ class RunsCommands:
     device: torch.device
     _has_other_weights = False
     """Whether what our kernels keep of weights may be of earlier ones."""
+    _holds_content = False
+    """Whether anything that is cached may be in the pools."""
+    _lost_content = False
+    """Whether it went with their memory, and the scheduler has not said it knows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not patches.is_applied():
@@ -240,14 +248,19 @@ class RunsCommands:
         The memory of elastic pools is ours, not vLLM's to release.
         """
         if self._stepped_aside is None:
-            self._pools.release()
+            self._release()
         super().sleep(level)  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release memory of some kinds; the engine core has flushed the cache."""
         super().discard(tags)  # type: ignore[misc]
         if KV_MEMORY in tags and self._stepped_aside is None:
-            self._pools.release()
+            self._release()
+
+    def _release(self) -> None:
+        self._pools.release()
+        self._lost_content |= self._holds_content
+        self._holds_content = False
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake up, or have memory of some kinds again."""
@@ -262,11 +275,8 @@ class RunsCommands:
         columns or rows.
         """
         commands = getattr(scheduler_output, COMMANDS, None)
-        self._has_other_weights |= getattr(scheduler_output, FLUSHED, False)
-        if self._has_other_weights and scheduler_output.total_num_scheduled_tokens:
-            self._layers.refresh()
-            self._has_other_weights = False
         if commands is not None:
+            self._prepare(scheduler_output)
             self._pools.executor.run(commands)
         if self._tiers is not None:
             self._outcomes += self._tiers.settle()
@@ -282,6 +292,26 @@ class RunsCommands:
                 output = super().execute_model(scheduler_output)  # type: ignore[misc]
         # A step without requests is over here; others are when they have sampled.
         return self._with_report(output) if commands is not None else output
+
+    def _prepare(self, scheduler_output: SchedulerOutput) -> None:
+        """Note what a step says of the cache, before its commands run.
+
+        Raises:
+            RuntimeError: if it may read what went with released memory.
+        """
+        flushed = getattr(scheduler_output, FLUSHED, False)
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        self._has_other_weights |= flushed
+        self._lost_content &= not flushed
+        if not computes:
+            self._holds_content &= not flushed
+            return
+        if self._lost_content:
+            raise RuntimeError(_LOST)
+        self._holds_content = True
+        if self._has_other_weights:
+            self._layers.refresh()
+            self._has_other_weights = False
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and report what was measured, if there is news."""

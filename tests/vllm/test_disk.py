@@ -312,6 +312,10 @@ class Worker(workers.RunsCommands, Stock):
     """One that is ready to serve."""
 
 
+NO_REQUESTS = SimpleNamespace(hybrid_commands=[], total_num_scheduled_tokens=0)
+"""A step of which files alone are to hear."""
+
+
 def outcome(ticket: int) -> Outcome:
     return Outcome(ticket, None, 1, 1.0)
 
@@ -331,7 +335,10 @@ def ready(outcomes: list[Outcome]) -> Any:
 
 def test_a_step_without_requests_reports_what_files_did() -> None:
     outcomes = [outcome(1)]
-    one, step = ready(outcomes), SimpleNamespace(hybrid_commands=[])
+    one, step = (
+        ready(outcomes),
+        SimpleNamespace(hybrid_commands=[], total_num_scheduled_tokens=0),
+    )
     report = reports.read(one.execute_model(step))
     assert report is not None
     assert report.outcomes == (outcome(1),) and report.disk is not None
@@ -345,7 +352,10 @@ def test_a_step_without_requests_reports_what_files_did() -> None:
 
 def test_news_wait_for_an_output() -> None:
     outcomes = [outcome(1)]
-    one, step = ready(outcomes), SimpleNamespace(hybrid_commands=[])
+    one, step = (
+        ready(outcomes),
+        SimpleNamespace(hybrid_commands=[], total_num_scheduled_tokens=0),
+    )
     one.output = None  # vLLM samples apart
     assert one.execute_model(step) is None
     outcomes[:] = [outcome(2)]

@@ -150,3 +150,32 @@ def test_pools_are_released_while_the_engine_sleeps(worker: Any) -> None:
     worker.discard(("weights",))
     worker.discard(("kv_cache",))
     assert worker.done[9:] == ["discard", "discard", "release"]
+
+
+def test_what_went_with_released_memory_is_not_read(worker: Any) -> None:
+    """Whoever has workers sleep past the engine core is told, not answered."""
+    step(worker, 5)
+    worker.sleep(1)
+    worker.wake_up()
+    assert step(worker, 0) == ["pass"]
+    with pytest.raises(RuntimeError, match="was not forgotten"):
+        step(worker, 5)
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_a_cache_that_was_flushed_has_lost_nothing(worker: Any, asleep: bool) -> None:
+    """The step that says so comes while they sleep, or with the next request."""
+    step(worker, 5)
+    worker.sleep(1)
+    if asleep:
+        step(worker, 0, flushed=True)
+    worker.wake_up()
+    assert step(worker, 5, flushed=not asleep)[-1] == "pass"
+
+
+def test_a_cache_that_was_flushed_before_has_lost_nothing(worker: Any) -> None:
+    step(worker, 5)
+    step(worker, 0, flushed=True)
+    worker.sleep(1)
+    worker.wake_up()
+    assert step(worker, 5)[-1] == "pass"
