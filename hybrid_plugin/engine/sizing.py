@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from logging import CRITICAL, Logger
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.memory.elastic_plan import (
+    STATE_GRANULES,
+    ElasticPlan,
+    plan_elastic,
+)
 from hybrid_plugin.core.memory.layout import (
     DEFAULT_CHUNK,
     CacheLayout,
@@ -261,13 +266,15 @@ def _hindrance_of(layout: CacheLayout) -> str | None:
 
 
 def _out_of_reach(plan: ElasticPlan) -> str | None:
-    """What the model's kernels have against so many slots, likewise."""
-    most = plan.layout.max_slots
-    if most is None or plan.sizes.slots <= most:
+    """What the model's kernels have against pools with the slots they reach."""
+    if Pool.STATE not in plan.pools:
+        return None
+    least = STATE_GRANULES * plan.pools[Pool.STATE].per_granule
+    if plan.ids(Pool.STATE) >= least:
         return None
     return (
-        f"have up to {plan.sizes.slots} state slots, and this model's kernels address "
-        f"only {most}; lower gpu_memory_budget, or set elastic to false."
+        f"begin with {least} state slots, and this model's kernels address only "
+        f"{plan.layout.max_slots}; set elastic to false."
     )
 
 
