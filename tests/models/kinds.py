@@ -113,6 +113,7 @@ KINDS = (
         engines=("vllm",),
     ),
     Kind("jamba", "JambaForCausalLM", ("vllm",)),
+    Kind("jet_nemotron", "JetNemotronForCausalLM", ("sglang",), has_reference=True),
     Kind("minimax", "MiniMaxForCausalLM", engines=()),
     Kind("minimax_text_01", "MiniMaxText01ForCausalLM", converted="MiniMaxForCausalLM"),
     Kind(
