@@ -18,8 +18,8 @@ from tests.engines.model_workload import ANSWER, Tokens, gap, zeroed_snapshots
 from tests.engines.phases import report
 from tests.models.kinds import find
 
-LENGTHS = (150, 97)
-"""Of prompts; one is longer than a step."""
+PROMPTS = ((3, 150), (60, 97))
+"""First token and length of each; one is longer than a step."""
 _PLACES = 2
 """For adapters.  vLLM's CPU build gives requests without one what is in the last."""
 
@@ -40,7 +40,7 @@ def main(name: str, folder: Path, ranks: int) -> None:
         additional_config={"hybrid_plugin": options(kind)},
     )
     adapter = LoRARequest("random", 1, str(folder / "adapter"))
-    first = [list(range(3, 3 + length)) for length in LENGTHS]
+    first = [list(range(start, start + length)) for start, length in PROMPTS]
     gaps: dict[str, float] = {}
     cached: dict[str, list[int]] = {}
     references = {

@@ -19,8 +19,8 @@ from tests.engines.model_workload import ANSWER, Tokens, gap, zeroed_snapshots
 from tests.engines.phases import report
 from tests.models.kinds import find, logits_of, network
 
-LENGTHS = (150, 97)
-"""Of prompts; one is longer than a step."""
+PROMPTS = ((3, 150), (60, 97))
+"""First token and length of each; one is longer than a step."""
 
 
 def main(name: str, folder: Path, ranks: int) -> None:
@@ -36,7 +36,7 @@ def main(name: str, folder: Path, ranks: int) -> None:
         tensor_parallel_size=ranks,
         additional_config={"hybrid_plugin": options(kind)},
     )
-    first = [list(range(3, 3 + length)) for length in LENGTHS]
+    first = [list(range(start, start + length)) for start, length in PROMPTS]
     found: dict[str, Any] = {"gaps": {}, "cached": {}, "model": engine.model}
     found["kernels"] = engine.kinds_of_linear_layers()
 

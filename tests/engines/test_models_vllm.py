@@ -65,7 +65,7 @@ def test_an_adapter_changes_what_merged_weights_change(
         assert gaps[right] < ROUNDING, gaps
     for wrong in ("first, base", "second, base", "without, merged", "zeroed, merged"):
         assert gaps[wrong] > 100 * ROUNDING, gaps
-    assert found["cached"]["second"] == turns(adapter_phases_vllm.LENGTHS)
+    assert found["cached"]["second"] == turns(adapter_phases_vllm.PROMPTS)
     assert found["cached"]["without"] == [0, 0], "what an adapter made was restored"
 
 
@@ -80,12 +80,12 @@ def test_weights_and_tokens_of_8_bits(kind: str, tmp_path: Path) -> None:
     assert found["gaps"]["first"] < OF_8_BITS, found["gaps"]
     assert found["gaps"]["second"] < OF_8_BITS, found["gaps"]
     assert found["gaps"]["zeroed"] > 4 * OF_8_BITS, found["gaps"]
-    assert found["cached"]["second"] == turns(quantised_phases_vllm.LENGTHS)
+    assert found["cached"]["second"] == turns(quantised_phases_vllm.PROMPTS)
 
 
-def turns(lengths: Sequence[int]) -> list[int]:
+def turns(prompts: Sequence[tuple[int, int]]) -> list[int]:
     """What is restored of second turns; the last token of an answer is not computed."""
-    return [length + ANSWER - 1 for length in lengths]
+    return [length + ANSWER - 1 for _, length in prompts]
 
 
 def test_a_server_finds_the_class_by_itself(
