@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import CRITICAL, Logger
 
 from hybrid_plugin.config import ConfigError, HybridConfig
@@ -231,10 +232,11 @@ def _share(
     Raises:
         ConfigError: if the options ask for elastic pools that cannot be had.
     """
-    if layout.has_states_alone and layout.scratch is None:
-        return None  # one pool has all the memory, whatever the options say
+    is_wanted = partial(
+        elastic_memory.is_wanted, options, states_alone=layout.has_states_alone
+    )
     found = limits.hindrance or _hindrance_of(layout)
-    if not elastic_memory.is_wanted(options, found, log):
+    if not is_wanted(found, log):
         return None
     plan: ElasticPlan | None = None
     try:
@@ -252,7 +254,7 @@ def _share(
         found = (
             f"do not fit: {error}; give the cache more memory, or set elastic to false."
         )
-    return plan if elastic_memory.is_wanted(options, found, log) else None
+    return plan if is_wanted(found, log) else None
 
 
 def _hindrance_of(layout: CacheLayout) -> str | None:

@@ -93,7 +93,8 @@ def reserve_slots(
     lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
     fixed_layout = lay_out(token_bytes=kv._cell_size, elastic=False)
     layout, taken = fixed_layout, None
-    if not layout.has_states_alone and elastic_memory.is_wanted(options, hindrance):
+    states_alone = layout.has_states_alone
+    if elastic_memory.is_wanted(options, hindrance, states_alone=states_alone):
         layout = elastic_layout(configurator, kv, lay_out, options, limits)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
@@ -126,7 +127,7 @@ def reserve_slots(
     # SGLang counts without the slot that takes the writes of padded rows.
     slots = plan.sizes.slots - 1
     get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
-    if plan.layout.has_states_alone:
+    if states_alone:
         # SGLang counts one sequence's tokens, and no KV is taken for more.
         get_context().override("hybrid_plugin.tokens", max_total_tokens=plan.tokens)
     # SGLang divides by what it takes for the bytes of a token, a draft model's too.
