@@ -151,6 +151,8 @@ class ElasticArena(Arena):
         self._place = place
         self._memory = memory
         self._ids = ids_per_granule
+        self._mapped: set[int] = set()
+        """Granules that have memory, or get it back."""
         for part in parts:
             size = ids_per_granule * part.stride(0)
             if (part.data_ptr() - place.address) % memory.block_bytes or (
@@ -170,14 +172,32 @@ class ElasticArena(Arena):
         """Put memory, all zeros, behind granules, or change nothing."""
         granules = sorted(granules)
         refusal = self._memory.map(self._spans(granules))
-        if refusal is None and not self._memory.clears:
+        if refusal is not None:
+            return refusal
+        if not self._memory.clears:
             first = (granule * self._ids for granule in granules)
             self.zero([id for start in first for id in range(start, start + self._ids)])
-        return refusal
+        self._mapped.update(granules)
+        return None
 
     def unmap(self, granules: Iterable[int]) -> None:
         """Take the memory from granules, once the work issued so far is done."""
+        granules = list(granules)
         self._memory.unmap(self._spans(granules))
+        self._mapped.difference_update(granules)
+
+    def release(self) -> int:
+        """Give all memory back to the system, contents and all, until `restore`.
+
+        Returns:
+            Bytes that went, those of other pools that were held and not mapped too.
+        """
+        self._memory.unmap(self._spans(self._mapped))
+        return self._memory.trim()
+
+    def restore(self) -> Refusal | None:
+        """Put memory, all zeros, where there was some, or change nothing."""
+        return self.map(self._mapped)
 
     def _spans(self, granules: Iterable[int]) -> Iterator[ByteRange]:
         granules = list(granules)

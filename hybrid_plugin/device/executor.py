@@ -85,6 +85,44 @@ class Executor:
         """Runs what is written from host rows and fetched into them; set it where the
         host memory has something behind it."""
         self.moves = MappingStats()
+        self._postponed: list[Command] | None = None
+        """Commands that came while memory was released; None while it is there."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the pools have no memory at present."""
+        return self._postponed is not None
+
+    def release(self) -> int:
+        """Give the memory of elastic pools back, with all that is in them.
+
+        For when nothing is cached and nothing runs.  Commands wait until `restore`:
+        fixed pools may have lost their memory as well, by the engine's own means.
+
+        Returns:
+            Bytes that the system has again; 0 where they were released before.
+        """
+        if self.is_released:
+            return 0
+        if self.host is not None:
+            self.host.copies_over()()
+        self._postponed = []
+        return sum(arena.release() for arena in self._elastic_arenas())
+
+    def restore(self) -> None:
+        """Take as much memory again as there was, and run what has waited for it.
+
+        Raises:
+            MemoryError: if the system has it no more.
+        """
+        if self._postponed is None:
+            return
+        for arena in self._elastic_arenas():
+            refusal = arena.restore()
+            if refusal is not None:
+                raise MemoryError(str(refusal))
+        postponed, self._postponed = self._postponed, None
+        self.run(postponed)
 
     def parts(self) -> dict[PoolId, tuple[torch.Tensor, ...]]:
         """`[ids, bytes]` int8 parts of each pool, in the order of a host row."""
@@ -131,6 +169,9 @@ class Executor:
             MemoryError: if the system refuses memory for a granule, which can
                 only be where it was not held from the start.
         """
+        if self._postponed is not None:
+            self._postponed += commands
+            return
         if self.interior is not None:
             self.interior.clear()
         for batch in batches(self._fold(commands)):
@@ -210,6 +251,10 @@ class Executor:
         self.moves.bytes += len(command.granules) * arena.granule_bytes
         self.moves.seconds += time.perf_counter() - begin
         return refusal
+
+    def _elastic_arenas(self) -> list[ElasticArena]:
+        every = self._arenas.values()
+        return [arena for arena in every if isinstance(arena, ElasticArena)]
 
     def _elastic(self, pool: PoolId) -> ElasticArena:
         arena = self._arenas[pool]

@@ -239,6 +239,10 @@ def _conflicts(view: Any) -> Iterator[str]:
             "sessions are not supported yet; drop --enable-streaming-session and "
             "--enable-session-radix-cache."
         )
+    if view.enable_memory_saver and view.device != "cpu":
+        yield (
+            "releasing memory has been tried on CPUs only; drop --enable-memory-saver."
+        )
     if view.pp_size > 1:
         yield "pipeline parallelism is not supported yet; use tensor parallelism."
     if view.dcp_size > 1:

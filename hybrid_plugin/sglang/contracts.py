@@ -736,6 +736,12 @@ KERNEL_HOOKS = (
     HookPoint(f"{_UPDATER}.update_weights_from_tensor", mentions=("_session",)),
     HookPoint(f"{_UPDATER}.update_weights_from_distributed", mentions=("_session",)),
     HookPoint(f"{_UPDATER}.end_weight_update", ("recv_req",)),
+    HookPoint(
+        f"{_UPDATER}.release_memory_occupation",
+        ("recv_req",),
+        mentions=("flush_cache", "pause"),
+    ),
+    HookPoint(f"{_UPDATER}.resume_memory_occupation", ("recv_req",)),
 )
 """For state layers on our kernels: `kernels`."""
 

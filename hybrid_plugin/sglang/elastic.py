@@ -230,8 +230,6 @@ def hindrance(device_type: str) -> str | None:
         return "have no fixed slots; drop --max-mamba-cache-size."
     if get_schedule().max_total_tokens is not None:
         return "have no fixed KV cache; drop --max-total-tokens."
-    if get_exec().features.enable_memory_saver:
-        return "keep their addresses mapped by themselves; drop --enable-memory-saver."
     return None if device_type == "cpu" else _unstrided()
 
 

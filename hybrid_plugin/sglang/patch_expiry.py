@@ -77,6 +77,11 @@ NEEDED = {
         f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
         ":MambaAttnBackendBase.supports_prefill_graph_extend"
     ),
+    "patches._release_memory": _while_there(
+        f"{_SRT}.managers.scheduler_components.weight_updater"
+        ":SchedulerWeightUpdaterManager.release_memory_occupation",
+        "memory_saver_adapter",
+    ),
     "patches._follow_weights": _while_there(
         f"{_SRT}.managers.scheduler_components.weight_updater"
         ":SchedulerWeightUpdaterManager.record_weight_version_after_update"

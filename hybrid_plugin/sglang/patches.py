@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from hybrid_plugin.sglang.speculation.replay.passes import Replay
 
 _SRT = "sglang.srt"
+_UPDATER = (
+    f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
 _Hook = Callable[..., Any]
 _ENGINE_HOOKED = False
 
@@ -89,6 +92,7 @@ def hook_engine() -> None:
     _fold_drafts(replay)
     _capture_prefills(layers)
     _follow_weights()
+    _release_memory()
     _take_session_orders()
     _apply()
     _ENGINE_HOOKED = True
@@ -779,16 +783,46 @@ def _follow_weights() -> None:
         if scheduler is not None and _served_by(scheduler.tree_cache):
             scheduler.tree_cache.weights_change()
 
-    updater = f"{_SRT}.managers.scheduler_components.weight_updater"
-    manager = f"{updater}.SchedulerWeightUpdaterManager"
     for update in (
         "update_weights_from_disk",
         "update_weights_from_ipc",
         "begin_weight_update",
     ):
-        _hook(f"{manager}.{update}", "BEFORE", updating)
-    _hook(f"{manager}.record_weight_version_after_update", "AFTER", loaded)
-    _hook(f"{manager}.end_weight_update", "AFTER", loaded)
+        _hook(f"{_UPDATER}.{update}", "BEFORE", updating)
+    _hook(f"{_UPDATER}.record_weight_version_after_update", "AFTER", loaded)
+    _hook(f"{_UPDATER}.end_weight_update", "AFTER", loaded)
+
+
+def _release_memory() -> None:
+    """Symptom: with `--enable-memory-saver` elastic pools keep their memory when a
+    trainer has SGLang release its own, and queued copies read pages without memory.
+
+    Cause: that memory is ours; SGLang takes the memory of its pools before it flushes.
+    Fix: flush and release ours before, and take it again behind SGLang.
+    Delete when: pools and caches are told of both.
+    """
+
+    def concerns(updater: Any, request: Any) -> bool:
+        from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+        from sglang.srt.runtime_context import get_exec
+
+        return (
+            get_exec().features.enable_memory_saver
+            and updater.scheduler is not None
+            and _served_by(updater.scheduler.tree_cache)
+            and (not request.tags or GPU_MEMORY_TYPE_KV_CACHE in request.tags)
+        )
+
+    def release(updater: Any, request: Any) -> None:
+        if concerns(updater, request):
+            updater.scheduler.tree_cache.release_memory()
+
+    def resumed(result: Any, updater: Any, request: Any) -> None:
+        if concerns(updater, request):
+            updater.scheduler.tree_cache.restore_memory()
+
+    _hook(f"{_UPDATER}.release_memory_occupation", "BEFORE", release)
+    _hook(f"{_UPDATER}.resume_memory_occupation", "AFTER", resumed)
 
 
 def _take_session_orders() -> None:

@@ -42,6 +42,7 @@ from hybrid_plugin.sglang.metrics import StepMetrics
 from hybrid_plugin.sglang.outer_steps import OuterSteps
 from hybrid_plugin.sglang.requests import SGLangRequest, namespace, sequence_id
 from hybrid_plugin.sglang.speculation.steps import DraftSteps
+from hybrid_plugin.sizes import gib
 from hybrid_plugin.tiers.peers.params import OWN
 
 if TYPE_CHECKING:
@@ -432,6 +433,28 @@ class HybridPrefixCache(BasePrefixCache):
         if self._host is not None:  # a load may be under way, and the pools may go
             self._run_queued(self._host)
             self._host.wait()
+
+    def release_memory(self) -> None:
+        """Forget everything cached, and give the pools' memory back.
+
+        Nothing runs until `restore_memory`; of fixed pools the memory is SGLang's to
+        release, which it does behind this.
+
+        Raises:
+            RuntimeError: as `reset` does.
+        """
+        self.reset()
+        freed = self._executor.release()
+        if freed and get_parallel().tp_rank == 0:
+            logger.info("hybrid-plugin released %s of its pools.", gib(freed))
+
+    def restore_memory(self) -> None:
+        """Take the memory again.
+
+        Raises:
+            MemoryError: if the system has it no more.
+        """
+        self._executor.restore()
 
     # ------------------------------------------------------------------- locks
 

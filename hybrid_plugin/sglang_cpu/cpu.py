@@ -14,6 +14,9 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from hybrid_plugin.sglang_cpu import draft_tokens, kernels
 
+_SAVES_NOTHING = "saves_nothing"
+"""Mark of what stands in for a memory saver."""
+
 
 class HybridCpu(CpuDeviceMixin, SRTPlatform):
     """A CPU, as a platform of its own.
@@ -31,6 +34,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         leave_the_cores_when_idle(server_args)
         keep_inputs_in_float32(server_args)
         wait_for_no_gpu_s_dump()
+        save_no_memory_of_sglang_s()
 
     def get_device(self, device_id: int = 0) -> str:
         """Name the device, where a caller gave none.
@@ -74,6 +78,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         """
         kernels.install()
         leave_a_core()
+        save_no_memory_of_sglang_s()
 
 
 def leave_the_cores_when_idle(server_args: Any) -> None:
@@ -109,6 +114,25 @@ def wait_for_no_gpu_s_dump() -> None:
     Delete when: SGLang looks for a CUDA device first.
     """
     os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+
+
+def save_no_memory_of_sglang_s() -> None:
+    """Symptom: with `--enable-memory-saver` no process of a server starts.
+
+    Cause: SGLang's memory saver replaces CUDA's allocator.
+    Fix: none of SGLang's own memory is saved; the plugin gives back that of its pools.
+    Delete when: the memory saver knows devices without CUDA.
+    """
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    create = TorchMemorySaverAdapter.create
+    if not hasattr(create, _SAVES_NOTHING):
+
+        def without(enable: bool) -> Any:
+            return create(enable=False)
+
+        setattr(without, _SAVES_NOTHING, True)
+        TorchMemorySaverAdapter.create = staticmethod(without)
 
 
 def leave_a_core() -> None:

@@ -25,6 +25,10 @@ NEEDED = {
     "cpu.leave_a_core": _while_there(
         f"{_SRT}.distributed.bootstrap:_init_cpu_threads_env", "sgl_kernel"
     ),
+    "cpu.save_no_memory_of_sglang_s": _while_there(
+        f"{_SRT}.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create",
+        "_TorchMemorySaverAdapterReal",
+    ),
     "cpu.leave_the_cores_when_idle": _while_there(_SCHEDULER, "sleep_on_idle"),
     "cpu.wait_for_no_gpu_s_dump": _while_there(
         f"{_SRT}.managers.tokenizer_manager:TokenizerManager.dump_requests_before_crash",

@@ -20,7 +20,7 @@ from hybrid_plugin.config import (
     switched_off_by_environment,
 )
 from hybrid_plugin.engine.refusals import cannot_serve
-from hybrid_plugin.vllm import deterministic, servable, storable
+from hybrid_plugin.vllm import deterministic, pipeline, servable, storable
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     if model.enable_sleep_mode:
         yield "sleep mode is not supported yet; drop --enable-sleep-mode."
     if parallel.pipeline_parallel_size > 1:
-        yield "pipeline parallelism is not supported yet; use tensor parallelism."
+        yield from pipeline.obstacles(vllm_config, read_options(vllm_config))
     for phase in ("decode", "prefill"):
         if getattr(parallel, f"{phase}_context_parallel_size", 1) > 1:
             yield (

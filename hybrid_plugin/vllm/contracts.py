@@ -477,6 +477,15 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint(f"{_WORKER}.sample_tokens", ("self",), own=True),
+    HookPoint(f"{_WORKER}.get_model", ("self",)),
+    HookPoint(f"{_WORKER}.sleep", ("self", "level"), closed=True, own=True),
+    HookPoint(f"{_WORKER}.wake_up", ("self", "tags"), closed=True, own=True),
+    # Whoever sleeps has flushed the cache.
+    HookPoint(f"{_CORE}:EngineCore.sleep", mentions=("clear_prefix_cache", "level")),
+    HookPoint(f"{_CORE}:EngineCore._finish_pause", mentions=("_reset_caches",)),
+    HookPoint(
+        "vllm.v1.worker.worker_base:WorkerBase.apply_model", ("self", "fn"), closed=True
+    ),
     HookPoint(f"{_WORKER}.init_device", ("self",), mentions=("device",), own=True),
     HookPoint("vllm.v1.worker.worker_base:WorkerBase.shutdown", ("self",), closed=True),
     HookPoint(f"{_GROUPS}:get_tp_group", ()),
@@ -494,6 +503,22 @@ CPU_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint("vllm.v1.worker.cpu_worker:CPUWorker"),
+    HookPoint(f"{_GROUPS}:get_pp_group", ()),
+    HookPoint(
+        "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        ("self",),
+        closed=True,
+        own=True,
+    ),
+    # Where a stage keeps what the one before it sends, and how it is made.
+    HookPoint(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        mentions=(
+            "intermediate_tensors",
+            "make_empty_intermediate_tensors",
+            "max_num_tokens",
+        ),
+    ),
     HookPoint(
         "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
         ("self",),

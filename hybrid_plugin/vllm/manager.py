@@ -141,8 +141,8 @@ class HybridKVCacheManager:
         """Opened when the workers have said what they have."""
         self._early: list[Request] = []
         """Requests with offers of peers that came before."""
-        self._was_flushed = False
-        """Whether the workers have yet to hear of a flush, which removes files."""
+        self.was_flushed = False
+        """Whether the workers have yet to hear of a flush."""
         self._weight_updates = 0
         self._adapters = Adapters(AdapterNames() if options.has_outer_tiers else None)
         self._watermark_pages = int(watermark * kv_cache_config.pages)
@@ -271,7 +271,7 @@ class HybridKVCacheManager:
         return (
             self.is_opening
             or self.cache.has_unsent_offers
-            or self._was_flushed
+            or self.was_flushed
             or self.cache.writing > 0
             or self.cache.fetching > 0
             or (self._outer is not None and self._outer.is_busy)
@@ -388,7 +388,7 @@ class HybridKVCacheManager:
 
     def drain_commands(self) -> list[Command]:
         """Take the device work that must run before the next forward pass."""
-        self._was_flushed = False
+        self.was_flushed = False
         return self.cache.drain_commands()
 
     def take_events(self) -> list[Any]:
@@ -398,7 +398,7 @@ class HybridKVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False while requests hold pages."""
         flushed = self.front_door.flush()
-        self._was_flushed |= flushed
+        self.was_flushed |= flushed
         if flushed:
             self.prefix_cache_stats.reset = True
         return flushed

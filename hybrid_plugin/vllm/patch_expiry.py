@@ -69,6 +69,18 @@ NEEDED = {
             mentions=("kv_transfer_params", "get_kv_connector"),
         )
     ),
+    "patches.make_stage_buffers": Need(
+        HookPoint(
+            "vllm.v1.worker.cpu_model_runner:CPUModelRunner.warming_up_model",
+            mentions=("CompilationMode",),
+        )
+    ),
+    "patches.watch_weights": Need(
+        HookPoint(
+            "vllm.v1.worker.worker_base:WorkerBase.apply_model",
+            mentions=("get_model",),
+        )
+    ),
     "patches._patch_specs": Need(
         HookPoint(_CORE, mentions=("get_kv_cache_specs",)),
     ),

@@ -10,6 +10,7 @@ why (cause), what it does (fix) and when it can be deleted.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -821,6 +822,48 @@ def _patch_lightning() -> None:
 
     for method in contracts.LIGHTNING_FORWARD:
         wrap(method, infer)
+
+
+def watch_weights(model: Any, written: Callable[[], None]) -> None:
+    """Symptom: a trainer's worker extension loads weights, and state layers on our
+    kernels decay as before, and files of the new weights count as of the old ones.
+
+    Cause: it calls the model's `load_weights`, of which the worker hears nothing.
+    Fix: have the model say so each time.
+    Delete when: vLLM tells its workers whenever weights are loaded.
+
+    Args:
+        model: whose weights are loaded for the first time already.
+        written: to be called when more of them are about to be.
+    """
+    load = model.load_weights
+
+    @functools.wraps(load)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        written()
+        return load(*args, **kwargs)
+
+    model.load_weights = noted
+
+
+def make_stage_buffers(runner: Any) -> None:
+    """Symptom: with `--enforce-eager` and pipeline parallelism a CPU engine dies in its
+    first step, in an assertion.
+
+    Cause: the buffers for what the stage before sends are made when the model is tried,
+    which the CPU worker does only where it compiles.
+    Fix: make them before the engine serves.
+    Delete when: vLLM's CPU worker makes them itself.
+
+    Args:
+        runner: the model runner of a stage.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
 
 
 def _patch_short_conv() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,11 @@ _STATE_ALIGNMENT = 128
 _WARM_UP_STEPS = 5
 """Decode steps of vLLM's warm-up."""
 
+_STAGES_DIFFER = (
+    "need stages of the pipeline with equally many layers of each kind; let "
+    "VLLM_PP_LAYER_PARTITION say so, or set elastic to false."
+)
+
 _AUTO = -1
 """`--max-model-len auto`, as vLLM keeps it."""
 
@@ -78,15 +83,16 @@ class HybridKVCacheConfig(KVCacheConfig):
     """Of the host memory behind the pools; None without any."""
     page_size: int = DEFAULT_PAGE_SIZE
     """Tokens in a page.  Where no layer has pages, they only number tokens."""
+    largest: CacheLayout | None = None
+    """What no rank exceeds, by which pools with memory of their own are sized, where
+    pipeline stages differ; None where all are like this one."""
 
     @property
     def plan(self) -> CachePlan:
         """The same without vLLM's types."""
-        layout = (
-            self.shared.layout
-            if self.shared
-            else make_layout(self.kv_cache_groups, page_size=self.page_size)
-        )
+        layout = self.shared.layout if self.shared else self.largest
+        if layout is None:
+            layout = make_layout(self.kv_cache_groups, page_size=self.page_size)
         sizes = PoolSizes(self.pages, self.slots, self.windows)
         return CachePlan(layout, sizes, self.shared, self.host)
 
@@ -135,6 +141,46 @@ def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
     for size in page_sizes:
         _check_chunks(groups, size)
     return groups
+
+
+def groups_of_ranks(
+    worker_specs: Sequence[Mapping[str, KVCacheSpec]],
+) -> list[list[KVCacheGroupSpec]]:
+    """The groups of each rank: the same in the same order, with the layers it has.
+
+    Stages of a pipeline have other layers each, and may have none of some group.
+
+    Args:
+        worker_specs: what the layers of each rank declare.
+
+    Raises:
+        UnservableError: as `make_groups` does.
+    """
+    merged = {name: spec for specs in worker_specs for name, spec in specs.items()}
+    return [
+        [
+            KVCacheGroupSpec(
+                [name for name in group.layer_names if name in specs],
+                group.kv_cache_spec,
+            )
+            for group in make_groups(merged)
+        ]
+        for specs in worker_specs
+    ]
+
+
+def _largest(ranks: Sequence[list[KVCacheGroupSpec]]) -> list[KVCacheGroupSpec]:
+    """Groups of which each has as many layers as any rank has of it."""
+    return [
+        max(groups, key=lambda group: len(group.layer_names))
+        for groups in zip(*ranks, strict=True)
+    ]
+
+
+def _are_alike(ranks: Sequence[list[KVCacheGroupSpec]]) -> bool:
+    """Whether pages and slots are as large on every rank."""
+    counts = {tuple(len(group.layer_names) for group in groups) for groups in ranks}
+    return len(counts) == 1
 
 
 def _rank(spec: KVCacheSpec) -> int:
@@ -211,6 +257,7 @@ def make_config(
     *,
     interior: bool = False,
     host: HostPlan | None = None,
+    largest: CacheLayout | None = None,
 ) -> HybridKVCacheConfig:
     """Place the groups' layers: KV as the layout says, states slot after slot.
 
@@ -221,6 +268,7 @@ def make_config(
         shared: how the pools share their memory, if they do.
         interior: whether forward passes keep states in the middle of a prompt.
         host: the host memory behind the pools, if there is any.
+        largest: what no rank exceeds, where ranks differ.
     """
     tokens = _page_size(vllm_config, groups)
     layout = make_layout(groups, page_size=tokens) if shared is None else shared.layout
@@ -242,6 +290,7 @@ def make_config(
         interior=interior,
         host=host,
         page_size=tokens,
+        largest=largest,
     )
 
 
@@ -251,6 +300,8 @@ def _tensors(
     """Where each group's layers lie in the memory of their pool."""
     used: Counter[PoolId] = Counter()
     for pool, group in zip(pools_of(groups), groups, strict=True):
+        if not group.layer_names:
+            continue  # another stage of the pipeline has them
         ids = sizes.of(pool)
         if pool == Pool.STATE:
             layer_stride = _aligned_state_bytes(group)
@@ -281,17 +332,24 @@ def plan(
 ) -> list[KVCacheConfig]:
     """Plan equal pools for all ranks within the least memory any of them has.
 
+    Stages of a pipeline hold different layers.  Ids mean the same on all of them, so
+    pools have as many ids everywhere as fit beside the most layers of each kind.
+
     With `--max-model-len auto` the maximum length is set to what fits.
 
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
-    groups = make_groups(worker_specs[0])
+    ranks = groups_of_ranks(worker_specs)
+    groups = _largest(ranks)
+    are_alike = _are_alike(ranks)
     fixed = make_layout(groups, page_size=_page_size(vllm_config, groups))
     layout = replace(fixed, packed=page_layout.is_packed(vllm_config))
     available = min(available_memory)
     options = read_options(vllm_config)
     limits = limits_of(vllm_config, groups)
+    if not are_alike:
+        limits = replace(limits, hindrance=limits.hindrance or _STAGES_DIFFER)
     model, longest = vllm_config.model_config, limits.max_model_len
     if model.original_max_model_len == _AUTO:
         limits = sizing.with_fitting_length(layout, available, options, limits)
@@ -311,13 +369,14 @@ def plan(
     return [
         make_config(
             vllm_config,
-            make_groups(s),
+            own,
             found.sizes,
             found.shared,
             interior=interior,
             host=found.host,
+            largest=None if are_alike else fixed,
         )
-        for s in worker_specs
+        for own in ranks
     ]
 
 

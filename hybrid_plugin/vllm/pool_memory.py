@@ -14,8 +14,10 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
+from hybrid_plugin.sizes import gib
+from hybrid_plugin.vllm.activation import logger
 from hybrid_plugin.vllm.bundle_layouts import layouts_of, page_form
-from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
+from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor, pools_of
 from hybrid_plugin.vllm.specs import is_page_spec
 
 if TYPE_CHECKING:
@@ -69,6 +71,20 @@ class PoolMemory:
             )
         return self._executor
 
+    def release(self) -> None:
+        """Give the memory of elastic pools back while the engine sleeps."""
+        freed = self.executor.release()
+        if freed:
+            logger.info("hybrid-plugin released %s of its pools.", gib(freed))
+
+    def restore(self) -> None:
+        """Take it again.
+
+        Raises:
+            MemoryError: if the system has it no more.
+        """
+        self.executor.restore()
+
     def close(self) -> None:
         """Give host memory back, if there is some; nothing runs after."""
         if self._executor is not None and self._executor.host is not None:
@@ -110,8 +126,10 @@ class PoolMemory:
                     tensor.size, dtype=torch.int8, device=device
                 )
         rows = {pool: _rows(config, pool, part) for pool, part in memory.items()}
-        if Pool.KV not in rows:  # without full attention its pages are but numbers
-            rows[Pool.KV] = [torch.zeros((config.pages, 0), dtype=torch.int8)]
+        # Without a layer on this rank, pages and slots are but numbers.
+        for pool in {Pool.KV, *pools_of(config.kv_cache_groups)} - rows.keys():
+            ids = config.plan.sizes.of(pool)
+            rows[pool] = [torch.zeros((ids, 0), dtype=torch.int8)]
         if self._shared is None:
             arenas = {pool: Arena(parts) for pool, parts in rows.items()}
         else:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 COMMANDS = "hybrid_commands"
 """Attribute of a scheduler output that carries its commands to the workers."""
+FLUSHED = "hybrid_flushed"
+"""Attribute of a scheduler output, where everything cached was forgotten before it: the
+engine's way to say that weights are others, whoever wrote them."""
 ROWS = "hybrid_rows"
 """Attribute of a scheduler output: slots by column where drafts got some."""
 PREFILL_TOKENS = "hybrid_prefill_tokens"
@@ -166,6 +169,8 @@ class _OnTwoPools(Scheduler):
         scheduled = [self.requests[req_id] for req_id in output.num_scheduled_tokens]
         setattr(output, PREFILL_TOKENS, self._prefill_tokens(output))
         self.kv_cache_manager.cross(scheduled)
+        if self.kv_cache_manager.was_flushed:
+            setattr(output, FLUSHED, True)
         setattr(output, COMMANDS, self.kv_cache_manager.drain_commands())
         if self.num_spec_tokens:
             setattr(output, ROWS, draft_steps.note(output, self.requests))

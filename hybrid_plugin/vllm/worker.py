@@ -28,12 +28,14 @@ from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.prefill_measure import PrefillMeasure
 from hybrid_plugin.vllm.reports import Report
-from hybrid_plugin.vllm.scheduler import COMMANDS, PREFILL_TOKENS, ROWS
+from hybrid_plugin.vllm.scheduler import COMMANDS, FLUSHED, PREFILL_TOKENS, ROWS
 from hybrid_plugin.vllm.speculation import block_tables, windows
 from hybrid_plugin.vllm.speculation import patches as speculation_patches
 from hybrid_plugin.vllm.worker_tiers import Ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from hybrid_plugin.engine.rank_tiers import RankTiers
     from hybrid_plugin.tiers.agreement import Outcome
 
+KV_MEMORY = "kv_cache"
+"""What vLLM calls the memory of its cache where a part of its memory sleeps."""
+
 
 class RunsCommands:
     """Mixed into each platform's worker, before it in the bases."""
@@ -49,6 +54,8 @@ class RunsCommands:
     model_runner: Any
     vllm_config: VllmConfig
     device: torch.device
+    _has_other_weights = False
+    """Whether what our kernels keep of weights may be of earlier ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not patches.is_applied():
@@ -87,6 +94,7 @@ class RunsCommands:
             self._layers = state_layers.take_over(self.vllm_config, self._specs())
             if self.vllm_config.speculative_config is not None:
                 speculation_patches.apply(self.vllm_config)
+            patches.watch_weights(self.get_model(), self._weights_written)  # type: ignore[attr-defined]
             return
         activation.refuse_if_demanded(activation.read_options(self.vllm_config), reason)
         activation.step_aside(self.vllm_config)
@@ -205,10 +213,47 @@ class RunsCommands:
         super().finish_weight_update(*args, **kwargs)  # type: ignore[misc]
         self._weights_changed()
 
+    def apply_model(self, fn: Callable[[Any], Any]) -> Any:
+        """Have a function see the model; it may write weights."""
+        result = super().apply_model(fn)  # type: ignore[misc]
+        if self._stepped_aside is None:
+            self._weights_written()
+        return result
+
     def _weights_changed(self) -> None:
         self._layers.refresh()
         if self._tiers is not None:
             self._tiers.weights_changed()
+
+    def _weights_written(self) -> None:
+        """Note that weights may have been written, of which more may follow.
+
+        Until a pass, some may be nowhere: vLLM loads weights anew layer by layer.
+        """
+        self._has_other_weights = True
+        if self._tiers is not None:
+            self._tiers.weights_changed()
+
+    def sleep(self, level: int = 1) -> None:
+        """Sleep; the engine core has flushed the cache.
+
+        The memory of elastic pools is ours, not vLLM's to release.
+        """
+        if self._stepped_aside is None:
+            self._pools.release()
+        super().sleep(level)  # type: ignore[misc]
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Release memory of some kinds; the engine core has flushed the cache."""
+        super().discard(tags)  # type: ignore[misc]
+        if KV_MEMORY in tags and self._stepped_aside is None:
+            self._pools.release()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up, or have memory of some kinds again."""
+        super().wake_up(tags)  # type: ignore[misc]
+        if (not tags or KV_MEMORY in tags) and self._stepped_aside is None:
+            self._pools.restore()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the step's commands, then the step, on the same stream.
@@ -217,6 +262,10 @@ class RunsCommands:
         columns or rows.
         """
         commands = getattr(scheduler_output, COMMANDS, None)
+        self._has_other_weights |= getattr(scheduler_output, FLUSHED, False)
+        if self._has_other_weights and scheduler_output.total_num_scheduled_tokens:
+            self._layers.refresh()
+            self._has_other_weights = False
         if commands is not None:
             self._pools.executor.run(commands)
         if self._tiers is not None:

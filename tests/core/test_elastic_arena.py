@@ -140,3 +140,47 @@ def test_few_or_large_rows_that_lie_side_by_side_are_copied_plainly() -> None:
     ]
     assert not apart._is_plain(1)
     assert slots._is_plain(9)
+
+
+def test_released_pools_have_their_memory_back_cleared() -> None:
+    memory = Memory(blocks=6)
+    memory.run(Map(Pool.KV, (0, 1)))
+    memory.fill(memory.kv, 4, 7)
+    held = memory.host.held
+    assert memory.executor.release() == held > 0
+    assert memory.executor.is_released
+    assert memory.host.mapped == memory.host.held == 0
+    assert memory.executor.release() == 0, "it is released"
+    memory.executor.restore()
+    assert not memory.executor.is_released
+    assert memory.host.mapped == held
+    assert memory.content(memory.kv, 4) == {0}
+    memory.fill(memory.kv, 7, 3)
+    memory.executor.restore()
+    assert memory.content(memory.kv, 7) == {3}, "it has its memory"
+
+
+def test_commands_wait_for_released_memory() -> None:
+    memory = Memory(blocks=6)
+    memory.run(Map(Pool.KV, (0,)))
+    memory.executor.release()
+    memory.run(Unmap(Pool.KV, (0,)), Map(Pool.STATE, (5,)))
+    memory.run(Map(Pool.STATE, (2,)), Zero(Pool.STATE, 2))
+    assert memory.host.mapped == 0
+    memory.executor.restore()
+    assert memory.host.mapped == 2 * 2 * BLOCK
+    memory.fill(memory.states, 5, 9)
+    memory.fill(memory.states, 2, 9)
+    memory.executor.release()
+    memory.executor.restore()
+    assert memory.host.mapped == 2 * 2 * BLOCK
+
+
+def test_memory_that_is_gone_is_said() -> None:
+    memory = Memory(blocks=6)
+    memory.run(Map(Pool.KV, (0, 1)))
+    memory.executor.release()
+    memory.host.lower(KV_GRANULE)
+    with pytest.raises(MemoryError):
+        memory.executor.restore()
+    assert memory.executor.is_released

@@ -90,8 +90,21 @@ class Executor:
     moves = SimpleNamespace(seconds=0.0)
     scratch: Any = None
 
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        """What became of its memory."""
+
     def run(self, commands: Sequence[Command]) -> None:
         """Does nothing."""
+
+    def release(self) -> int:
+        """There is none to give back."""
+        self.done.append("release")
+        return 0
+
+    def restore(self) -> None:
+        """The same."""
+        self.done.append("restore")
 
 
 class Batch:

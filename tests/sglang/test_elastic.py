@@ -282,7 +282,6 @@ def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     }
     seen = {
         "schedule": {"max_mamba_cache_size": None, "max_total_tokens": None},
-        "features": {"enable_memory_saver": False},
         "mamba": mamba,
         "spec": {"speculative_algorithm": None},
         "configurator": {
@@ -295,7 +294,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         (part,) = (part for part in seen.values() if name in part)
         part[name] = value
     made = {name: SimpleNamespace(**part) for name, part in seen.items()}
-    running = SimpleNamespace(features=made["features"], mamba=made["mamba"])
+    running = SimpleNamespace(mamba=made["mamba"])
     monkeypatch.setattr(elastic, "get_schedule", lambda: made["schedule"])
     monkeypatch.setattr(elastic, "get_exec", lambda: running)
     monkeypatch.setattr(elastic, "get_spec", lambda: made["spec"])
@@ -325,7 +324,6 @@ def test_nothing_stands_against_sglangs_own_kernels(
     [
         ("max_mamba_cache_size", 64, "drop --max-mamba-cache-size"),
         ("max_total_tokens", 8192, "drop --max-total-tokens"),
-        ("enable_memory_saver", True, "drop --enable-memory-saver"),
         ("post_capture_kv_active", True, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
         ("side_states", {"short_conv_layer_ids": [1]}, "set elastic to false"),
         ("linear_attn_prefill_backend", "cutedsl", "--linear-attn-backend triton"),

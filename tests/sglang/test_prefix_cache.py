@@ -248,3 +248,26 @@ def test_sizes_add_up_whatever_happens() -> None:
                 alive.remove(req)
             bench.assert_conserved()
     assert bench.core.stats.snapshots_taken > 20
+
+
+def test_memory_is_given_back_when_nothing_is_cached() -> None:
+    """Commands that a flush leaves behind wait until it is there again."""
+    bench = Bench()
+    serve(bench, "a", list(range(10)))
+    bench.cache.release_memory()
+    assert bench.allocator.executor.done[-1:] == ["release"]
+    bench.cache.reset()  # SGLang does, behind us
+    bench.cache.restore_memory()
+    assert bench.allocator.executor.done[-1:] == ["restore"]
+    assert serve(bench, "b", list(range(10))) == 0
+    bench.step()
+    bench.assert_idle()
+
+
+def test_memory_of_a_live_request_is_not_given_back() -> None:
+    bench = Bench()
+    bench.queue(request("a", range(10)))
+    bench.step()
+    with pytest.raises(RuntimeError, match="still hold pages"):
+        bench.cache.release_memory()
+    assert "release" not in bench.allocator.executor.done

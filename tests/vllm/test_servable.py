@@ -191,6 +191,9 @@ class _LoadedWorker:
     def load_model(self) -> None:
         self.ran.append("load")
 
+    def get_model(self) -> Any:
+        return SimpleNamespace(load_weights=lambda weights: None)
+
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.layers
 

@@ -160,6 +160,15 @@ class Driver(Protocol):
     def forget(self, url: str) -> None:
         """Have the server forget everything cached."""
 
+    def update_weights(self, url: str, model: Path) -> None:
+        """Have the server load a checkpoint's weights in place, and forget the rest."""
+
+    def sleep(self, url: str) -> None:
+        """Have the server give the memory of its cache back."""
+
+    def wake_up(self, url: str) -> None:
+        """Have it take that memory again, and serve."""
+
     def metrics(self, url: str) -> str:
         """The text of /metrics, no older than the last answer."""
 

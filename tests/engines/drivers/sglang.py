@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -316,6 +317,25 @@ class SglangDriver:
     def forget(self, url: str) -> None:
         """Once nothing runs."""
         httpx.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+
+    def update_weights(self, url: str, model: Path) -> None:
+        """Of itself it forgets what the old ones computed."""
+        body = {"model_path": str(model)}
+        response = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=300)
+        response.raise_for_status()
+
+    def sleep(self, url: str) -> None:
+        """What it holds beside weights and graphs."""
+        body = {"tags": ["kv_cache"]}
+        response = httpx.post(f"{url}/release_memory_occupation", json=body, timeout=60)
+        response.raise_for_status()
+
+    def wake_up(self, url: str) -> None:
+        """The same."""
+        body = {"tags": ["kv_cache"]}
+        httpx.post(
+            f"{url}/resume_memory_occupation", json=body, timeout=60
+        ).raise_for_status()
 
     def metrics(self, url: str) -> str:
         """After a moment."""

@@ -60,8 +60,20 @@ IMPORTS = (
 )
 """What a server's processes import, and is not the model's."""
 
+PREEMPTION = "smallest page, preemption"
+DOUBLE_PAGE = "double page"
+OUR_KERNELS = "our kernels"
+STAGES = "elastic, stages of a pipeline"
+OTHER_STAGES = "stages that differ, preemption"
+
 MODELS = {
-    "gated delta net, bfloat16": Model("bundled", "bfloat16", NEAR_TIE, stray=1),
+    "gated delta net, bfloat16": Model(
+        "bundled",
+        "bfloat16",
+        NEAR_TIE,
+        stray=1,
+        quick=None if ON_GPU else (PREEMPTION, DOUBLE_PAGE, OUR_KERNELS),
+    ),
     "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
 }
 """vLLM's gated delta net kernels take bfloat16 only, whose logits are 0.0625 to
@@ -70,7 +82,7 @@ the 150 answers is often 0.8 nats off: its logits move by 0.3 with how a prompt 
 into chunks alone."""
 
 VARIANTS = {
-    "smallest page, preemption": Variant(
+    PREEMPTION: Variant(
         # Few pages, and now and then a request for one is refused.
         {},
         0.05,
@@ -78,9 +90,26 @@ VARIANTS = {
         fault="refuse_pages",
         preempts=True,
     ),
-    "double page": Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
-    "our kernels": Variant({"kernels": "ours"}, 0.4),
+    DOUBLE_PAGE: Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
+    OUR_KERNELS: Variant({"kernels": "ours"}, 0.4),
 }
+if not ON_GPU:
+    IN_STAGES = ("--pipeline-parallel-size=2",)
+    VARIANTS[STAGES] = Variant(
+        {"kernels": "ours", "elastic": True, "gpu_memory_budget": 18 << 20},
+        0.3,
+        IN_STAGES,
+    )
+    VARIANTS[OTHER_STAGES] = Variant(
+        {},
+        0.05,
+        IN_STAGES,
+        # The first one has no attention; made for the models of ten layers.
+        {"VLLM_PP_LAYER_PARTITION": "3,7"},
+        pools=(1280 // PAGE_SIZE, 12),
+        fault="refuse_pages",
+        preempts=True,
+    )
 if ON_GPU:  # the CPU platform forces synchronous scheduling
     VARIANTS["synchronous"] = Variant({}, 0.4, ("--no-async-scheduling",))
     VARIANTS["elastic"] = Variant({"elastic": True, "gpu_memory_budget": 18 << 20}, 0.3)
@@ -119,9 +148,14 @@ REFUSALS = {
 
 
 CONFLICTS = {
-    "pipeline parallel": (
-        ("--pipeline-parallel-size=2",),
-        "pipeline parallelism is not supported yet; use tensor parallelism.",
+    "drafts in stages": (
+        (
+            "--pipeline-parallel-size=2",
+            "--speculative-config",
+            '{"method": "ngram", "num_speculative_tokens": 2}',
+        ),
+        "drafts are not served with pipeline parallelism yet; drop "
+        "--speculative-config.",
     ),
     "scheduler class": (
         ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
@@ -274,6 +308,20 @@ class VllmDriver:
     def forget(self, url: str) -> None:
         """By vLLM's development mode."""
         httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+    def update_weights(self, url: str, model: Path) -> None:
+        """As trainers do; vLLM forgets nothing by itself."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        httpx.post(f"{url}/collective_rpc", json=body, timeout=300).raise_for_status()
+        self.forget(url)
+
+    def sleep(self, url: str) -> None:
+        """By vLLM's development mode."""
+        httpx.post(f"{url}/sleep?level=1", timeout=60).raise_for_status()
+
+    def wake_up(self, url: str) -> None:
+        """The same."""
+        httpx.post(f"{url}/wake_up", timeout=60).raise_for_status()
 
     def metrics(self, url: str) -> str:
         """Current with every step."""

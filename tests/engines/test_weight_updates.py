@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are updated while a server runs, and memory that it gives back."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
+from tests.engines.drivers.driver import MODEL
+from tests.engines.messages import Answer, Ask
+from tests.engines.server import Server
+from tests.engines.traffic import next_turns, system_prompt
+
+pytestmark = pytest.mark.engine
+
+CHATS = 4
+LENGTH = 16
+RELEASING = {"vllm": (), "sglang": ("--enable-memory-saver",)}
+"""Flags without which an engine keeps its memory."""
+Served = list[tuple[tuple[int, ...], int]]
+
+
+def write_others(folder: Path) -> Path:
+    """Write the bundled model with other weights, which forget at other rates too."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(MODEL / "model.safetensors")
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        moved = weight.float() * (1 + 0.1 * noise)
+        if name.endswith("A_log"):
+            moved = weight.float() + 1.0
+        weights[name] = moved.to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def chat(server: Server) -> tuple[Served, Served]:
+    """Serve chats of two turns to a server that knows none of them.
+
+    Returns:
+        What was answered in the first turns and in the second ones, and how much of
+        each prompt was restored.
+    """
+    first = [
+        Ask(tuple(system_prompt(random.Random(n), 200).encode()), LENGTH)
+        for n in range(CHATS)
+    ]
+    answers = server.ask_all(first, 1)
+    again = server.ask_all(next_turns(first, answers, seed=2), 1)
+    assert [a.error for a in (*answers, *again)] == [None] * 2 * CHATS
+    assert answers[0].cached_tokens == 0, "it is the first of all"
+    assert all(answer.cached_tokens > 100 for answer in again)
+    return _served(answers), _served(again)
+
+
+def _served(answers: list[Answer]) -> Served:
+    return [(answer.tokens, answer.cached_tokens) for answer in answers]
+
+
+def test_nothing_is_left_of_old_weights_or_released_memory(
+    start_server: StartServer, driver: Driver, tmp_path: Path
+) -> None:
+    """With our kernels, which compute rates from the weights; in every tier."""
+    others = write_others(tmp_path / "others")
+    options = {
+        "kernels": "ours",
+        "elastic": True,
+        "gpu_memory_budget": "32MiB",
+        "host_memory": "64MiB",
+        "disk": {"path": str(tmp_path / "files"), "size": "256MiB"},
+    }
+    with start_server("others", model=others, options={"kernels": "ours"}) as server:
+        expected = chat(server)
+    with start_server(
+        "updated", options=options, flags=RELEASING[driver.name]
+    ) as server:
+        loaded = chat(server)
+        assert [said for said, _ in loaded[0]] != [said for said, _ in expected[0]]
+        driver.update_weights(server.url, others)
+        assert chat(server) == expected
+        driver.update_weights(server.url, MODEL)
+        assert chat(server) == loaded
+        driver.sleep(server.url)
+        assert "hybrid-plugin released" in server.log_text()
+        driver.wake_up(server.url)
+        assert chat(server) == loaded
+        stats = server.metrics()
+        assert stats["kv{used}"] == stats["state{used}"] == 0
