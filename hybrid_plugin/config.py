@@ -119,7 +119,7 @@ class HybridConfig:
         "auto",
         "How states of unverified drafts are kept: `columns`, a state after each "
         "draft; `replay`, one state and a small record of each draft, on our kernels; "
-        "or `auto`, which is `columns` until `replay` was measured to be faster.",
+        "or `auto`, which takes `replay` where it was measured to serve as fast.",
     )
     verify_fraction: float = _option(
         0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -43,10 +44,11 @@ def test_other_devices_are_named() -> None:
 def test_what_cannot_be_had_is_refused_only_if_it_was_asked_for(
     hindrance: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not elastic_memory.is_wanted(HybridConfig(elastic=False), hindrance, LOG)
+    is_wanted = partial(elastic_memory.is_wanted, states_alone=False)
+    assert not is_wanted(HybridConfig(elastic=False), hindrance, LOG)
     assert not caplog.messages
     with caplog.at_level(logging.INFO):
-        wanted = elastic_memory.is_wanted(HybridConfig(), hindrance, LOG)
+        wanted = is_wanted(HybridConfig(), hindrance, LOG)
     assert wanted == (hindrance is None)
     assert caplog.messages == (
         []
@@ -57,10 +59,23 @@ def test_what_cannot_be_had_is_refused_only_if_it_was_asked_for(
     )
     asked = HybridConfig(elastic=True)
     if hindrance is None:
-        assert elastic_memory.is_wanted(asked, hindrance)
+        assert is_wanted(asked, hindrance)
         return
     with pytest.raises(ConfigError, match=r"^elastic pools need a thing; set"):
-        elastic_memory.is_wanted(asked, hindrance)
+        is_wanted(asked, hindrance)
+
+
+@pytest.mark.parametrize("elastic", [None, False, True])
+def test_states_alone_have_one_pool_whatever_is_asked_for(
+    elastic: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = HybridConfig(elastic=elastic)
+    for hindrance in (None, "need a thing; set elastic to false."):
+        with caplog.at_level(logging.INFO):
+            assert not elastic_memory.is_wanted(
+                options, hindrance, LOG, states_alone=True
+            )
+    assert not caplog.messages, "nothing is missing"
 
 
 def test_host_memory_comes_in_some_thousand_blocks() -> None:

@@ -17,7 +17,7 @@ from benchmarks import sglang_prefix
 from benchmarks.drafts.traffic import Scale, decoding, spelled_with, workloads
 from benchmarks.elastic_engine import Limit, whole_or_nothing
 from benchmarks.low_load.observed import LAST_RESULTS_S, Observed
-from benchmarks.passes import log
+from benchmarks.passes import compiled, log
 from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Pass, busy_seconds
 from benchmarks.prefix_sides import say
@@ -152,6 +152,10 @@ async def _outcome(
         | of_answers(kept.replies, observed.ended - observed.began)
         | of_passes(passes, decoding(name))
         | {"acceptance": kept.verified().length, "seed": seed}
+        | {
+            "slowest": log.slowest(passes),
+            "kernels": compiled.read(written, observed.began, observed.ended),
+        }
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.low_load.cells import CLOSED, Cell, cells
 from benchmarks.low_load.traffic import PLANS
-from benchmarks.passes import log
+from benchmarks.passes import compiled, log
 from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Pass, busy_seconds
 from benchmarks.prefix_sides import say
@@ -113,7 +113,12 @@ async def answer_until_closed(running: Running, requests: int, scale: float) -> 
 
 async def _passes(path: Path, observed: Observed) -> dict[str, Any]:
     await asyncio.sleep(LAST_RESULTS_S)
-    return of_passes(log.read(path, observed.began, observed.ended))
+    span = (observed.began, observed.ended)
+    passes = log.read(path, *span)
+    return of_passes(passes) | {
+        "slowest": log.slowest(passes),
+        "kernels": compiled.read(path, *span),
+    }
 
 
 async def warm_up(ask: Ask, scale: float) -> None:

@@ -18,7 +18,8 @@ MAX_RUNNING = 64
 PLUGIN = "plugin"
 """Names of the plugin's sides begin with it."""
 GRAPHS = f"{PLUGIN}, ours kernels, elastic, prefill graphs"
-"""Of vLLM on a GPU; runs only where it is named."""
+"""On a GPU, for models whose layers the engine lets into graphs; runs only where it is
+named."""
 CAPTURED_DECODES = [1, 2, 4, 8, 16, 32, 64]
 CAPTURED_PASSES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
 """Tokens of vLLM's graphs, decodes and prefills."""
@@ -56,9 +57,8 @@ def configurations(engine: str, model: str) -> dict[str, Configuration]:
         for elastic in (True, False):
             options = {"enabled": True, "elastic": elastic, "kernels": kernels}
             found[plugin_name(kernels, elastic)] = Configuration(options=options)
-    if engine == "vllm":
-        options = {"enabled": True, "kernels": "ours", "prefill_graphs": True}
-        found[GRAPHS] = Configuration(options={**options, "elastic": True})
+    options = {"enabled": True, "kernels": "ours", "prefill_graphs": True}
+    found[GRAPHS] = Configuration(options={**options, "elastic": True})
     return found
 
 

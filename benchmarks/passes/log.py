@@ -97,3 +97,28 @@ def isolated(passes: Sequence[Pass]) -> list[Pass]:
         if before <= one.began and one.done <= after:
             found.append(one)
     return found
+
+
+SLOWEST = 5
+
+
+def slowest(passes: Sequence[Pass]) -> list[dict[str, float]]:
+    """The passes that took longest, of their contents and the milliseconds each took.
+
+    A median tells nothing of the few passes that hold everybody up.
+
+    Args:
+        passes: in the order of their results.
+    """
+    pairs = zip(passes, busy_seconds(passes), strict=True)
+    longest = sorted(pairs, key=lambda pair: pair[1], reverse=True)[:SLOWEST]
+    return [
+        {
+            "ms": round(1000 * busy, 2),
+            "launch_ms": round(1000 * (one.launched - one.began), 2),
+            "prefill_tokens": one.prefill_tokens,
+            "prefills": one.prefills,
+            "decodes": one.decodes,
+        }
+        for one, busy in longest
+    ]

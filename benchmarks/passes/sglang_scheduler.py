@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import Any
 
+from benchmarks.passes import compiled
 from benchmarks.passes.log import Log, Pass
 
 
@@ -17,6 +18,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
     load_plugins()  # what they hook belongs to what is measured
     count_passes(scheduler.Scheduler, Log())
+    compiled.watch()
     scheduler.run_scheduler_process(*args, **kwargs)
 
 

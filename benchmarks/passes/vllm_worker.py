@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from benchmarks.passes import compiled
 from benchmarks.passes.log import Log, Pass
 
 CLASS = f"{__name__}.CountedWorker"
@@ -16,6 +17,7 @@ class CountedWorker:
 
     def count_passes(self) -> None:
         """Begin; to be called by `collective_rpc`."""
+        compiled.watch()
         _Counter(self)
 
 

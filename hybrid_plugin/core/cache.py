@@ -214,12 +214,12 @@ class HybridCache:
         most = max(length - (2 if self.policy.canonical else 1), 0)
         if limit is not None:
             most = min(limit, most)
-        match = self.tree.match(namespace, ids, limit=most)
+        match, left = self.tree.match(namespace, ids, limit=most), None
         if not self._sequences and self._is_too_scattered(match, length):
-            match = NO_MATCH
+            match, left = NO_MATCH, match
+        find = partial(LookUp, length, namespace, match, version=self.tree.version)
         if not self.tree.needs_snapshots:
-            version = self.tree.version
-            return LookUp(length, namespace, match, {}, version, ids, ttl, (), most)
+            return find(planned={}, tokens=ids, ttl=ttl, limit=most, left=left)
         repays = self.tree.eviction.repays_pass
         planned = self.policy.snapshot_positions_of(
             ids,
@@ -231,8 +231,8 @@ class HybridCache:
         )
         step = self.policy.step
         named = tuple([position // step * step for position in snapshot_at])
-        return LookUp(
-            length, namespace, match, planned, self.tree.version, ids, ttl, named, most
+        return find(
+            planned=planned, tokens=ids, ttl=ttl, named=named, limit=most, left=left
         )
 
     def bypass(

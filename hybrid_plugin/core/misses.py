@@ -7,7 +7,7 @@ from collections import Counter
 from enum import StrEnum
 
 from hybrid_plugin.core.sequence import LookUp
-from hybrid_plugin.core.tree.radix import MambaRadixCache
+from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
 
 
 class MissReason(StrEnum):
@@ -21,6 +21,9 @@ class MissReason(StrEnum):
     """Their KV is there, but the state at or behind them was evicted."""
     KV_EVICTED = "kv_evicted"
     """They were there, and were evicted."""
+    SCATTERED = "scattered"
+    """They are there with a state, but their pages hold so much memory of elastic pools
+    by the granule that the prompt would find no room beside them."""
     OTHER_NAMESPACE = "other_namespace"
     """They begin like what is there under another adapter or cache salt."""
     TOO_SHORT = "too_short"
@@ -42,17 +45,18 @@ def missed_tokens(tree: MambaRadixCache, found: LookUp) -> Counter[MissReason]:
         tree: of the device, which remembers what was evicted.
         found: the look-up, as current as the tree.
     """
-    match, length = found.match, found.length
+    match, length = found.left or found.match, found.length
     if not found.may_hit:
         return Counter({MissReason.NOT_CACHEABLE: length})
     kept = min(match.kv_length, length)
-    resumable = max(_lost_state(tree, found), match.length)
-    evicted = _evicted_kv(tree, found)
+    resumable = max(_lost_state(tree, match, found), match.length)
+    evicted = _evicted_kv(tree, match, found)
     # What was evicted behind the KV explains the tokens there, not a state among them.
     lost = min(resumable, kept) if evicted else resumable
     rest = length - max(kept, lost) - evicted
     return +Counter(
         {
+            MissReason.SCATTERED: match.length - found.match.length,
             MissReason.STATE_EVICTED: lost - match.length,
             MissReason.NO_SNAPSHOT: max(kept - lost, 0),
             MissReason.KV_EVICTED: evicted,
@@ -73,13 +77,12 @@ def _why_unknown(tree: MambaRadixCache, found: LookUp, *, is_known: bool) -> Mis
     return MissReason.NEW
 
 
-def _lost_state(tree: MambaRadixCache, found: LookUp) -> int:
+def _lost_state(tree: MambaRadixCache, match: Match, found: LookUp) -> int:
     """The last position behind the hit at which a snapshot was evicted.
 
     Not behind the hit if there is none.
     """
-    match, evicted = found.match, tree.evicted
-    node = match.kv_node
+    evicted, node = tree.evicted, match.kv_node
     last = min(match.kv_length, found.limit)
     while node is not None and evicted is not None:
         if node.end <= last:
@@ -91,9 +94,9 @@ def _lost_state(tree: MambaRadixCache, found: LookUp) -> int:
     return 0
 
 
-def _evicted_kv(tree: MambaRadixCache, found: LookUp) -> int:
+def _evicted_kv(tree: MambaRadixCache, match: Match, found: LookUp) -> int:
     """Tokens behind those whose KV is in the tree that were evicted from it."""
-    match, evicted = found.match, tree.evicted
+    evicted = tree.evicted
     if evicted is None:
         return 0
     node = match.kv_node

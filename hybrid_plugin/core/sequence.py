@@ -38,6 +38,8 @@ class LookUp:
     """Tokens that may be restored, at most; 0 where nothing may."""
     may_hit: bool = True
     """Whether it was looked up at all."""
+    left: Match | None = None
+    """A hit that is not used, because the sequence would find no room beside it."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:

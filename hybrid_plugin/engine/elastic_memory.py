@@ -54,19 +54,27 @@ def obstacle(device_type: str) -> str | None:
 
 
 def is_wanted(
-    options: HybridConfig, hindrance: str | None, log: Logger | None = None
+    options: HybridConfig,
+    hindrance: str | None,
+    log: Logger | None = None,
+    *,
+    states_alone: bool,
 ) -> bool:
-    """Whether pools share their memory, if the model allows.
+    """Whether pools share their memory.
+
+    A model of states alone has one pool, which has all the memory: there is nothing to
+    share, whatever the options ask for.
 
     Args:
         options: of the plugin.
         hindrance: what the machine or the engine has against it, if anything.
         log: where to say what stands against it, if it was not asked for.
+        states_alone: whether no layer of the model attends, and some keep states.
 
     Raises:
         ConfigError: if the options ask for what cannot be done.
     """
-    if not options.is_elastic:
+    if states_alone or not options.is_elastic:
         return False
     if hindrance is not None and options.elastic:
         raise ConfigError(f"elastic pools {hindrance}")

@@ -238,6 +238,11 @@ class FrontDoor:
             or not self.cache.is_current(waiting.found)
         )
 
+    def forget_look_ups(self) -> None:
+        """Look all waiting requests up anew: what names them has changed."""
+        for waiting in self._waiting.values():
+            waiting.found = None
+
     def look_up(self, request: IncomingRequest, limit: int | None = None) -> LookUp:
         """Find what a waiting request can resume from; nothing is held for it yet.
 

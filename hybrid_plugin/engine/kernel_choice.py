@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
+from hybrid_plugin.config import HybridConfig
+
 
 class Mixer(StrEnum):
     """A kind of state layer that `hybrid_plugin.mixers` runs."""
@@ -37,12 +39,19 @@ AS_FAST: Mapping[Mixer, Mapping[Phase, frozenset[str]]] = {
 """Libraries beside which ours took no longer at any size that was measured on a GPU
 (`benchmarks/kernel_table.py` prints it): of the layers that ran there in both engines,
 with the same answers."""
+RECORDS_AS_FAST: Mapping[str, frozenset[Mixer]] = {
+    "sglang": frozenset({Mixer.GATED_DELTA_NET}),
+    "vllm": frozenset(),
+}
+"""By engine, layers whose drafts were verified in no more time with a record of each
+draft than with a state after each, at any number of sequences that was measured on a
+GPU (`benchmarks/speculation.py`)."""
 MEASURED_ON = (9, 0)
 """Compute capability of that GPU.  On others tiles may not even fit."""
 
 
 def measured_here() -> bool:
-    """Whether this process's GPU is of the kind that `AS_FAST` was measured on."""
+    """Whether this process's GPU is of the kind that was measured."""
     import torch  # the table itself is read without it
 
     is_nvidia = torch.version.cuda is not None and torch.cuda.is_available()
@@ -73,3 +82,21 @@ def are_ours(
     if device_type == "cpu" or not beaten or not measured_here():
         return False
     return theirs() in beaten
+
+
+def are_recorded(
+    options: HybridConfig, find_mixer: Callable[[], Mixer | None], engine: str
+) -> bool:
+    """Whether drafts leave a record of what they do to a state, and no states.
+
+    Args:
+        options: of the plugin.
+        find_mixer: finds the kind of the model's state layers, None where there are no
+            kernels of ours for it; asked where that decides.
+        engine: "vllm" or "sglang".
+    """
+    if options.draft_states != "auto":
+        return options.draft_states == "replay"
+    if options.kernels == "engine" or not measured_here():
+        return False
+    return find_mixer() in RECORDS_AS_FAST[engine]

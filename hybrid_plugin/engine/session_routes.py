@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP endpoints of saved sessions, equal in both engines.
 
-They are below `/v1`, where each engine asks for its API key.  A conversation is told by
+They are below `/v1`, where each engine asks for its API key; one that knows keys for
+administrators asks for that (`guard`).  A conversation is told by
 its tokens: a body holds what a completion request would hold, and messages or text are
 rendered by the server's own `/tokenize`.
 """
@@ -37,6 +38,18 @@ Raises:
     ValueError: with a sentence, for what cannot be read.
 """
 
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Any]]
+
+
+def _as_it_is(endpoint: Endpoint) -> Endpoint:
+    """The default of `guard`."""
+    return endpoint
+
+
+def _no_key() -> str | None:
+    """The default of `key`."""
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
@@ -50,7 +63,14 @@ class SessionRoutes:
     """The endpoints of one server."""
 
     def __init__(
-        self, app: Any, ask: Ask, describe: Describe, longest: Callable[[], int]
+        self,
+        app: Any,
+        ask: Ask,
+        describe: Describe,
+        longest: Callable[[], int],
+        *,
+        guard: Callable[[Endpoint], Endpoint] = _as_it_is,
+        key: Callable[[], str | None] = _no_key,
     ) -> None:
         """Add them to a server.
 
@@ -59,16 +79,23 @@ class SessionRoutes:
             ask: reaches the cache.
             describe: reads what else than tokens must be equal.
             longest: tokens that a request of the server may have.
+            guard: marks an endpoint as one for administrators, in the server's way.
+            key: that the server's `/tokenize` asks for; None where it takes what came
+                with the request.
         """
         self._app = app
         self._ask = ask
         self._describe = describe
         self._longest = longest
+        self._key = key
         one = PREFIX + "/{name:path}"
-        app.add_route(one + "/save", self._save, methods=["POST"])
-        app.add_route(one + "/load", self._load, methods=["POST"])
-        app.add_route(PREFIX, self._list, methods=["GET"])
-        app.add_route(one, self._remove, methods=["DELETE"])
+        for path, endpoint, method in (
+            (one + "/save", self._save, "POST"),
+            (one + "/load", self._load, "POST"),
+            (PREFIX, self._list, "GET"),
+            (one, self._remove, "DELETE"),
+        ):
+            app.add_route(path, guard(endpoint), methods=[method])
 
     # --------------------------------------------------------------- endpoints
 
@@ -129,7 +156,8 @@ class SessionRoutes:
             return _Refusal(400, "give a session's messages or its prompt")
         if isinstance(prompt, list):
             return prompt
-        given = request.headers.get("authorization")
+        key, given = self._key(), request.headers.get("authorization")
+        given = given if key is None else f"Bearer {key}"
         headers = {} if given is None else {"authorization": given}
         transport = httpx.ASGITransport(app=self._app)
         async with httpx.AsyncClient(transport=transport, base_url=_INNER) as client:

@@ -11,10 +11,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from logging import CRITICAL, Logger
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.memory.elastic_plan import ElasticPlan, plan_elastic
+from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.memory.elastic_plan import (
+    STATE_GRANULES,
+    ElasticPlan,
+    plan_elastic,
+)
 from hybrid_plugin.core.memory.layout import (
     DEFAULT_CHUNK,
     CacheLayout,
@@ -226,10 +232,11 @@ def _share(
     Raises:
         ConfigError: if the options ask for elastic pools that cannot be had.
     """
-    if layout.has_states_alone and layout.scratch is None:
-        return None  # one pool has all the memory, whatever the options say
+    is_wanted = partial(
+        elastic_memory.is_wanted, options, states_alone=layout.has_states_alone
+    )
     found = limits.hindrance or _hindrance_of(layout)
-    if not elastic_memory.is_wanted(options, found, log):
+    if not is_wanted(found, log):
         return None
     plan: ElasticPlan | None = None
     try:
@@ -247,7 +254,7 @@ def _share(
         found = (
             f"do not fit: {error}; give the cache more memory, or set elastic to false."
         )
-    return plan if elastic_memory.is_wanted(options, found, log) else None
+    return plan if is_wanted(found, log) else None
 
 
 def _hindrance_of(layout: CacheLayout) -> str | None:
@@ -261,13 +268,15 @@ def _hindrance_of(layout: CacheLayout) -> str | None:
 
 
 def _out_of_reach(plan: ElasticPlan) -> str | None:
-    """What the model's kernels have against so many slots, likewise."""
-    most = plan.layout.max_slots
-    if most is None or plan.sizes.slots <= most:
+    """What the model's kernels have against pools with the slots they reach."""
+    if Pool.STATE not in plan.pools:
+        return None
+    least = STATE_GRANULES * plan.pools[Pool.STATE].per_granule
+    if plan.ids(Pool.STATE) >= least:
         return None
     return (
-        f"have up to {plan.sizes.slots} state slots, and this model's kernels address "
-        f"only {most}; lower gpu_memory_budget, or set elastic to false."
+        f"begin with {least} state slots, and this model's kernels address only "
+        f"{plan.layout.max_slots}; set elastic to false."
     )
 
 

@@ -132,7 +132,7 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         if given is not None:
             _check_storable(view, given.option)
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
-    chosen |= speculation.running_requests(view, options)
+    chosen |= speculation.running_requests(view, options, model)
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
         chosen["mamba_radix_cache_strategy"] = "no_buffer"

@@ -979,7 +979,14 @@ SAVED_SESSION_HOOKS = (
         f"{_SRT}.managers.tokenizer_manager:TokenizerManager",
         mentions=("model_config", "context_len"),
     ),
+    HookPoint(f"{_SRT}.utils.auth:auth_level", ("level",)),
+    HookPoint(f"{_SRT}.utils.auth:AuthLevel.ADMIN_OPTIONAL"),
+    HookPoint(
+        f"{_SRT}.utils.auth:_get_auth_level_from_app_and_scope",
+        mentions=("endpoint", "_auth_level"),
+    ),
     # What is asked of the server itself.
+    HookPoint(f"{_SRT}.runtime_context:get_serving", ()),
     HookPoint(f"{_SERVER}:openai_v1_tokenize", ("request", "raw_request")),
     HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeRequest.prompt"),
     HookPoint(f"{_SRT}.entrypoints.openai.protocol:TokenizeRequest.messages"),

@@ -133,7 +133,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
                 params,
                 device_type,
                 limits.max_sequences,
-                recorded=passes.is_wanted(options),
+                recorded=passes.is_wanted(options, model),
             ),
         ),
         cache_bytes,

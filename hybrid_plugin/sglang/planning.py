@@ -93,7 +93,8 @@ def reserve_slots(
     lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
     fixed_layout = lay_out(token_bytes=kv._cell_size, elastic=False)
     layout, taken = fixed_layout, None
-    if not layout.has_states_alone and elastic_memory.is_wanted(options, hindrance):
+    states_alone = layout.has_states_alone
+    if elastic_memory.is_wanted(options, hindrance, states_alone=states_alone):
         layout = elastic_layout(configurator, kv, lay_out, options, limits)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
@@ -126,7 +127,7 @@ def reserve_slots(
     # SGLang counts without the slot that takes the writes of padded rows.
     slots = plan.sizes.slots - 1
     get_context().override("hybrid_plugin.slots", max_mamba_cache_size=slots)
-    if plan.layout.has_states_alone:
+    if states_alone:
         # SGLang counts one sequence's tokens, and no KV is taken for more.
         get_context().override("hybrid_plugin.tokens", max_total_tokens=plan.tokens)
     # SGLang divides by what it takes for the bytes of a token, a draft model's too.
@@ -170,7 +171,7 @@ def elastic_layout(
             hybrid.mamba2_cache_params,
             torch.device(configurator.device).type,
             limits.max_sequences,
-            recorded=passes.is_wanted(options),
+            recorded=passes.is_wanted(options, model),
         ),
     )
 
@@ -182,7 +183,7 @@ def _share(
     if plan.layout.scratch is None:
         return SharedPools(plan, taken)
     params = mambaish_config(model).mamba2_cache_params
-    recorded = passes.is_wanted(options)
+    recorded = passes.is_wanted(options, model)
     return SharedPools(
         plan, taken, tensors_of(params, scratch.drafts_per_step(), recorded=recorded)
     )
@@ -221,22 +222,23 @@ def scratch_bytes(
     if not drafts:
         return 0
     params = mambaish_config(model).mamba2_cache_params
-    rows = _verifying(params, available, options, limits)
-    if passes.is_wanted(options):
+    rows = _verifying(model, available, options, limits)
+    if passes.is_wanted(options, model):
         return records.rows_of(rows) * records.row_bytes(params, drafts)
     return scratch.rows_bytes(params, rows, drafts)
 
 
 def _verifying(
-    params: Any, available: int, options: HybridConfig, limits: EngineLimits
+    model: Any, available: int, options: HybridConfig, limits: EngineLimits
 ) -> int:
     """Sequences that verify at once in fixed pools, at most."""
     most = limits.max_sequences
     if limits.slots is not None:
         most = min(most, limits.slots.ids - 1)
-    if not passes.is_wanted(options):
+    if not passes.is_wanted(options, model):
         return most
     # Nobody runs without a slot.
+    params = mambaish_config(model).mamba2_cache_params
     row = records.row_bytes(params, scratch.drafts_per_step())
     return min(most, available // int(params.mamba_cache_per_req + row))
 
@@ -247,11 +249,10 @@ def tell_of_scratch(
     """Say in the log what drafts take beside fixed pools; arguments as above."""
     taken = scratch_bytes(model, available, options, limits)
     if taken:
-        params = mambaish_config(model).mamba2_cache_params
         logger.info(
-            _RECORDS if passes.is_wanted(options) else _STATES,
+            _RECORDS if passes.is_wanted(options, model) else _STATES,
             taken / (1 << 20),
-            _verifying(params, available, options, limits),
+            _verifying(model, available, options, limits),
             scratch.drafts_per_step(),
         )
 

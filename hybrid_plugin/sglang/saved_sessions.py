@@ -13,7 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybrid_plugin.engine.session_desk import Answer, failure, without_disk
-from hybrid_plugin.engine.session_routes import SessionRoutes, text_of
+from hybrid_plugin.engine.session_routes import (
+    Endpoint,
+    Request,
+    SessionRoutes,
+    text_of,
+)
 
 METHOD = "hybrid_plugin/sessions"
 """Of a control request, which is an order then."""
@@ -49,7 +54,7 @@ def attach() -> None:
     def longest() -> int:
         return int(get_global_state().tokenizer_manager.model_config.context_len)
 
-    SessionRoutes(app, ask, _describe, longest)
+    SessionRoutes(app, ask, _describe, longest, guard=_for_admins, key=_api_key)
 
 
 def answer(tree_cache: Any, order: Mapping[str, Any]) -> Any:
@@ -65,6 +70,25 @@ def answer(tree_cache: Any, order: Mapping[str, Any]) -> Any:
         without_disk() if tree_cache is None else tree_cache.take_session_order(order)
     )
     return DumperControlReqOutput(success=True, response=[found])
+
+
+def _for_admins(endpoint: Endpoint) -> Endpoint:
+    """Have an endpoint ask for `--admin-api-key` where one is set, as SGLang's do that
+    change the server."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def guarded(request: Request) -> Any:  # methods take no marks
+        return await endpoint(request)
+
+    marked: Endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded)
+    return marked
+
+
+def _api_key() -> str | None:
+    """What other endpoints of the server ask for, those of administrators not."""
+    from sglang.srt.runtime_context import get_serving
+
+    return get_serving().api_key or None
 
 
 def _describe(request: Any, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def take_over(
     """
     stock = pools.token_to_kv_pool_allocator
     _require_known(configurator, stock)
-    elastic_memory.is_wanted(options, _ELASTIC, logger)
+    elastic_memory.is_wanted(options, _ELASTIC, logger, states_alone=False)
     kv_pool = stock.get_kvcache()
     copied = [*kv_tensors(kv_pool.full_kv_pool), *kv_tensors(kv_pool.swa_kv_pool)]
     known_pools.require(kv_pool, pools.req_to_token_pool, copied)

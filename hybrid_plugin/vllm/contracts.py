@@ -160,6 +160,8 @@ CORE_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         "vllm.v1.executor.abstract:Executor.get_kv_cache_specs", ("self",), closed=True
     ),
+    HookPoint(f"{_CORE}:EngineCore.add_lora", ("self", "lora_request"), closed=True),
+    HookPoint(f"{_CORE}:EngineCore.remove_lora", ("self", "lora_id"), closed=True),
 )
 """The engine core's functions that are replaced."""
 

@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 
 def is_wanted(vllm_config: VllmConfig) -> bool:
-    """Whether the pools of this engine share their memory, if the model allows.
-
-    A model with state layers alone has one pool, which has all the memory.
+    """Whether the pools of this engine share their memory.
 
     Raises:
         ConfigError: if the options ask for it and the system cannot do it.
     """
-    if keeps_states_alone(vllm_config.model_config):
-        return False
     return elastic_memory.is_wanted(
-        read_options(vllm_config), elastic_memory.obstacle(device_type())
+        read_options(vllm_config),
+        elastic_memory.obstacle(device_type()),
+        states_alone=keeps_states_alone(vllm_config.model_config),
     )
 
 

@@ -30,6 +30,7 @@ from hybrid_plugin.engine.session_desk import Answer, Serving, opening, without_
 from hybrid_plugin.tiers.peers.params import wants_remote_decode, wants_remote_prefill
 from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
+from hybrid_plugin.vllm.adapters import Adapters
 from hybrid_plugin.vllm.hit_checks import HitChecking
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.peers import tokens_for_others
@@ -143,7 +144,7 @@ class HybridKVCacheManager:
         self.was_flushed = False
         """Whether the workers have yet to hear of a flush."""
         self._weight_updates = 0
-        self._adapters = AdapterNames() if options.has_outer_tiers else None
+        self._adapters = Adapters(AdapterNames() if options.has_outer_tiers else None)
         self._watermark_pages = int(watermark * kv_cache_config.pages)
         self._log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats()
@@ -284,6 +285,14 @@ class HybridKVCacheManager:
             return opening()
         namespace = saved_sessions.namespace(order, self._adapters)
         return self._outer.take_session_order(order, namespace)
+
+    def adapter_changed(self, number: int) -> None:
+        """Note that other weights are loaded under an adapter's number, or none.
+
+        Who waits is looked up anew; who runs goes on, and nobody finds what it leaves.
+        """
+        self._adapters.changed(number)
+        self.front_door.forget_look_ups()
 
     def close(self) -> None:
         """Let another server have the files."""

@@ -54,6 +54,12 @@ NEEDED = {
             mentions=("UTILITY", "getattr"),
         )
     ),
+    "patches._patch_adapters": Need(
+        HookPoint(
+            "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter",
+            mentions=("load_inplace",),
+        )
+    ),
     "patches.patch_app": Need(
         HookPoint("vllm.plugins:load_endpoint_plugins", mentions=("VLLM_PLUGINS",))
     ),

@@ -231,6 +231,7 @@ def patch_engine() -> None:
     wrap(f"{_ENGINE_CORE}:get_kv_cache_configs", plan)
     wrap(f"{_ENGINE_CORE}:update_kv_cache_capacity", report)
     _patch_utilities()
+    _patch_adapters()
     _patch_specs()
     _patch_builder()
 
@@ -286,6 +287,35 @@ def _patch_utilities() -> None:
 
     owner, name = resolve(f"{_ENGINE_CORE}:EngineCore")
     setattr(getattr(owner, name), saved_sessions.CALL, saved_sessions.take)
+
+
+def _patch_adapters() -> None:
+    """Symptom: an adapter loaded in place resumes from pages of the one before.
+
+    Cause: requests name an adapter by name, number and path, and all of these stay.
+    Fix: tell the cache, before requests with the new weights come.
+    Delete when: a request tells one time that its adapter was loaded from another.
+    """
+
+    def add(original: Callable[..., Any], engine_core: Any, lora_request: Any) -> Any:
+        if lora_request.load_inplace:
+            _adapter_changed(engine_core, lora_request.lora_int_id)
+        return original(engine_core, lora_request)
+
+    def remove(original: Callable[..., Any], engine_core: Any, lora_id: int) -> Any:
+        _adapter_changed(engine_core, lora_id)
+        return original(engine_core, lora_id)
+
+    wrap(f"{_ENGINE_CORE}:EngineCore.add_lora", add)
+    wrap(f"{_ENGINE_CORE}:EngineCore.remove_lora", remove)
+
+
+def _adapter_changed(engine_core: Any, number: int) -> None:
+    """Tell the cache, where it is ours."""
+    from hybrid_plugin.vllm import activation
+
+    if activation.is_active(engine_core.vllm_config):
+        engine_core.scheduler.kv_cache_manager.adapter_changed(number)
 
 
 def patch_connector_warning() -> None:

@@ -4,33 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybrid_plugin.vllm.adapters import Adapters, namespace_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-    from hybrid_plugin.engine.bundle_identity import AdapterNames
 
 _NUMBERS = 1 << 63
 """How many negative numbers a token of 64 bits has."""
 
 
 @dataclass(frozen=True, slots=True)
-class UnnamedAdapter:
-    """An adapter whose weights cannot be told from others by any name that lasts."""
-
-    name: str
-    """vLLM's, for as long as this process runs."""
-
-
-@dataclass(frozen=True, slots=True)
 class VllmRequest:
     """A request of vLLM as the front door sees it.
 
-    LoRA adapter and cache salt name a namespace: nothing is shared across it.  Where
-    content outlives the process, adapters are named after their weights.
+    LoRA adapter and cache salt name a namespace: nothing is shared across it.
     A multimodal item is a run of equal placeholder tokens whose meaning is its
     content, so each of them is replaced by a negative number that stands for
     (content, position in the item); real token ids are never negative.
@@ -45,8 +36,8 @@ class VllmRequest:
     """
 
     request: Request
-    adapters: AdapterNames | None = None
-    """Names that last; None where vLLM's own do."""
+    adapters: Adapters = field(default_factory=Adapters)
+    """Of the engine core."""
     is_check: bool = False
     """Whether it is one of ours, that checks a hit."""
 
@@ -111,31 +102,6 @@ class VllmRequest:
     def is_over(self) -> bool:
         """Whether it was finished or aborted; a preempted one is not."""
         return bool(self.request.is_finished())
-
-
-def namespace_of(adapter: Any, salt: object, names: AdapterNames | None) -> Hashable:
-    """What requests must have in common beside tokens.
-
-    Args:
-        adapter: vLLM's `LoRARequest`, or what has its name, number and path; None for
-            none.
-        salt: of the request.
-        names: that last; None where vLLM's own do.
-    """
-    lora = _name_of(adapter, names) if adapter else None
-    if lora is None and salt is None:
-        return None
-    # A salt that is no string cannot come from vLLM's own front end.
-    return lora, salt if salt is None or isinstance(salt, str) else repr(salt)
-
-
-def _name_of(adapter: Any, names: AdapterNames | None) -> Hashable:
-    if names is None:
-        return str(adapter.lora_name)
-    if adapter.load_inplace:  # over others, without another id
-        return UnnamedAdapter(adapter.lora_name)
-    name = names.of(adapter.lora_path, adapter.lora_int_id)
-    return name or UnnamedAdapter(adapter.lora_name)
 
 
 def _number(identifier: str) -> int:

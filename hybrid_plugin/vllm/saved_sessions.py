@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hybrid_plugin.engine.session_desk import failure
 from hybrid_plugin.engine.session_routes import SessionRoutes, text_of
 from hybrid_plugin.vllm.activation import is_active
-from hybrid_plugin.vllm.requests import namespace_of
+from hybrid_plugin.vllm.adapters import Adapters, namespace_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from hybrid_plugin.engine.bundle_identity import AdapterNames
 
 CALL = "hybrid_sessions"
 """Name of the engine core's method."""
@@ -68,11 +66,11 @@ def take(engine_core: Any, order: str) -> str:
     return json.dumps(manager.take_session_order(json.loads(order)))
 
 
-def namespace(order: Mapping[str, Any], names: AdapterNames | None) -> Hashable:
+def namespace(order: Mapping[str, Any], adapters: Adapters) -> Hashable:
     """What a request with the adapter and the salt of an order has in common."""
     adapter = order.get("adapter")
     lora = None if adapter is None else Adapter(**adapter)
-    return namespace_of(lora, order.get("salt"), names)
+    return namespace_of(lora, order.get("salt"), adapters)
 
 
 def _describe(request: Any, body: Mapping[str, Any]) -> dict[str, Any]:

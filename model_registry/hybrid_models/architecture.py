@@ -26,6 +26,8 @@ class Architecture(nn.Module):
     """Of the model, where transformers has none."""
     STATES: ClassVar[int] = 2
     """Number of tensors in `state_tensors`."""
+    captures_prefills: ClassVar[bool] = False
+    """Whether SGLang may capture graphs of prefills, with the state layers in them."""
 
     def __init__(self, config: Any, kit: Kit, *, name: str = "model") -> None:
         """Build the model, without weights.

@@ -50,6 +50,12 @@ CATALOGUE = (
         is_latent=True,
     ),
     Entry("JambaForCausalLM", "jamba", "jamba:Jamba"),
+    Entry(
+        "JetNemotronForCausalLM",
+        "jet_nemotron",
+        "jet_nemotron:JetNemotron",
+        own_config=True,
+    ),
     Entry("MiniMaxForCausalLM", "minimax", "minimax:MiniMax"),
     Entry("MiniMaxText01ForCausalLM", "minimax_text_01", "minimax:MiniMaxText01", True),
     Entry("MiniMaxM1ForCausalLM", "minimax_m1", "minimax:MiniMaxM1", True),

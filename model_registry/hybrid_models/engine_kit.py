@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from hybrid_models.kit import Placed
+from hybrid_models.kit import Placed, own_part_of_keys, part
 from hybrid_models.tiling import tile
 
 Build: TypeAlias = Callable[..., nn.Module]
@@ -25,7 +25,7 @@ class EngineLayers:
 
     embedding: Build
     column: Build
-    """Merged."""
+    """Of a size and a list of sizes."""
     row: Build
     replicated: Build
     qkv: Build
@@ -56,6 +56,7 @@ class EngineKit:
         self.state_dtype = placed.state_dtype
         self.ranks = placed.ranks
         self.rank = rank
+        self.goes_by_rows = False
 
     def embedding(self, vocabulary: int, hidden: int, *, name: str) -> nn.Module:
         """The engine's, cut along the vocabulary."""
@@ -72,7 +73,14 @@ class EngineKit:
         bias: bool = False,
         whole: Sequence[bool] = (),
     ) -> nn.Module:
-        """Merged, also where there is one part."""
+        """The engine's, of all parts together.
+
+        Raises:
+            ValueError: if ranks cannot share a part.
+        """
+        for out, is_whole in zip(outs, whole or [False] * len(outs), strict=True):
+            if not is_whole:
+                part(self, out)
         return tile(
             self.ranks,
             outs,
@@ -83,7 +91,12 @@ class EngineKit:
         )
 
     def row(self, inner: int, out: int, *, name: str, bias: bool = False) -> nn.Module:
-        """The engine's."""
+        """The engine's.
+
+        Raises:
+            ValueError: if ranks cannot share its input.
+        """
+        part(self, inner)
         return self._layers.row(inner, out, **self._linear(name, bias=bias))
 
     def replicated(
@@ -102,7 +115,13 @@ class EngineKit:
         name: str,
         bias: bool = False,
     ) -> nn.Module:
-        """The engine's."""
+        """The engine's.
+
+        Raises:
+            ValueError: if ranks cannot share heads of queries, or of keys.
+        """
+        part(self, heads)
+        own_part_of_keys(self, kv_heads)
         return self._layers.qkv(
             hidden, head, heads, kv_heads, **self._linear(name, bias=bias)
         )

@@ -144,6 +144,10 @@ class Kit(Placement, Protocol):
     def rank(self) -> int:
         """Of this process among `ranks`."""
 
+    @property
+    def goes_by_rows(self) -> bool:
+        """Whether linear layers must be given all tokens of a pass, each in its row."""
+
     def embedding(self, vocabulary: int, hidden: int, *, name: str) -> nn.Module:
         """Token ids ``[T]`` to ``[T, hidden]``."""
 
@@ -340,3 +344,14 @@ def part(placement: Placement, size: int) -> int:
             "channels of this model: use fewer ranks"
         )
     return size // placement.ranks
+
+
+def own_part_of_keys(placement: Placement, kv_heads: int) -> int:
+    """Heads of keys of one rank; several ranks have the same one where those are more.
+
+    Raises:
+        ValueError: if ranks cannot share them.
+    """
+    if placement.ranks > kv_heads and placement.ranks % kv_heads == 0:
+        return 1
+    return part(placement, kv_heads)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,7 +65,7 @@ class Names:
     """Parts of names, replaced in order."""
     stacked: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     """A module of the checkpoint, its module here, and which part of that it is; of
-    several that fit, the first."""
+    several that fit, the first that the layer has."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Parts of an expert in the checkpoint, and which they are: gate, up or down."""
     derived: tuple[str, ...] = ()
@@ -77,13 +77,21 @@ class Names:
             name = name.replace(old, new)
         return name
 
-    def of(self, name: str) -> tuple[str, Any]:
-        """The parameter of a tensor, and the part of it; None for all of it."""
+    def of(self, name: str, parameters: Container[str]) -> tuple[str, Any]:
+        """The parameter of a tensor, and the part of it; None for all of it.
+
+        Args:
+            name: in the checkpoint.
+            parameters: names of those that the model has.
+        """
         name = self.renamed(name)
-        for old, (new, shard) in self.stacked.items():
-            if f".{old}." in name:
-                return name.replace(f".{old}.", f".{new}."), shard
-        return name, None
+        fitting = [
+            (name.replace(f".{old}.", f".{new}."), shard)
+            for old, (new, shard) in self.stacked.items()
+            if f".{old}." in name
+        ]
+        there = (found for found in fitting if found[0] in parameters)
+        return next(there, (fitting or [(name, None)])[0])
 
     def is_derived(self, name: str) -> bool:
         """Whether a tensor is computed, and not loaded."""
@@ -157,7 +165,7 @@ class _Loading:
         """
         if self._give_to_experts(self._names.renamed(name), tensor):
             return
-        target, shard = self._names.of(name)
+        target, shard = self._names.of(name, self._parameters)
         if target not in self._parameters:
             if target == "lm_head.weight":  # repeated: it is the embedding's
                 return

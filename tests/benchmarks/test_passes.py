@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import pass_cost
-from benchmarks.passes import log, sglang_scheduler, vllm_worker
+from benchmarks.passes import compiled, log, sglang_scheduler, vllm_worker
 from benchmarks.passes.costs import Costs, Timed, fit, medians
 from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Log, Pass, busy_seconds, isolated, read
@@ -65,6 +65,42 @@ def test_passes_that_overlap_are_not_isolated() -> None:
     passes = [Pass(a, a, b, n, 1, 0) for n, (a, b) in enumerate(spans)]
     assert [one.prefill_tokens for one in isolated(passes)] == [0, 1, 6]
     assert isolated([]) == [] and isolated(passes[:1]) == passes[:1]
+
+
+def test_the_slowest_passes_are_told_with_what_they_held() -> None:
+    ends = [1.0, 1.1, 3.1, 3.2, 3.3, 3.4, 3.9]
+    passes = [Pass(end - 0.05, end - 0.04, end, n, 1, 2) for n, end in enumerate(ends)]
+    early = Pass(1.2, 1.25, 3.1, 2, 1, 2)  # it waited for nobody
+    found = log.slowest([*passes[:2], early, *passes[3:]])
+    assert len(found) == log.SLOWEST
+    assert (found[0]["prefill_tokens"], found[0]["ms"]) == (2, 1900.0)
+    assert found[0]["launch_ms"] == 50.0
+    assert log.slowest([]) == []
+
+
+def test_kernels_made_ready_in_a_span_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setenv(log.VARIABLE, str(tmp_path / "passes"))
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    assert compiled.read(tmp_path / "passes", 0.0, float("inf"))["compiled"] == {}
+    compiled.watch()
+    for name, hit in (("scan", False), ("scan", False), ("scan", True)):
+        knobs.compilation.listener(
+            src=SimpleNamespace(name=name),
+            metadata={},
+            metadata_group={},
+            times=SimpleNamespace(total=250_000),
+            cache_hit=hit,
+        )
+    found = compiled.read(tmp_path / "passes", 0.0, float("inf"))
+    assert found == {
+        "seconds": 0.75,
+        "compiled": {"scan": 2},
+        "loaded": {"scan": 1},
+    }
+    assert compiled.read(tmp_path / "passes", 0.0, 1.0)["compiled"] == {}
 
 
 # ---------------------------------------------------------------------------- vLLM

@@ -276,11 +276,15 @@ def random_elastic_setup(
         )
         per_row = rng.choice((1, 1, 2, 3))
         budget += rng.randint(2, 5) * per_row * rows.row_bytes
+    compacts = rng.random() < 0.7
+    slots = budget // (slot_bytes * per_slot) * per_slot
+    if rng.random() < 0.2:  # as where kernels address no more
+        slots = states * per_slot
     return ElasticSetup(
         **{
             **{name: getattr(fixed, name) for name in Setup.__dataclass_fields__},
             "pages": budget // (page_bytes * per_page) * per_page,
-            "slots": budget // (slot_bytes * per_slot) * per_slot,
+            "slots": slots,
             "windows": tuple((window, 0) for window, _ in fixed.windows),
             "canonical": False,  # only fixed pools keep what is reserved
         },
@@ -292,7 +296,7 @@ def random_elastic_setup(
         rows=rows,
         rows_per_granule=per_row,
         floors=floors,
-        compacts=rng.random() < 0.7,
+        compacts=compacts,
     )
 
 

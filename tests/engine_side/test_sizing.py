@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.memory.layout import (
     AttentionGroup,
@@ -175,9 +176,9 @@ def test_elastic_pools_have_windows_too() -> None:
         (LEAST + 16 * KIB, LAYOUT, LIMITS, "do not fit: .*; give the cache more"),
         (
             4 * MIB,
-            replace(LAYOUT, addressable_slot_bytes=5 * SLOT),
+            replace(LAYOUT, addressable_slot_bytes=SLOT),
             LIMITS,
-            "have up to .* state slots, and this model's kernels address only 5; lower",
+            "begin with .* state slots, and this model's kernels address only 1; set",
         ),
     ],
     ids=["engine", "one pool", "memory", "addresses"],
@@ -198,6 +199,17 @@ def test_elastic_pools_that_cannot_be_had_are_refused_only_if_asked_for(
     assert line.startswith(
         "hybrid-plugin gives each pool its own memory: elastic pools"
     )
+
+
+def test_elastic_pools_have_no_more_slots_than_kernels_address() -> None:
+    for reached in (5, 12, 1000):
+        layout = replace(LAYOUT, addressable_slot_bytes=reached * SLOT)
+        found = divided(4 * MIB, elastic=True, layout=layout)
+        assert found.shared is not None
+        per = found.shared.pools[Pool.STATE].per_granule
+        free = divided(4 * MIB, elastic=True).sizes.slots
+        assert found.sizes.slots == min(free, reached // per * per)
+        assert found.shared.build().slots.ids.capacity == found.sizes.slots
 
 
 def test_an_error_of_ours_is_not_taken_for_too_little_memory(

@@ -60,15 +60,16 @@ def write_draft_model(folder: Path) -> Path:
     return _write(folder, config, weights)
 
 
-def write_adapter(folder: Path, model: Path, merged: Path) -> Path:
+def write_adapter(folder: Path, model: Path, merged: Path, seed: int = 1) -> Path:
     """Write a LoRA adapter of attention and state layers.
 
     Args:
         folder: to write it to.
         model: a checkpoint in one file.
         merged: to write the model to whose weights have it.
+        seed: of its weights.
     """
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     names = ("q_proj", "o_proj", "out_proj")
     weights, adapter = load_file(model / "model.safetensors"), {}
     for name, weight in list(weights.items()):

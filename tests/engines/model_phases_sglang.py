@@ -61,10 +61,8 @@ class SglangEngine(Engine):
     @property
     def has_graphs_of_prefills(self) -> bool:
         """Whether SGLang on a GPU would capture any, with our state layers in them."""
-        from sglang.srt.model_executor.model_runner_components import layer_setup
-
-        body = self.scheduler.tp_worker.model_runner.model.model
-        layers = layer_setup.compute_attention_and_moe_layers(body).attention_layers
+        runner = self.scheduler.tp_worker.model_runner
+        layers = runner.get_cuda_graph_layers(runner.model.model).attention_layers
         return all(layer is not None for layer in layers)
 
     def forget(self) -> None:

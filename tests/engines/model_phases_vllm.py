@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves one model of the registry by vLLM with the plugin; prints what came out.
 
-python -m tests.engines.model_phases_vllm KIND FOLDER
+python -m tests.engines.model_phases_vllm KIND FOLDER [RANKS]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.engines.model_workload import (
     serve,
 )
 from tests.engines.phases import report
-from tests.models.kinds import STATES_ALONE, find
+from tests.models.kinds import STATES_ALONE, Kind, find
 
 OPTIONS: dict[str, Any] = {"page_size": PAGE}
 
@@ -52,11 +52,25 @@ class VllmEngine:
     @property
     def model(self) -> str:
         """The module of the class that vLLM built."""
-        executor: Any = self._llm.llm_engine.model_executor
-        return type(executor.driver_worker.worker.model_runner.model).__module__
+        found: list[str] = self._llm.apply_model(_module)
+        assert len(set(found)) == 1, found
+        return found[0]
 
-    def ask(self, prompts: Tokens, length: int) -> tuple[Tokens, list[int]]:
-        """Answers, and the tokens that were restored for each."""
+    def kinds_of_linear_layers(self) -> list[str]:
+        """How vLLM computes them: the names of their methods."""
+        found: list[list[str]] = self._llm.apply_model(_methods)
+        return sorted({name for rank in found for name in rank})
+
+    def ask(
+        self, prompts: Tokens, length: int, adapter: Any = None
+    ) -> tuple[Tokens, list[int]]:
+        """Answers, and the tokens that were restored for each.
+
+        Args:
+            prompts: all at once.
+            length: of answers.
+            adapter: vLLM's `LoRARequest` for all of them; None for none.
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -66,6 +80,7 @@ class VllmEngine:
             [{"prompt_token_ids": prompt} for prompt in prompts],
             sampling,
             use_tqdm=False,
+            lora_request=adapter,
         )
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return tokens, [output.num_cached_tokens or 0 for output in outputs]
@@ -98,6 +113,34 @@ class VllmEngine:
             HybridCache.grow = grow  # type: ignore[method-assign]
 
 
+def options(kind: Kind) -> dict[str, Any]:
+    """Of the plugin, with which a kind is served by our class, if there is one."""
+    found = OPTIONS if kind in STATES_ALONE else OPTIONS | {"enabled": True}
+    if "vllm" in kind.brought_by:
+        return found | {"models": [kind.architecture]}
+    return found
+
+
+def set_environment() -> None:
+    """What vLLM reads when it is imported."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _module(model: Any) -> str:
+    return type(model).__module__
+
+
+def _methods(model: Any) -> list[str]:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    layers = (m for m in model.modules() if isinstance(m, LinearBase))
+    return sorted({type(layer.quant_method).__name__ for layer in layers})
+
+
 def _of_device(model: Path) -> dict[str, Any]:
     import torch
 
@@ -112,22 +155,19 @@ def _of_device(model: Path) -> dict[str, Any]:
     return given
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, ranks: int) -> None:
     """Print one line of JSON."""
     chosen = find(kind)
     checkpoint = chosen.write(folder)
-    options = OPTIONS if chosen in STATES_ALONE else OPTIONS | {"enabled": True}
-    if "vllm" in chosen.brought_by:
-        options |= {"models": [chosen.architecture]}
-    engine = VllmEngine(checkpoint, additional_config={"hybrid_plugin": options})
+    engine = VllmEngine(
+        checkpoint,
+        tensor_parallel_size=ranks,
+        additional_config={"hybrid_plugin": options(chosen)},
+    )
     found = asdict(serve(engine, chosen, checkpoint))
     report(found | {"model": engine.model})
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    main(sys.argv[1], Path(sys.argv[2]))
+    set_environment()
+    main(sys.argv[1], Path(sys.argv[2]), int((*sys.argv, "1")[3]))

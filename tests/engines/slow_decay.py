@@ -463,6 +463,35 @@ def write_plamo2(folder: Path, seed: int = 0) -> Path:
     return _write_reference("plamo2", config, folder, seed)
 
 
+def write_jet_nemotron(folder: Path, seed: int = 0) -> Path:
+    """Write a Jet-Nemotron (delta nets with taps of each token, windows, attention)."""
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = small | {
+        "architectures": ["JetNemotronForCausalLM"],
+        "model_type": "jet_nemotron",
+        "num_hidden_layers": 5,
+        "layer_types": ["jet", "jet", "swa", "jet", "attn"],
+        "efficient_attention_config": {
+            "swa": {"window_size": WINDOW},
+            "jet": {
+                "mode": "chunk",
+                "expand_v": 2.0,
+                "num_heads": 4,
+                "head_dim": 32,
+                "norm_eps": "1e-5",
+                "conv_size": 4,
+                "dconv_generator_reduction": 8,
+                "dconv_implementation": "triton",
+            },
+        },
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    }
+    return _write_reference("jet_nemotron", config, folder, seed)
+
+
 def _write_reference(
     name: str, config: dict[str, Any], folder: Path, seed: int
 ) -> Path:

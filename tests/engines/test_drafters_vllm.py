@@ -104,10 +104,13 @@ def test_adapters_verify_drafts(
 ) -> None:
     """With LoRA, n-gram drafts: answers are those of a model with merged weights.
 
+    An adapter that is loaded in place finds nothing of the one before, nor of itself.
     The bundled model has experts, for which vLLM's adapters have no CPU code.
     """
     model, merged = slow_decay.write_nemotron_h(tmp_path / "model"), tmp_path / "merged"
     adapter = draft_heads.write_adapter(tmp_path / "adapter", model, merged)
+    other, merged_other = tmp_path / "other", tmp_path / "merged-other"
+    draft_heads.write_adapter(other, model, merged_other, seed=2)
     ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     flags = (
         "--speculative-config",
@@ -123,7 +126,10 @@ def test_adapters_verify_drafts(
         dtype="float32",
         flags=flags,
         # n-gram search would have PyTorch's threads wait for one another.
-        environment={"NUMBA_NUM_THREADS": "1"},
+        environment={
+            "NUMBA_NUM_THREADS": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        },
     ) as server:
         asks, answers = two_turns(server)
         adapted = [ask_adapter(server.url, ask.prompt) for ask in asks[: len(PROMPTS)]]
@@ -133,7 +139,19 @@ def test_adapters_verify_drafts(
         ]
         again = [ask_adapter(server.url, turn) for turn in turns]
         verified = drafts_verified(driver, server)
+        load_in_place(server.url, other)
+        prompts = [ask.prompt for ask in asks[: len(PROMPTS)]]
+        replaced = [ask_adapter(server.url, prompt) for prompt in prompts]
+        load_in_place(server.url, other)
+        reloaded = [ask_adapter(server.url, prompt) for prompt in prompts]
+        goes_on = (*prompts[0], *reloaded[0].tokens, *AGAIN)
+        restored = ask_adapter(server.url, goes_on)
     assert max(gaps(model, asks, answers)) <= FLOAT_TIE
+    of_other = [Ask(prompt, TOKENS) for prompt in prompts]
+    assert max(gaps(merged_other, of_other, replaced)) <= FLOAT_TIE
+    assert [one.tokens for one in reloaded] == [one.tokens for one in replaced]
+    assert all(one.cached_tokens == 0 for one in [*replaced, *reloaded])
+    assert restored.cached_tokens >= len(goes_on) - len(AGAIN) - 1
     asks = [Ask(turn, TOKENS) for turn in (*(tuple(p) for p in PROMPTS), *turns)]
     assert max(gaps(merged, asks, [*adapted, *again])) <= FLOAT_TIE
     assert max(gaps(model, asks, [*adapted, *again])) > 1, "the adapter changes answers"
@@ -144,6 +162,12 @@ def test_adapters_verify_drafts(
 
 FLOAT_TIE = 0.01
 """Nats between two implementations in float32."""
+
+
+def load_in_place(url: str, adapter: Path) -> None:
+    """Have the server's adapter replaced, under its name."""
+    body = {"lora_name": "adapted", "lora_path": str(adapter), "load_inplace": True}
+    httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=300).raise_for_status()
 
 
 def ask_adapter(url: str, prompt: Sequence[int]) -> Answer:

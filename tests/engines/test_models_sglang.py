@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
+import torch
+
 from tests.engines.conftest import StartServer
-from tests.engines.drivers.sglang import IMPORTS
+from tests.engines.drivers.sglang import IMPORTS, ON_GPU
+from tests.engines.messages import Ask
 from tests.engines.model_findings import ROUNDING, Findings, check
 from tests.engines.model_workload import gap
 from tests.models.kinds import find, served, states_alone
 
 pytestmark = pytest.mark.engine
+TWO_RANKS: Mapping[str, Any] = {
+    "flags": ("--tp-size=2",),
+    "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +51,28 @@ def test_states_alone_are_restored(findings: Findings, kind: str) -> None:
     assert found["stats"]["pages_evicted"] == 0
 
 
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["bamba"])
 def test_a_server_finds_the_class_by_itself(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, tmp_path: Path, name: str
 ) -> None:
-    """By the engine's own command line, with its processes, and none of our flags."""
-    kind = find("bamba")
-    model = kind.write(tmp_path / "bamba")
-    with start_server("models", model=model, dtype="float32") as server:
-        turn = list(range(3, 203))
-        first = server.ask(turn, 12)
-        again = [*turn, *first.tokens, *range(10, 30)]
-        second = server.ask(again, 12)
+    """By the engine's own command line, with its processes, and none of our flags.
+
+    On two ranks; prompts of several steps, turns that go on, and some at once.
+    """
+    kind = find(name)
+    model = kind.write(tmp_path / name)
+    turns = [list(range(3, 203)), list(range(20, 97))]
+    with start_server("models", model=model, dtype="float32", **TWO_RANKS) as server:
+        first = server.ask_all([Ask(tuple(turn), 12) for turn in turns], len(turns))
+        again = [
+            [*turn, *answer.tokens, *range(10, 30)]
+            for turn, answer in zip(turns, first, strict=True)
+        ]
+        second = server.ask_all([Ask(tuple(turn), 12) for turn in again], len(turns))
     reference = kind.reference(model)
-    assert gap(reference, turn, list(first.tokens)) < ROUNDING
-    assert gap(reference, again, list(second.tokens)) < ROUNDING
-    assert second.cached_tokens == len(turn) + 12 - 1
+    asked = zip([*turns, *again], [*first, *second], strict=True)
+    gaps = [gap(reference, turn, list(answer.tokens)) for turn, answer in asked]
+    assert max(gaps) < ROUNDING, gaps
+    cached = [answer.cached_tokens for answer in second]
+    assert cached == [len(turn) + 12 - 1 for turn in turns]

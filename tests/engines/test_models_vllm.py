@@ -3,19 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
+from tests.engines import adapter_phases_vllm, quantised_phases_vllm
 from tests.engines.conftest import StartServer
-from tests.engines.drivers.vllm import IMPORTS
+from tests.engines.drivers.vllm import IMPORTS, ON_GPU
 from tests.engines.model_findings import ROUNDING, Findings, check
-from tests.engines.model_workload import gap
+from tests.engines.model_workload import ANSWER, gap
+from tests.engines.phases import run_phases
 from tests.models.kinds import find, served, states_alone
 
 pytestmark = pytest.mark.engine
+two_ranks = pytest.mark.skipif(
+    ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+OF_8_BITS = 0.4
+"""Nats by which another token may be likelier where tokens are rounded to 8 bits: noise
+of a millionth in the norms of the reference moves its own logits by up to 0.2."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +49,43 @@ def test_states_alone_are_restored(findings: Findings, kind: str) -> None:
     found = findings.of(kind)
     check(found, f"vllm.model_executor.models.{kind}")
     assert found["stats"]["pages_evicted"] == 0
+
+
+@two_ranks
+@pytest.mark.parametrize("kind", ["plamo2"])
+def test_an_adapter_changes_what_merged_weights_change(
+    kind: str, tmp_path: Path
+) -> None:
+    """Of every linear layer, those inside of state layers as well, on two ranks."""
+    arguments = kind, str(tmp_path / kind), "2"
+    found = run_phases("adapter_phases_vllm", arguments, IMPORTS).found
+    assert found["model"] == "hybrid_models.vllm.model"
+    gaps = found["gaps"]
+    for right in ("first, merged", "second, merged", "without, base"):
+        assert gaps[right] < ROUNDING, gaps
+    for wrong in ("first, base", "second, base", "without, merged", "zeroed, merged"):
+        assert gaps[wrong] > 100 * ROUNDING, gaps
+    assert found["cached"]["second"] == turns(adapter_phases_vllm.PROMPTS)
+    assert found["cached"]["without"] == [0, 0], "what an adapter made was restored"
+
+
+@two_ranks
+@pytest.mark.parametrize("kind", ["bamba"])
+def test_weights_and_tokens_of_8_bits(kind: str, tmp_path: Path) -> None:
+    """On two ranks, that have some parts of a projection whole."""
+    arguments = kind, str(tmp_path / kind), "2"
+    found = run_phases("quantised_phases_vllm", arguments, IMPORTS).found
+    assert found["model"] == "hybrid_models.vllm.model"
+    assert found["kernels"] == ["CompressedTensorsLinearMethod"]
+    assert found["gaps"]["first"] < OF_8_BITS, found["gaps"]
+    assert found["gaps"]["second"] < OF_8_BITS, found["gaps"]
+    assert found["gaps"]["zeroed"] > 4 * OF_8_BITS, found["gaps"]
+    assert found["cached"]["second"] == turns(quantised_phases_vllm.PROMPTS)
+
+
+def turns(prompts: Sequence[tuple[int, int]]) -> list[int]:
+    """What is restored of second turns; the last token of an answer is not computed."""
+    return [length + ANSWER - 1 for _, length in prompts]
 
 
 def test_a_server_finds_the_class_by_itself(

@@ -66,8 +66,9 @@ class Kind:
         if self.has_reference:
             return _own(self.name, checkpoint)
         if self.converted is not None:
-            return _transformers(self.converted, checkpoint / slow_decay.CONVERTED)
-        return _transformers(self.architecture, checkpoint)
+            converted = checkpoint / slow_decay.CONVERTED
+            return logits_of(network(self.converted, converted))
+        return logits_of(network(self.architecture, checkpoint))
 
 
 def _own(name: str, checkpoint: Path) -> Reference:
@@ -83,15 +84,20 @@ def _own(name: str, checkpoint: Path) -> Reference:
     return logits
 
 
-def _transformers(architecture: str, checkpoint: Path) -> Reference:
+def network(architecture: str, checkpoint: Path) -> Any:
+    """What transformers makes of a checkpoint, in float32."""
     import transformers
 
     cls: Any = getattr(transformers, architecture)
-    network = cls.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return cls.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def logits_of(model: Any) -> Reference:
+    """Of a model of transformers."""
 
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = network(torch.tensor([list(tokens)])).logits[0]
+            found: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
         return found
 
     return logits
@@ -107,6 +113,7 @@ KINDS = (
         engines=("vllm",),
     ),
     Kind("jamba", "JambaForCausalLM", ("vllm",)),
+    Kind("jet_nemotron", "JetNemotronForCausalLM", ("sglang",), has_reference=True),
     Kind("minimax", "MiniMaxForCausalLM", engines=()),
     Kind("minimax_text_01", "MiniMaxText01ForCausalLM", converted="MiniMaxForCausalLM"),
     Kind(

@@ -338,6 +338,9 @@ def _frequencies(
 class PlainKit:
     """A `hybrid_models.kit.Kit`."""
 
+    goes_by_rows = True
+    """As of an engine with adapters."""
+
     def __init__(self, rank: Rank, ranks: int, slots: int) -> None:
         self.ranks, self.rank = ranks, rank.rank
         self.dtype = self.conv_dtype = self.state_dtype = torch.float32

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hybrid_models.blocks.projection import in_place
 from hybrid_models.kit import part
 from hybrid_models.sharding import minus_exp, sharded
 from hybrid_models.tiling import tile
@@ -22,17 +25,39 @@ def test_names() -> None:
     names = Names(
         {".conv1d.weight": ".conv_weight", ".A_log": ".A"}, {**QKV, **GATE_UP}
     )
-    assert names.of("m.0.mamba.conv1d.weight") == ("m.0.mamba.conv_weight", None)
-    assert names.of("m.1.self_attn.k_proj.weight") == (
-        "m.1.self_attn.qkv_proj.weight",
-        "k",
-    )
-    assert names.of("m.1.mlp.up_proj.weight") == ("m.1.mlp.gate_up_proj.weight", 1)
-    assert names.of("m.1.mlp.down_proj.weight") == ("m.1.mlp.down_proj.weight", None)
+
+    def of(name: str) -> tuple[str, Any]:
+        return names.of(name, ())
+
+    assert of("m.0.mamba.conv1d.weight") == ("m.0.mamba.conv_weight", None)
+    assert of("m.1.self_attn.k_proj.weight") == ("m.1.self_attn.qkv_proj.weight", "k")
+    assert of("m.1.mlp.up_proj.weight") == ("m.1.mlp.gate_up_proj.weight", 1)
+    assert of("m.1.mlp.down_proj.weight") == ("m.1.mlp.down_proj.weight", None)
     assert names.packed == {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
+
+
+def test_a_name_goes_to_the_module_that_the_layer_has() -> None:
+    names = Names(stacked={"a.q_proj": ("a.in_proj", 0), **QKV})
+    there = ("1.a.in_proj.weight", "2.a.qkv_proj.weight")
+    assert names.of("1.a.q_proj.weight", there) == ("1.a.in_proj.weight", 0)
+    assert names.of("2.a.q_proj.weight", there) == ("2.a.qkv_proj.weight", "q")
+    assert names.of("3.a.q_proj.weight", there) == ("3.a.in_proj.weight", 0)
+
+
+def test_linear_layers_get_each_token_in_its_row() -> None:
+    given: list[list[float]] = []
+
+    def made(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        given.append(x[:, 0].tolist())
+        return x, 2 * x, 3 * x
+
+    placed = in_place(made, 4)
+    assert placed(torch.tensor([[5.0]]))[1].tolist() == [[10.0]]
+    assert placed(torch.tensor([[6.0], [7.0]]))[2].tolist() == [[18.0], [21.0]]
+    assert given == [[5, 0, 0, 0], [0, 6, 7, 0]]
 
 
 class Small(nn.Module):

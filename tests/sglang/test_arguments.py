@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.sglang import arguments
 from hybrid_plugin.sglang.arguments import _page_size
@@ -142,9 +143,38 @@ REPLAY = HybridConfig(draft_states="replay")
     ids=["replay", "four ranks", "said otherwise", "columns", "no drafts"],
 )
 def test_records_let_as_many_requests_run_as_without_drafts(
-    view: Drafts, options: HybridConfig, most: dict[str, int]
+    view: Drafts,
+    options: HybridConfig,
+    most: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert running_requests(view, options) == most
+    monkeypatch.setattr(speculation, "mixer_of", lambda _: Mixer.GATED_DELTA_NET)
+    assert running_requests(view, options, None) == most
+
+
+def test_records_are_kept_by_default_where_they_were_measured_to_be_as_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+    kept = {
+        mixer
+        for mixer in (*Mixer, None)
+        if kernel_choice.are_recorded(HybridConfig(), lambda m=mixer: m, "sglang")
+    }
+    assert kept == {Mixer.GATED_DELTA_NET}
+
+    def delta() -> Mixer:
+        return Mixer.GATED_DELTA_NET
+
+    assert not kernel_choice.are_recorded(HybridConfig(), delta, "vllm")
+    for options in (
+        HybridConfig(kernels="engine"),
+        HybridConfig(draft_states="columns"),
+    ):
+        assert not kernel_choice.are_recorded(options, delta, "sglang")
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: False)
+    assert not kernel_choice.are_recorded(HybridConfig(), delta, "sglang")
+    assert kernel_choice.are_recorded(REPLAY, lambda: None, "vllm")
 
 
 def test_a_server_with_records_does_not_lower_how_many_requests_run() -> None:

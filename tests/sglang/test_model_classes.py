@@ -7,6 +7,7 @@ import argparse
 import json
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("sglang")
 import torch
 from hybrid_models.catalogue import BY_NAME, CATALOGUE
 from hybrid_models.sglang import configs, contracts, registration
+from hybrid_models.sglang.kit import refuse_adapters, refuse_padding
 from hybrid_models.sglang.model import one_window
 from sglang.srt.configs import linear_attn_model_registry as hybrids
 from sglang.srt.utils.hf_transformers import common
@@ -197,3 +199,51 @@ def test_one_window_is_announced_and_two_are_refused() -> None:
     assert one_window({31}) == 31
     with pytest.raises(ValueError, match=r"one window .* not 32, 64 tokens"):
         one_window({31, 63})
+
+
+def test_adapters_are_refused() -> None:
+    refuse_adapters(SimpleNamespace(enable_lora=None, lora_paths=None))
+    for given in ({"enable_lora": True}, {"lora_paths": ["one"]}):
+        arguments = {"enable_lora": None, "lora_paths": None} | given
+        with pytest.raises(ValueError, match="take no LoRA adapters in SGLang"):
+            refuse_adapters(SimpleNamespace(**arguments))
+
+
+def test_heads_that_sglang_adds_are_refused() -> None:
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=1)
+    refuse_padding(config)
+    config.original_num_attention_heads, config.original_total_num_kv_heads = 4, 1
+    refuse_padding(config)
+    config.num_key_value_heads, config.num_attention_heads = 2, 8
+    with pytest.raises(ValueError, match=r"pads the 4 heads .*num_attention_heads"):
+        refuse_padding(config)
+    config.num_attention_heads = 4
+    with pytest.raises(ValueError, match=r"pads the 1 heads .*num_key_value_heads"):
+        refuse_padding(config)
+
+
+def test_a_model_that_captures_no_prefills_has_no_layers_in_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hybrid_models.sglang.patches import patch_graph_layers
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    theirs = ModelRunner.get_cuda_graph_layers
+    theirs = getattr(theirs, "_hybrid_models_original", theirs)
+    monkeypatch.setattr(ModelRunner, "get_cuda_graph_layers", theirs)
+    patch_graph_layers()
+    patch_graph_layers()
+    layer = SimpleNamespace(self_attn=SimpleNamespace(attn="attention"))
+    model = SimpleNamespace(layers=[layer, layer])
+    runner: Any = SimpleNamespace()
+    find = ModelRunner.get_cuda_graph_layers
+    assert find(runner, model).attention_layers == ["attention"] * 2
+    model.captures_prefills = True
+    assert find(runner, model).attention_layers == ["attention"] * 2
+    model.captures_prefills = False
+    assert find(runner, model).attention_layers == [None, None]
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_no_class_captures_prefills(entry: Any) -> None:
+    assert not entry.load().captures_prefills

@@ -451,7 +451,7 @@ def test_pools_are_built_without_states_after_drafts() -> None:
 
     replay = Replay()
     passes.without_draft_states(replay, original, 1, speculative_num_draft_tokens=4)
-    replay.settle(HybridConfig(), SimpleNamespace())
+    replay.settle(HybridConfig(draft_states="columns"), SimpleNamespace())
     passes.without_draft_states(replay, original, 1, speculative_num_draft_tokens=4)
     replay.is_wanted = True
     passes.without_draft_states(replay, original, 1, speculative_num_draft_tokens=4)

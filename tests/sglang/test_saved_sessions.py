@@ -105,13 +105,38 @@ def test_a_scheduler_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch) ->
     assert (done.status_code, done.json()) == (500, {"error": "it broke"})
 
 
-def test_endpoints_ask_for_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api(monkeypatch, key="k", admin="a")
-    for given in ("", "other", "k"):
+@pytest.mark.parametrize(
+    ("key", "admin", "opens"), [("k", "", "k"), ("", "a", "a"), ("k", "a", "a")]
+)
+def test_endpoints_ask_for_the_highest_key_that_is_set(
+    key: str, admin: str, opens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Api(monkeypatch, key=key, admin=admin)
+    for given in ("", "other", "k", "a"):
         headers = {"Authorization": f"Bearer {given}"} if given else {}
         for method, path in (("GET", ""), ("DELETE", "/x"), ("POST", "/x/load")):
             done = api.call(method, path, headers=headers)
-            assert done.status_code == (200 if given == "k" else 401), (given, method)
+            assert done.status_code == (200 if given == opens else 401), (
+                given,
+                method,
+            )
+
+
+def test_an_administrators_text_is_tokenized_by_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`/tokenize` takes the API key, and the administrator's is none."""
+    api = Api(monkeypatch, key="k", admin="a")
+
+    async def tokenize() -> dict[str, list[int]]:
+        return {"tokens": [4, 5]}
+
+    api.app.post("/tokenize")(tokenize)
+    headers, body = {"Authorization": "Bearer a"}, {"prompt": "tea"}
+    with get_context().override_server_args(api_key="k", admin_api_key="a"):
+        done = api.call("POST", "/tea/save", headers=headers, json=body)
+    assert done.is_success, done.text
+    assert api.orders[0].body["tokens"] == [4, 5]
 
 
 def test_a_process_without_a_server_gets_no_endpoints(

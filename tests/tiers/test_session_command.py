@@ -80,6 +80,44 @@ def test_removes_what_nothing_else_needs(
     assert (files(tmp_path, RECORD), files(tmp_path, SUFFIX)) == (0, 0)
 
 
+def test_bundles_that_sessions_keep_stay(
+    tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.folder.close()
+    other_model(tmp_path)
+    only = Server(tmp_path, identity=OTHER)
+    assert only.store(18)  # behind the session, so nothing keeps its last bundle
+    only.folder.close()
+    command = ["bundle", "rm", str(tmp_path), "--all"]
+    before = files(tmp_path, SUFFIX), files(tmp_path, RECORD)
+    assert before == (8, 6)
+    assert main(command) == 0
+    assert capsys.readouterr().out == (
+        "Removed 2 of 8 bundles.\n6 stay, which saved sessions keep: remove the "
+        "sessions, or give --with-sessions.\n"
+    )
+    assert main([*command[:-1], server.session(20).keys[1]]) == 1, "nothing went"
+    assert main(["session", "ls", "--folder", str(tmp_path)]) == 0
+    assert "of them on disk" not in capsys.readouterr().out
+    assert main([*command[:-1], server.session(20).keys[1], "--with-sessions"]) == 0
+    assert (files(tmp_path, SUFFIX), files(tmp_path, RECORD)) == (4, 4)
+    assert main([*command, "--with-sessions"]) == 0
+    assert (files(tmp_path, SUFFIX), files(tmp_path, RECORD)) == (0, 0)
+
+
+def test_what_cannot_be_read_goes_whatever_keeps_it(
+    tmp_path: Path, server: Server
+) -> None:
+    server.folder.close()
+    bad = next(tmp_path.rglob(server.session(20).keys[1] + SUFFIX))
+    content = bytearray(bad.read_bytes())
+    content[-1] ^= 1
+    bad.write_bytes(content)
+    assert main(["bundle", "rm", str(tmp_path), "--damaged"]) == 0
+    assert not bad.exists()
+    assert (files(tmp_path, SUFFIX), files(tmp_path, RECORD)) == (3, 4)
+
+
 def test_of_several_models_one_is_named(
     tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
+
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.vllm import activation, patches
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.requests import VllmRequest
 from tests.vllm.fakes import (
@@ -24,6 +29,78 @@ from tests.vllm.fakes import (
     nothing_kept,
     request,
 )
+
+# ----------------------------------------------------------------- adapters
+
+
+POET = LoRARequest("poet", 7, "/adapters/poet")
+IN_PLACE = LoRARequest("poet", 7, "/adapters/poet", load_inplace=True)
+
+
+def core_of(of: HybridKVCacheManager, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is called of an engine core that has loaded the plugin."""
+    monkeypatch.setattr(EngineCore, "add_lora", EngineCore.add_lora)
+    monkeypatch.setattr(EngineCore, "remove_lora", EngineCore.remove_lora)
+    patches._patch_adapters()
+    monkeypatch.setattr(activation, "is_active", lambda config: config == "ours")
+    return SimpleNamespace(
+        vllm_config="ours",
+        scheduler=SimpleNamespace(kv_cache_manager=of),
+        model_executor=SimpleNamespace(
+            add_lora=lambda adapter: True, remove_lora=lambda number: True
+        ),
+    )
+
+
+def serve_poet(of: HybridKVCacheManager) -> None:
+    one = request("one", 3 * PAGE, lora_request=POET)
+    admit(of, one, 3 * PAGE)
+    compute(of, one, 3 * PAGE)
+    of.free(one)
+
+
+def poets_hit(of: HybridKVCacheManager, adapter: LoRARequest = POET) -> int:
+    two = request("two", 3 * PAGE + 5, lora_request=adapter)
+    return of.get_computed_blocks(two)[1]
+
+
+def test_an_adapter_never_resumes_from_what_was_under_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = manager()
+    core = core_of(of, monkeypatch)
+    serve_poet(of)
+    assert poets_hit(of) == 3 * PAGE
+    assert poets_hit(of, LoRARequest("poet", 7, "/elsewhere")) == 0
+    assert poets_hit(of, LoRARequest("poet", 8, "/adapters/poet")) == 0
+    assert EngineCore.add_lora(core, POET), "it is there already"
+    assert poets_hit(of) == 3 * PAGE
+    assert EngineCore.add_lora(core, IN_PLACE)
+    assert poets_hit(of, IN_PLACE) == poets_hit(of) == 0
+    serve_poet(of)
+    assert poets_hit(of) == 3 * PAGE
+    assert EngineCore.remove_lora(core, 7)
+    assert poets_hit(of) == 0
+    core.vllm_config = "stock"
+    serve_poet(of)
+    assert EngineCore.add_lora(core, IN_PLACE)
+    assert poets_hit(of) == 3 * PAGE
+
+
+def test_who_waits_is_looked_up_anew_when_its_adapter_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = manager()
+    core = core_of(of, monkeypatch)
+    serve_poet(of)
+    two = request("two", 3 * PAGE + 5, lora_request=IN_PLACE)
+    # Its request was named before: that of the in-place load was the first one.
+    shared, hit, _ = of.get_computed_blocks(two)
+    assert hit == 3 * PAGE
+    EngineCore.add_lora(core, IN_PLACE)
+    assert of.allocate_slots(two, 5, hit, shared) is None, "it comes again"
+    assert of.get_computed_blocks(two)[1] == 0
+
 
 # ------------------------------------------------------------ admit and grow
 

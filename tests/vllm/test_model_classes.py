@@ -16,8 +16,12 @@ pytest.importorskip("vllm")
 
 import torch
 from hybrid_models.catalogue import CATALOGUE
-from hybrid_models.vllm import contracts, registration
+from hybrid_models.engine_kit import EngineKit
+from hybrid_models.kit import Placed, own_part_of_keys
+from hybrid_models.vllm import adapters, contracts, registration
+from hybrid_models.vllm.kit import LAYERS
 from hybrid_models.vllm.states import pass_of
+from hybrid_models.weights import EXPERTS, TILES
 from vllm import ModelRegistry
 from vllm.config.compilation import CompilationConfig
 
@@ -147,3 +151,86 @@ def test_a_pass() -> None:
     assert found.prefills.slots.tolist() == [7, 9]
     assert found.prefills.cu_seqlens.tolist() == [0, 3, 7]
     assert found.prefills.has_initial.tolist() == [True, False]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What vLLM's layers ask when they are made."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+class Kit(EngineKit):
+    """vLLM's layers for some ranks, without a process for each."""
+
+    def __init__(self, ranks: int) -> None:
+        f32 = torch.float32
+        super().__init__(LAYERS, Placed(ranks, f32, f32, f32), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (lambda kit: kit.column(8, [6, 9], name="it"), 9),
+        (lambda kit: kit.column(8, [9, 9], name="it", whole=[True, False]), 9),
+        (lambda kit: kit.row(9, 8, name="it"), 9),
+        (lambda kit: kit.qkv(8, 4, 3, 2, name="it"), 3),
+        (lambda kit: kit.qkv(8, 4, 6, 3, name="it"), 3),
+    ],
+)
+def test_what_ranks_do_not_divide_is_refused(build: Any, size: int) -> None:
+    with pytest.raises(ValueError, match=f"of 2 does not divide {size} heads or"):
+        build(Kit(2))
+
+
+def test_several_ranks_may_have_one_head_of_keys() -> None:
+    kit = Kit(4)
+    assert [own_part_of_keys(kit, heads) for heads in (1, 2, 4, 8)] == [1, 1, 1, 2]
+    with pytest.raises(ValueError, match="does not divide 3"):
+        own_part_of_keys(kit, 3)
+
+
+class Projections(torch.nn.Module):
+    """As a layer has them."""
+
+    def __init__(self, kit: Kit) -> None:
+        super().__init__()
+        self.one = kit.column(8, [8], name="one")
+        self.two = kit.column(8, [8, 8], name="two")
+        self.known = kit.column(8, [8, 8], name="known")
+        self.back = kit.row(8, 8, name="back")
+        self.qkv = kit.qkv(8, 4, 2, 2, name="qkv")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_merged_projections_of_one_module_are_wrapped_for_adapters() -> None:
+    model = Projections(Kit(1))
+    packed = adapters.with_single({"known": ["left", "right"]}, model)
+    # vLLM cuts a projection of one part right only where it is of no merged class.
+    assert type(model.one).__name__ == "ColumnParallelLinear"
+    assert packed == {"known": ["left", "right"], "two": ["two"], "qkv": ["qkv"]}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "sentence"),
+    [
+        (EXPERTS, "with experts are not served with LoRA: start the server without"),
+        (TILES, "every rank has parts of inner whole, and an adapter would be cut"),
+    ],
+)
+def test_what_adapters_cannot_change_is_refused(attribute: str, sentence: str) -> None:
+    model = torch.nn.Module()
+    model.inner = torch.nn.Module()
+    served = SimpleNamespace(lora_config=SimpleNamespace())
+    adapters.check(served, model)
+    setattr(model.inner, attribute, None)
+    with pytest.raises(ValueError, match=sentence):
+        adapters.check(served, model)
+    adapters.check(SimpleNamespace(lora_config=None), model)

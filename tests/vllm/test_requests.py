@@ -13,7 +13,8 @@ import pytest
 from hybrid_plugin.engine.bundle_identity import AdapterNames
 from hybrid_plugin.tiers.keys import namespace_digest
 from hybrid_plugin.vllm import requests
-from hybrid_plugin.vllm.requests import UnnamedAdapter, VllmRequest
+from hybrid_plugin.vllm.adapters import Adapters, LoadedAdapter
+from hybrid_plugin.vllm.requests import VllmRequest
 
 
 def request(**changes: Any) -> Any:
@@ -42,7 +43,9 @@ def image(identifier: str, offset: int, length: int) -> Any:
 
 
 def lora(name: str) -> Any:
-    return SimpleNamespace(lora_name=name)
+    return SimpleNamespace(
+        lora_name=name, lora_path="/p", lora_int_id=1, load_inplace=False
+    )
 
 
 def test_plain_requests_share_one_namespace() -> None:
@@ -124,7 +127,7 @@ def test_adapters_are_named_after_their_weights_where_names_must_last() -> None:
             raise FileNotFoundError(folder)
         return known[str(folder)]
 
-    names = AdapterNames(weights_in)
+    names = Adapters(AdapterNames(weights_in))
 
     def found(path: str, **more: bool) -> Any:
         one = request(lora_request=adapter(path, **more), cache_salt="s")
@@ -133,7 +136,34 @@ def test_adapters_are_named_after_their_weights_where_names_must_last() -> None:
     assert found("/one") == found("/copy") == ("weights 1", "s")
     assert found("/two") == ("weights 2", "s")
     assert VllmRequest(request(), names).namespace() is None
-    unnamed = {found("some/adapter"), found("/one", load_inplace=True)}
-    assert unnamed == {(UnnamedAdapter("a"), "s")}
-    with pytest.raises(TypeError, match="has no name on disk"):
-        namespace_digest(unnamed.pop())
+    unnamed = [found("some/adapter"), found("/one", load_inplace=True)]
+    assert unnamed == [
+        (LoadedAdapter("a", "some/adapter", 3, 0), "s"),
+        (LoadedAdapter("a", "/one", 3, 0), "s"),
+    ]
+    for one in unnamed:
+        with pytest.raises(TypeError, match="has no name on disk"):
+            namespace_digest(one)
+    known["/one"] = "weights 3"
+    assert found("/one") == ("weights 1", "s"), "it is loaded"
+    names.changed(3)
+    assert found("/one") == ("weights 3", "s")
+    assert found("/one", load_inplace=True) not in unnamed
+
+
+def test_an_adapter_shares_with_none_that_was_loaded_otherwise() -> None:
+    adapters = Adapters()
+
+    def found(**more: Any) -> Any:
+        one = SimpleNamespace(**(vars(adapter("/one")) | more))
+        return VllmRequest(request(lora_request=one), adapters).namespace()
+
+    first = found()
+    assert found() == first
+    others = [found(lora_name="b"), found(lora_path="/two"), found(lora_int_id=4)]
+    adapters.changed(3)
+    others += [found(), found(load_inplace=True)]
+    assert first not in others and len(set(others)) == 4
+    assert found() == found(load_inplace=True)
+    adapters.changed(3)
+    assert found() not in [first, *others]

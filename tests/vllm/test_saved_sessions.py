@@ -23,7 +23,8 @@ from vllm.v1.engine.core import EngineCore
 from hybrid_plugin.engine.bundle_identity import AdapterNames
 from hybrid_plugin.vllm import patches, saved_sessions
 from hybrid_plugin.vllm.activation import SCHEDULER
-from hybrid_plugin.vllm.requests import UnnamedAdapter, VllmRequest
+from hybrid_plugin.vllm.adapters import Adapters, LoadedAdapter
+from hybrid_plugin.vllm.requests import VllmRequest
 from tests.vllm.fakes import manager, request
 from tests.vllm.test_disk import HOST, LENGTH, Engine
 
@@ -127,7 +128,7 @@ def test_the_engine_core_takes_orders() -> None:
 
 
 def test_an_order_names_what_a_request_names() -> None:
-    for names in (None, AdapterNames()):
+    for names in (Adapters(), Adapters(AdapterNames())):
         for salt in (None, "s"):
             for adapter in (None, ADAPTER):
                 one = request("one", 3, cache_salt=salt, lora_request=adapter)
@@ -138,8 +139,8 @@ def test_an_order_names_what_a_request_names() -> None:
                 expected = VllmRequest(one, names).namespace()
                 assert saved_sessions.namespace(order, names) == expected
     order = {"adapter": {**vars(ADAPTER), "load_inplace": True}}
-    found = saved_sessions.namespace(order, AdapterNames())
-    assert found == (UnnamedAdapter("poet"), None)
+    found = saved_sessions.namespace(order, Adapters(AdapterNames()))
+    assert found == (LoadedAdapter("poet", ADAPTER.lora_path, 3, 0), None)
 
 
 # --------------------------------------------------------- with files of a rank

@@ -21,6 +21,8 @@ from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.scratch import ScratchLayout, ScratchRows
 from hybrid_plugin.core.memory.window_tables import WindowGroup
 
+STATE_GRANULES = 2
+"""Granules of slots at least: a slot to run in, and one to keep."""
 _STATES_AT_START = 4
 """Slots get one part in this many of the budget at the start, at most."""
 _COARSENESS = 4
@@ -76,12 +78,16 @@ class ElasticPlan:
     def ids(self, pool: PoolId) -> int:
         """Ids of a pool: as many as if it had the whole budget to itself.
 
-        The scratch has one for each sequence that may verify, in whole granules.
+        The scratch has one for each sequence that may verify, in whole granules, and
+        there are no more slots than the model's kernels address.
         """
         plan = self.pools[pool]
         if pool == Pool.SCRATCH and self.layout.scratch is not None:
             return -(-self.layout.scratch.rows // plan.per_granule) * plan.per_granule
-        return self.budget // plan.granule_bytes * plan.per_granule
+        granules = self.budget // plan.granule_bytes
+        if pool == Pool.STATE and self.layout.max_slots is not None:
+            granules = min(granules, self.layout.max_slots // plan.per_granule)
+        return granules * plan.per_granule
 
     @property
     def sizes(self) -> PoolSizes:
@@ -193,8 +199,8 @@ def plan_elastic(
         name: PoolPlan(size, per, floor=1, start=max(-(-count // per), 1))
         for name, (size, per, count) in rows.items()
     }
-    if Pool.STATE in pools:  # one slot to run in, and one to keep
-        pools[Pool.STATE] = replace(pools[Pool.STATE], start=2)
+    if Pool.STATE in pools:
+        pools[Pool.STATE] = replace(pools[Pool.STATE], start=STATE_GRANULES)
     if layout.scratch is not None:
         scratch, pools[Pool.SCRATCH] = _plan_scratch(
             layout.scratch, pools, block_bytes, budget
@@ -317,7 +323,7 @@ def _with_warm_up(plan: ElasticPlan, max_sequences: int, least: int) -> ElasticP
         ids = min(ids, most)
     ids = max(ids, least + 1)
     pools = {
-        name: replace(pool, start=max(-(-ids // pool.per_granule), pool.floor))
+        name: replace(pool, start=max(_granules(plan, name, ids), pool.floor))
         if name != Pool.SCRATCH
         else pool
         for name, pool in plan.pools.items()
@@ -325,6 +331,11 @@ def _with_warm_up(plan: ElasticPlan, max_sequences: int, least: int) -> ElasticP
     if _start_bytes(pools) > plan.budget:
         return plan
     return replace(plan, pools=pools)
+
+
+def _granules(plan: ElasticPlan, pool: PoolId, ids: int) -> int:
+    """Granules of a pool for so many ids, or for all that it can have."""
+    return -(-min(ids, plan.ids(pool)) // plan.pools[pool].per_granule)
 
 
 def _start_bytes(pools: Mapping[PoolId, PoolPlan]) -> int:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.engine.kernel_choice import Mixer, are_recorded
 from hybrid_plugin.sglang.activation import FLAG
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 
@@ -63,24 +64,29 @@ def unrecorded(view: Any, options: HybridConfig, model: Any) -> Iterator[str]:
         options: of the plugin.
         model: SGLang's `ModelConfig`.
     """
-    if is_replayed(view, options) and mixer_of(model) not in _RECORDED:
+    if is_replayed(view, options, model) and mixer_of(model) not in _RECORDED:
         yield (
             "draft_states is replay, and there are no kernels for it for the state "
             "layers of this model: leave it out."
         )
 
 
-def is_replayed(view: Any, options: HybridConfig) -> bool:
-    """Whether drafts are recorded, and their states not kept."""
-    return options.draft_states == "replay" and algorithm(view) is not None
+def is_replayed(view: Any, options: HybridConfig, model: Any) -> bool:
+    """Whether drafts are recorded, and their states not kept; arguments as above."""
+    return algorithm(view) is not None and records_drafts(options, model)
 
 
-def running_requests(view: Any, options: HybridConfig) -> dict[str, int]:
+def records_drafts(options: HybridConfig, model: Any) -> bool:
+    """Whether drafts would be recorded, if there were any; arguments as above."""
+    return are_recorded(options, partial(mixer_of, model), "sglang")
+
+
+def running_requests(view: Any, options: HybridConfig, model: Any) -> dict[str, int]:
     """How many requests run, where SGLang would have fewer run because of drafts.
 
-    Its default with drafts is 48, for the memory of their states.
+    Its default with drafts is 48, for the memory of their states.  Arguments as above.
     """
-    if not is_replayed(view, options) or view.max_running_requests is not None:
+    if view.max_running_requests is not None or not is_replayed(view, options, model):
         return {}
     return {"max_running_requests": MOST_REQUESTS * max(view.attn_dp_size, 1)}
 

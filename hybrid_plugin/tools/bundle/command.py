@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     rm.add_argument("--all", action="store_true", help="all of them")
     rm.add_argument("--damaged", action="store_true", help="those that verify finds")
     rm.add_argument("--model", metavar="MODEL", help="those of a model, as ls shows it")
+    text = "also what saved sessions keep, and those sessions; or it stays"
+    rm.add_argument("--with-sessions", action="store_true", help=text)
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -77,14 +80,41 @@ def _rm(args: argparse.Namespace) -> int:
             if bundles is None:
                 return _no_folder(args.folder)
             chosen = [bundle for bundle in bundles if _is_chosen(bundle, args)]
-            for bundle in chosen:
+            kept = _give_up_sessions(chosen, args)
+            gone = [bundle for bundle in chosen if bundle.path not in kept]
+            for bundle in gone:
                 bundle.path.unlink()
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"Removed {len(chosen)} of {len(bundles)} bundles.")
+    print(f"Removed {len(gone)} of {len(bundles)} bundles.")
+    if len(gone) < len(chosen):
+        print(
+            f"{len(chosen) - len(gone)} stay, which saved sessions keep: remove the "
+            "sessions, or give --with-sessions."
+        )
     named = args.keys or args.model is not None
-    return 0 if chosen or not named else 1
+    return 0 if gone or not named else 1
+
+
+def _give_up_sessions(chosen: Sequence[Listed], args: argparse.Namespace) -> set[Path]:
+    """Remove the sessions that bundles belong to, if that is asked for.
+
+    Returns:
+        Files of bundles that sessions keep nevertheless.
+    """
+    from hybrid_plugin.tools.bundle import listing
+
+    # Of what cannot be read nobody has any use, whoever keeps it.
+    going = {bundle.path for bundle in chosen if bundle.failure is None}
+    kept: set[Path] = set()
+    for path, session in listing.sessions(args.folder):
+        needed = listing.kept_by(path, session) & going
+        if not args.with_sessions:
+            kept |= needed
+        elif needed:
+            path.unlink()
+    return kept
 
 
 def _is_chosen(bundle: Listed, args: argparse.Namespace) -> bool:

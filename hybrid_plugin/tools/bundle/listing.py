@@ -16,7 +16,9 @@ from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.files import Files
 from hybrid_plugin.tiers.folder_lock import hold
 from hybrid_plugin.tiers.manifest import Manifest
-from hybrid_plugin.tiers.shelf import SUFFIX
+from hybrid_plugin.tiers.saved_session import SavedSession
+from hybrid_plugin.tiers.shelf import RECORD, SUFFIX
+from hybrid_plugin.tiers.stock import read_session
 
 _SHOWN = 12
 """Digits of a key that people see."""
@@ -61,6 +63,26 @@ def read(folder: Path, whole: bool = False) -> list[Listed] | None:
     files = [file for place in _places(folder) for file in place.glob("*" + SUFFIX)]
     listed = [each for file in files if (each := _listed(file, whole)) is not None]
     return sorted(listed, key=lambda each: (-each.used_at, each.path))
+
+
+def sessions(folder: Path) -> list[tuple[Path, SavedSession]]:
+    """All sessions of a server's folder, or of a rank's; damaged ones are left out."""
+    found = []
+    for path in sorted([*folder.glob("*" + RECORD), *folder.glob("rank-*/*" + RECORD)]):
+        session = read_session(Files(), path)
+        if isinstance(session, SavedSession):
+            found.append((path, session))
+    return found
+
+
+def kept_by(path: Path, session: SavedSession) -> set[Path]:
+    """Files of the bundles that a session keeps in a rank's folder.
+
+    Args:
+        path: of the session's own file there.
+        session: of which it is.
+    """
+    return {path.parent / (key + SUFFIX) for key in session.keys}
 
 
 @contextmanager

@@ -9,10 +9,7 @@ from typing import Any
 
 from hybrid_plugin.engine.session_desk import describe
 from hybrid_plugin.errors import ConfigError
-from hybrid_plugin.tiers.files import Files
 from hybrid_plugin.tiers.saved_session import SavedSession
-from hybrid_plugin.tiers.shelf import RECORD
-from hybrid_plugin.tiers.stock import read_session
 from hybrid_plugin.tools.bundle import listing
 from hybrid_plugin.tools.bundle.listing import Listed
 
@@ -24,7 +21,7 @@ def read(folder: Path) -> list[dict[str, Any]] | None:
         return None
     by_place = {(one.path.parent.name, one.key): one for one in bundles}
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for path, session in _sessions(folder):
+    for path, session in listing.sessions(folder):
         there = _on_disk(session, path.parent.name, by_place)
         count = path.parent.name.rpartition("-of-")[2]
         entry = found.setdefault(
@@ -53,7 +50,9 @@ def remove(folder: Path, name: str, model: str | None) -> int:
         OSError: if the file system fails.
     """
     with listing.held(folder):
-        named = [(path, one) for path, one in _sessions(folder) if one.name == name]
+        named = [
+            (path, one) for path, one in listing.sessions(folder) if one.name == name
+        ]
         chosen = [
             (path, one)
             for path, one in named
@@ -76,7 +75,7 @@ def remove(folder: Path, name: str, model: str | None) -> int:
 
 def _remove_bundles(place: Path, session: SavedSession) -> int:
     """Remove what nothing else in a rank's folder needs; returns bytes."""
-    kept = {key for _, other in _sessions(place) for key in other.keys}
+    kept = {key for _, other in listing.sessions(place) for key in other.keys}
     bundles = {one.key: one for one in listing.read(place) or ()}
     freed = 0
     for key in reversed(session.keys):
@@ -106,13 +105,3 @@ def _on_disk(
             break
         end = one.manifest.end
     return end
-
-
-def _sessions(folder: Path) -> list[tuple[Path, SavedSession]]:
-    """All sessions of a server's folder, or of a rank's; damaged ones are left out."""
-    found = []
-    for path in sorted([*folder.glob("*" + RECORD), *folder.glob("rank-*/*" + RECORD)]):
-        session = read_session(Files(), path)
-        if isinstance(session, SavedSession):
-            found.append((path, session))
-    return found

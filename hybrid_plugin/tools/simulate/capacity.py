@@ -20,6 +20,7 @@ from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.restores import TransferRates
+from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.engine.host_memory import plan_tier
 from hybrid_plugin.engine.memory_blocks import block_bytes, pool_budget
 from hybrid_plugin.tools.simulate.request import Request
@@ -235,7 +236,8 @@ def _plan_elastic(
 
     Pages are packed, as both engines' usual attention backends take them.
     """
-    if not options.is_elastic or layout.has_states_alone:
+    states_alone = layout.has_states_alone
+    if not elastic_memory.is_wanted(options, None, states_alone=states_alone):
         return None
     if not layout.page_bytes or not (layout.slot_bytes or layout.window_page_bytes):
         if options.elastic:

@@ -31,11 +31,8 @@ class OlmoHybrid(Architecture):
             **GatedDeltaNet.RENAMES,
             ".attention_layer_norm.": ".input_layernorm.",
             ".feedforward_layer_norm.": ".post_attention_layernorm.",
-            # SGLang would take a layer of that name for one of its own, and capture
-            # a graph of prefills around it.
-            ".linear_attn.": ".delta_net.",
         },
-        {**GatedDeltaNet.stacked("delta_net"), **QKV, **GATE_UP},
+        {**GatedDeltaNet.stacked("linear_attn"), **QKV, **GATE_UP},
     )
 
     def build_layer(self, config: Any, kit: Kit, number: int, name: str) -> nn.Module:
@@ -71,14 +68,14 @@ class StateLayer(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = kit.norm(hidden, eps)
         self.post_attention_layernorm = kit.norm(hidden, eps)
-        self.delta_net = GatedDeltaNet(
-            delta_shape(config), kit, number, f"{name}.delta_net"
+        self.linear_attn = GatedDeltaNet(
+            delta_shape(config), kit, number, f"{name}.linear_attn"
         )
         self.mlp = GatedMLP(kit, hidden, config.intermediate_size, name=f"{name}.mlp")
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` to the same."""
-        hidden = hidden + self.delta_net(self.input_layernorm(hidden))
+        hidden = hidden + self.linear_attn(self.input_layernorm(hidden))
         result: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
 

@@ -150,9 +150,7 @@ class Attention(nn.Module):
         self._rope = kit.rope(
             head, config.rope_parameters[kind], config.max_position_embeddings
         )
-        # SGLang would take a layer of its usual name for one of its own, and capture a
-        # graph of prefills around it.
-        self.attend = kit.attention(
+        self.attn = kit.attention(
             number,
             heads,
             kv_heads,
@@ -169,7 +167,7 @@ class Attention(nn.Module):
         q = _unit(q.reshape(len(q), -1, self._head))
         k = _unit(k.reshape(len(k), -1, self._head)) * self.qk_norm.temp[:, None]
         q, k = self._rope(positions, q.flatten(-2), k.flatten(-2))
-        return project(self.o_proj, self.attend(q, k, v.contiguous()))
+        return project(self.o_proj, self.attn(q, k, v.contiguous()))
 
 
 class KeyScale(nn.Module):

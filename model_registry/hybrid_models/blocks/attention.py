@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hybrid_models.blocks.projection import project
-from hybrid_models.kit import Kit, part
+from hybrid_models.kit import Kit, own_part_of_keys, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, head = shape.heads, shape.kv_heads, shape.head
         own = part(kit, heads) * head
-        own_kv = max(kv_heads // kit.ranks, 1) * head
+        own_kv = own_part_of_keys(kit, kv_heads) * head
         self._sizes = [own, own_kv, own_kv]
         self.qkv_proj = kit.qkv(
             shape.hidden,

@@ -15,7 +15,7 @@ from hybrid_kernels import selective_scan
 from torch import nn
 
 from hybrid_models.blocks.convolution import Convolution
-from hybrid_models.blocks.projection import project
+from hybrid_models.blocks.projection import Select, in_place, project
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
 from hybrid_plugin.mixers import selective
@@ -81,6 +81,7 @@ class Mamba1(nn.Module):
             self.c_layernorm = kit.norm(state, shape.norm_eps)
         self.out_proj = kit.row(inner, hidden, name=f"{name}.out_proj", bias=shape.bias)
         self._selected = [shape.dt_rank, state, state]
+        self._goes_by_rows = kit.goes_by_rows
         self.states = kit.states(
             layer,
             shape.state_tensors(kit),
@@ -112,6 +113,9 @@ class Mamba1(nn.Module):
         out: torch.Tensor,
     ) -> None:
         """`kit.Mix` of inputs and gates, ``[T, I]``."""
+        select: Select = self._select
+        if self._goes_by_rows:
+            select = in_place(select, len(out))
         weights = selective.Weights(
             kernels=selective_scan,
             convolution=self.conv1d.weight,
@@ -120,6 +124,6 @@ class Mamba1(nn.Module):
             A=self.A,
             skip=self.D,
             dt_bias=self.dt_bias,
-            select=self._select,
+            select=select,
         )
         mix(selective, weights, state_pass, inputs, pools, out)

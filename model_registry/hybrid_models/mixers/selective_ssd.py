@@ -15,7 +15,7 @@ from hybrid_kernels import ssd
 from torch import nn
 
 from hybrid_models.blocks.convolution import Convolution
-from hybrid_models.blocks.projection import project
+from hybrid_models.blocks.projection import Select, in_place, project
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
 from hybrid_plugin.mixers import selective
@@ -93,6 +93,7 @@ class SelectiveSSD(nn.Module):
         self.dt_bias = sharded(kit, [shape.heads], dtype=torch.float32)
         self.out_proj = kit.row(inner, hidden, name=f"{name}.out_proj")
         self._selected = [state, state, rank]
+        self._goes_by_rows = kit.goes_by_rows
         self.states = kit.states(
             layer,
             shape.state_tensors(kit),
@@ -125,6 +126,9 @@ class SelectiveSSD(nn.Module):
         out: torch.Tensor,
     ) -> None:
         """`kit.Mix` of inputs ``[T, H * P]`` and gates ``[T, H, P]``."""
+        select: Select = self._select
+        if self._goes_by_rows:
+            select = in_place(select, len(out))
         weights = selective.Weights(
             kernels=ssd,
             convolution=self.conv1d.weight,
@@ -133,7 +137,7 @@ class SelectiveSSD(nn.Module):
             A=self.A,
             skip=self.D,
             dt_bias=self.dt_bias,
-            select=self._select,
+            select=select,
         )
         heads = out.view(len(out), self._heads, -1)
         mix(selective, weights, state_pass, inputs, pools, heads)

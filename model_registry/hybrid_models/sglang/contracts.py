@@ -14,6 +14,7 @@ from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, LiveView
 _SRT = "sglang.srt"
 _LAYERS = f"{_SRT}.layers"
 _LINEAR = f"{_LAYERS}.linear"
+_RUNNER_PARTS = f"{_SRT}.model_executor.model_runner_components"
 _COMMON = ("bias", "quant_config", "prefix")
 _SHORT_CONV = f"{_LAYERS}.attention.linear.short_conv_backend"
 _HYBRID = f"{_LAYERS}.attention.hybrid_linear_attn_backend"
@@ -153,12 +154,6 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         "resolve_sliding_window_size",
         mentions=("get_attention_sliding_window_size",),
     ),
-    # What a layer must not look like, or SGLang captures a graph around it.
-    HookPoint(
-        f"{_SRT}.model_executor.model_runner_components.layer_setup:"
-        "compute_attention_and_moe_layers",
-        ("layer_model",),
-    ),
     HookPoint(
         f"{_LAYERS}.logits_processor:LogitsProcessor.__init__",
         ("config", "logit_scale"),
@@ -177,6 +172,27 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_SRT}.runtime_context:get_spec", ()),
 )
 """The layers that `kit` hands out."""
+
+PATCH_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_SRT}.model_executor.model_runner:ModelRunner.get_cuda_graph_layers",
+        ("self", "layer_model"),
+        closed=True,
+    ),
+    *(
+        HookPoint(f"{_RUNNER_PARTS}.layer_setup:AttentionAndMoeLayers.{name}")
+        for name in ("attention_layers", "mha_companion_layers")
+    ),
+    HookPoint(
+        f"{_RUNNER_PARTS}.cuda_graph_setup:capture_prefill_graph",
+        mentions=("get_cuda_graph_layers", "has_standard_gqa_for_all_local_layers"),
+    ),
+    HookPoint(
+        f"{_RUNNER_PARTS}.cuda_graph_setup:has_standard_gqa_for_all_local_layers",
+        ("attention_layer_count", "start_layer", "end_layer"),
+    ),
+)
+"""What `patches` relies on."""
 
 STATE_HOOKS: tuple[Contract, ...] = (
     HookPoint(
@@ -214,7 +230,7 @@ STATE_HOOKS: tuple[Contract, ...] = (
 )
 """What `states` and `configs` rely on."""
 
-BUILD_HOOKS = (*REGISTRY_HOOKS, *LAYER_HOOKS, *STATE_HOOKS)
+BUILD_HOOKS = (*REGISTRY_HOOKS, *LAYER_HOOKS, *PATCH_HOOKS, *STATE_HOOKS)
 """What a model needs, once SGLang asks for its class."""
 HOOKS = (*CONFIG_HOOKS, *BUILD_HOOKS)
 """All of them."""

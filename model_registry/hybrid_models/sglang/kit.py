@@ -26,7 +26,15 @@ from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 from torch import nn
 
 from hybrid_models.engine_kit import EngineKit, EngineLayers
-from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor
+from hybrid_models.kit import (
+    LatentShape,
+    Mix,
+    Rope,
+    Routing,
+    StateTensor,
+    own_part_of_keys,
+    part,
+)
 from hybrid_models.sglang.configs import placement
 from hybrid_models.sglang.experts import Experts
 from hybrid_models.sglang.states import StateLayer
@@ -64,14 +72,16 @@ class SglangKit(EngineKit):
             quantisation: SGLang's; None without.
 
         Raises:
-            ValueError: if replicas of attention share the other layers, or drafts
-                would be verified.
+            ValueError: if replicas of attention share the other layers, drafts would
+                be verified, adapters are asked for, or SGLang has added heads.
         """
         if get_spec().speculative_algorithm is not None:
             raise ValueError(
                 "model classes of hybrid-plugin do not verify drafts yet: start the "
                 "server without --speculative-algorithm"
             )
+        refuse_adapters(get_server_args())
+        refuse_padding(config)
         parallel = get_parallel()
         if parallel.attn_tp_size != parallel.tp_size:
             raise ValueError(
@@ -131,10 +141,10 @@ class SglangKit(EngineKit):
         if window is not None:
             self.windows.add(window - 1)
         return Attention(
-            heads // self.ranks,
+            part(self, heads),
             head,
             scale,
-            max(kv_heads // self.ranks, 1),
+            own_part_of_keys(self, kv_heads),
             layer,
             sliding_window_size=-1 if window is None else window - 1,
             quant_config=self._quantisation,
@@ -166,7 +176,12 @@ class SglangKit(EngineKit):
         *,
         name: str,
     ) -> nn.Module:
-        """SGLang's."""
+        """SGLang's.
+
+        Raises:
+            ValueError: if ranks cannot share the channels of an expert.
+        """
+        part(self, inner)
         return Experts(
             layer, hidden, inner, count, routing, self._quantisation, name=name
         )
@@ -192,3 +207,44 @@ class SglangKit(EngineKit):
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """By SGLang's communicator."""
         return tensor_model_parallel_all_reduce(x)
+
+
+def refuse_adapters(arguments: Any) -> None:
+    """Require a server without LoRA, which no test of ours has run in SGLang.
+
+    Args:
+        arguments: of the server.
+
+    Raises:
+        ValueError: for one with it.
+    """
+    if arguments.enable_lora or arguments.lora_paths:
+        raise ValueError(
+            "model classes of hybrid-plugin take no LoRA adapters in SGLang: start "
+            "the server without --enable-lora and --lora-paths"
+        )
+
+
+def refuse_padding(config: Any) -> None:
+    """Require as many heads as the checkpoint has.
+
+    On a CPU SGLang adds heads to configurations until ranks divide them, in which our
+    classes would find other sizes than those of the checkpoint's tensors.
+
+    Args:
+        config: of the model, as SGLang has changed it.
+
+    Raises:
+        ValueError: if there are more.
+    """
+    for name, before in (
+        ("num_attention_heads", "original_num_attention_heads"),
+        ("num_key_value_heads", "original_total_num_kv_heads"),
+    ):
+        given = getattr(config, before, None)
+        if given is not None and getattr(config, name, given) != given:
+            raise ValueError(
+                f"SGLang pads the {given} heads of this model ({name}) for so many "
+                "ranks, which model classes of hybrid-plugin are not made for: use "
+                "fewer ranks"
+            )

@@ -16,6 +16,7 @@ from hybrid_models import fitting, weights
 from hybrid_models.catalogue import Entry
 from hybrid_models.sglang import contracts
 from hybrid_models.sglang.kit import SglangKit
+from hybrid_models.sglang.patches import patch_graph_layers
 
 
 @lru_cache
@@ -33,6 +34,7 @@ def model_class(entry: Entry) -> type[nn.Module]:
             self, config: Any, quant_config: Any = None, prefix: str = ""
         ) -> None:
             super().__init__()
+            patch_graph_layers()
             self.config = config
             kit = SglangKit(config, quant_config)
             outer = f"{prefix}." if prefix else ""

@@ -12,6 +12,7 @@ from hybrid_plugin.upstream import hookpoints
 from hybrid_plugin.upstream.hookpoints import Contract, HookPoint, LiveView
 
 _LINEAR = "vllm.model_executor.layers.linear"
+_ADAPTED = "vllm.lora.layers.column_parallel_linear"
 _MAMBA = "vllm.model_executor.layers.mamba"
 _BACKENDS = "vllm.v1.attention.backends"
 _COMMON = ("bias", "quant_config", "prefix", "return_bias")
@@ -48,6 +49,10 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         f"{_LINEAR}:MergedColumnParallelLinear.__init__",
         ("input_size", "output_sizes", *_COMMON),
+    ),
+    HookPoint(
+        f"{_LINEAR}:ColumnParallelLinear.__init__",
+        ("input_size", "output_size", *_COMMON),
     ),
     HookPoint(
         f"{_LINEAR}:RowParallelLinear.__init__",
@@ -228,9 +233,33 @@ MODEL_HOOKS: tuple[Contract, ...] = (
 )
 """What `model` relies on."""
 
+ADAPTER_HOOKS: tuple[Contract, ...] = (
+    HookPoint("vllm.config.vllm:VllmConfig.lora_config"),
+    HookPoint(
+        "vllm.lora.model_manager:LoRAModelManager._create_lora_modules",
+        ("self",),
+        mentions=("packed_modules_mapping", "from_layer"),
+    ),
+    HookPoint(
+        "vllm.model_executor.utils:get_packed_modules_mapping",
+        ("model",),
+        mentions=("packed_modules_mapping",),
+    ),
+    HookPoint(
+        f"{_ADAPTED}:ColumnParallelLinearWithLoRA.slice_lora_b",
+        ("self", "lora_b"),
+        mentions=("is_merged_col_linear", "tp_rank"),
+    ),
+    HookPoint(
+        f"{_ADAPTED}:MergedColumnParallelLinearVariableSliceWithLoRA.set_lora",
+        mentions=("output_sizes",),
+    ),
+)
+"""What `adapters` relies on: looked at where adapters are asked for."""
+
 BUILD_HOOKS = (*LAYER_HOOKS, *STATE_HOOKS, *MODEL_HOOKS)
 """What a model needs, once vLLM asks for its class."""
-HOOKS = (*REGISTRY_HOOKS, *BUILD_HOOKS)
+HOOKS = (*REGISTRY_HOOKS, *BUILD_HOOKS, *ADAPTER_HOOKS)
 """All of them."""
 
 

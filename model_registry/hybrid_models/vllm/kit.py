@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -31,14 +32,34 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from hybrid_models.engine_kit import EngineKit, EngineLayers
-from hybrid_models.kit import LatentShape, Mix, Placed, Rope, Routing, StateTensor
+from hybrid_models.kit import (
+    LatentShape,
+    Mix,
+    Placed,
+    Rope,
+    Routing,
+    StateTensor,
+    own_part_of_keys,
+    part,
+)
 from hybrid_models.vllm.latent import ExpandedAttention, LatentAttention, stretched_rope
 from hybrid_models.vllm.states import StateLayer
 from hybrid_models.weights import EXPERTS
 
+
+def _column(inner: int, outs: Sequence[int], **options: Any) -> nn.Module:
+    """A projection of several parts; of one, the class that vLLM cuts as one.
+
+    It takes the only part of a merged projection for two, when it cuts an adapter.
+    """
+    if len(outs) > 1:
+        return MergedColumnParallelLinear(inner, outs, **options)
+    return ColumnParallelLinear(inner, outs[0], **options)
+
+
 LAYERS = EngineLayers(
     embedding=VocabParallelEmbedding,
-    column=MergedColumnParallelLinear,
+    column=_column,
     row=RowParallelLinear,
     replicated=ReplicatedLinear,
     qkv=QKVParallelLinear,
@@ -71,6 +92,8 @@ class VllmKit(EngineKit):
         )
         self._config = vllm_config
         self.ranks = get_tensor_model_parallel_world_size()
+        # Adapters are found by a token's row.
+        self.goes_by_rows = vllm_config.lora_config is not None
 
     def head(
         self, vocabulary: int, hidden: int, *, name: str, tied: nn.Module | None = None
@@ -113,10 +136,10 @@ class VllmKit(EngineKit):
     ) -> nn.Module:
         """vLLM's, whose windows count the token itself, as a kit's do."""
         return Attention(
-            heads // self.ranks,
+            part(self, heads),
             head,
             scale,
-            num_kv_heads=max(kv_heads // self.ranks, 1),
+            num_kv_heads=own_part_of_keys(self, kv_heads),
             cache_config=self._config.cache_config,
             quant_config=self._quantisation,
             per_layer_sliding_window=window,
@@ -152,7 +175,12 @@ class VllmKit(EngineKit):
         name: str,
     ) -> nn.Module:
         """vLLM's.  On a CPU it has other scores than softmax, and biases, in groups
-        only."""
+        only.
+
+        Raises:
+            ValueError: if ranks cannot share the channels of an expert.
+        """
+        part(self, inner)
         groups, top_groups = routing.groups, routing.top_groups
         if groups is None and (
             routing.scoring != "softmax" or routing.bias is not None

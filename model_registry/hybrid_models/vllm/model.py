@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from hybrid_models import fitting, weights
 from hybrid_models.architecture import Architecture
 from hybrid_models.catalogue import Entry
-from hybrid_models.vllm import contracts
+from hybrid_models.vllm import adapters, contracts
 from hybrid_models.vllm.kit import VllmKit, placement
 
 
@@ -63,6 +63,11 @@ def model_class(entry: Entry) -> type[nn.Module]:
                 name=maybe_prefix(prefix, "lm_head"),
                 tied=model.embed_tokens if config.tie_word_embeddings else None,
             )
+            adapters.check(vllm_config, self)
+            if vllm_config.lora_config is not None:
+                self.packed_modules_mapping = adapters.with_single(
+                    architecture.NAMES.packed, self
+                )
             self.logits_processor = LogitsProcessor(
                 config.vocab_size,
                 scale=architecture.logit_scale(config),

@@ -15,6 +15,7 @@ from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.mixers.verifications import Record, Verifications
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.passes import named
+from hybrid_plugin.sglang.speculation.arguments import records_drafts
 from hybrid_plugin.sglang.speculation.replay.records import Records, rows_of
 from hybrid_plugin.sglang.speculation.replay.scratch import ReplayScratch
 from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
@@ -22,9 +23,14 @@ from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
 _VERIFICATIONS = "hybrid_plugin_verifications"
 
 
-def is_wanted(options: HybridConfig) -> bool:
-    """Whether drafts are recorded in this process, and their states not kept."""
-    return options.draft_states == "replay" and drafts_per_step() > 0
+def is_wanted(options: HybridConfig, model: Any) -> bool:
+    """Whether drafts are recorded in this process, and their states not kept.
+
+    Args:
+        options: of the plugin.
+        model: SGLang's `ModelConfig`.
+    """
+    return drafts_per_step() > 0 and records_drafts(options, model)
 
 
 class Replay:
@@ -73,7 +79,7 @@ class Replay:
             options: of the plugin; SGLang's arguments fit them.
             model: SGLang's `ModelConfig`.
         """
-        self.is_wanted = is_wanted(options)
+        self.is_wanted = is_wanted(options, model)
         self._is_kda = self.is_wanted and mixer_of(model) is Mixer.KDA
 
     def records(self, backend: Any, batch: Any) -> bool:
