@@ -16,6 +16,7 @@ from hybrid_plugin.disk_options import DiskOptions as DiskOptions
 from hybrid_plugin.errors import ConfigError as ConfigError
 from hybrid_plugin.peer_options import PeerOptions as PeerOptions
 from hybrid_plugin.sizes import parse_bytes
+from hybrid_plugin.store_options import StoreOptions as StoreOptions
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
 OPTIONS_VARIABLE = "HYBRID_CONFIG"
@@ -78,6 +79,14 @@ class HybridConfig:
         'and from which this one reads: `{"listen": "127.0.0.1:7600"}`; for other '
         'addresses also `"secret_file": "/etc/hybrid/secret"`, and `weights` may name '
         "the model's weights; by default none.",
+    )
+    store: StoreOptions | None = _option(  # noqa: RUF009 - a field, as the others
+        None,
+        "A Mooncake Store behind `host_memory`, which it needs, in which servers of "
+        'the same model share what they cache: `{"master": "10.0.0.5:50051", '
+        '"address": "10.0.0.7", "size": "64GiB"}`, where `address` is that of this '
+        "machine, `size` is what each rank lends to the store, and `metadata` and "
+        "`weights` may be given; by default none.",
     )
     state_memory_ratio: float | None = _option(
         None,
@@ -188,6 +197,15 @@ class HybridConfig:
                 "peers needs host_memory, from which peers read: give both, or leave "
                 "peers out."
             )
+        if self.store is not None and self.host_memory is None:
+            raise ConfigError(
+                "store needs host_memory, through which content goes to the store and "
+                "back: give both, or leave store out."
+            )
+        if self.store is not None and self.disk is not None:
+            raise ConfigError(
+                "store and disk would both keep what is cached: leave one of them out."
+            )
         if self.is_deterministic and self.kernels == "engine":
             raise ConfigError(
                 "deterministic needs our kernels, and kernels is engine: leave one of "
@@ -224,7 +242,13 @@ class HybridConfig:
     @property
     def has_outer_tiers(self) -> bool:
         """Whether there is something behind the host memory."""
-        return self.disk is not None or self.peers is not None
+        return any(self.outer_options)
+
+    @property
+    def outer_options(self) -> tuple[DiskOptions | PeerOptions | StoreOptions, ...]:
+        """What is behind the host memory, as the options say it."""
+        given = (self.disk, self.peers, self.store)
+        return tuple(one for one in given if one is not None)
 
     @property
     def is_deterministic(self) -> bool:
@@ -335,6 +359,8 @@ def _read_value(name: str, value: Any) -> Any:
         return tuple(value)
     if name == "peers" and value is not None:
         return PeerOptions.from_value(value)
+    if name == "store" and value is not None:
+        return StoreOptions.from_value(value)
     return _read_size(name, value) if name in _SIZES else value
 
 
@@ -360,6 +386,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         "DiskOptions": (DiskOptions,),
         "tuple[str, ...]": (tuple,),
         "PeerOptions": (PeerOptions,),
+        "StoreOptions": (StoreOptions,),
     }
     is_bool = isinstance(value, bool)
     fits = isinstance(value, accepted[wanted]) and (not is_bool or wanted == "bool")

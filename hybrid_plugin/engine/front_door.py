@@ -217,6 +217,18 @@ class FrontDoor:
             fetch.waiters += 1
         return None
 
+    def seek(
+        self, request: IncomingRequest, look: Callable[[Hashable, Tokens], None]
+    ) -> None:
+        """Have a request that has just come looked up elsewhere.
+
+        Args:
+            request: that is not live.
+            look: gets its namespace and tokens, if it may be served from the cache.
+        """
+        if request.may_hit and request.cacheable and self.cache.host is not None:
+            look(request.namespace(), self._note(request).tokens)
+
     def is_restoring(self, seq_id: str) -> bool:
         """Whether a restore for a waiting request has begun and is not over."""
         waiting = self._waiting.get(seq_id)

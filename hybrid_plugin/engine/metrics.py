@@ -83,15 +83,28 @@ _TOTALS = {
     "peer_loaded_bytes": "Bytes of host memory that each rank filled from these.",
     "peer_loads_refused": "Prefixes of other servers for which the host had no room "
     "worth less.",
+    "store_queried_tokens": "Tokens of admitted prompts that neither the device nor "
+    "the host had.",
+    "store_hit_tokens": "Tokens of admitted prompts restored from the shared store.",
+    "store_stores": "Prefixes that were written to the store.",
+    "store_stored_bytes": "Bytes of host memory that each rank wrote to the store.",
+    "store_stores_refused": "Prefixes that were not to be written to the store.",
+    "store_loads": "Prefixes that were read from the store.",
+    "store_loaded_bytes": "Bytes of host memory that each rank filled from the store.",
+    "store_loads_refused": "Prefixes in the store for which the host had no room worth "
+    "less.",
 }
 _BY_REASON = {
     "computed_tokens": "Tokens of admitted prompts that were not restored, by reason.",
     "disk_store_failures": "Prefixes that could not be written to disk, by reason.",
     "disk_load_failures": "Prefixes that could not be read from disk, by reason.",
+    "store_store_failures": "Prefixes that could not be written to the store, by "
+    "reason.",
+    "store_load_failures": "Prefixes that could not be read from the store, by reason.",
     "peer_store_failures": "Offered prefixes that nobody read, by reason.",
     "peer_load_failures": "Prefixes of other servers that were of no use, by reason.",
 }
-_OUTER = ("disk", "peer")
+_OUTER = ("disk", "peer", "store")
 """Names of the tiers behind the host."""
 _AVERAGES = {
     "evicted_worth": "Tokens of prefill that what was evicted lately was expected to "
@@ -106,6 +119,7 @@ _COUNTS = {
     "disk_used_bytes": "Bytes of all files on disk.",
     "disk_sessions": "Saved sessions on disk.",
     "disk_pinned_bytes": "Bytes of their files, which nothing makes room of.",
+    "store_used_bytes": "Bytes of what this server knows to be in the store.",
     "peer_used_bytes": "Bytes of host memory, on all ranks, that others may read.",
     "peer_offers": "Prefixes that are offered to other servers.",
 }

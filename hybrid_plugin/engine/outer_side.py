@@ -16,11 +16,12 @@ from hybrid_plugin.engine.session_desk import (
     SessionDesk,
     without_disk,
 )
+from hybrid_plugin.engine.store import Store
 from hybrid_plugin.tiers.agreement import Outcome
 
 
 class OuterSide:
-    """The disk and the peers of one cache."""
+    """The disk or the store, and the peers, of one cache."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class OuterSide:
         *,
         disk: Disk | None = None,
         peers: Peers | None = None,
+        store: Store | None = None,
     ) -> None:
         """Put them behind the cache's host memory.
 
@@ -35,10 +37,12 @@ class OuterSide:
             cache: that has no outer tier yet.
             disk: asked first; None for none.
             peers: None for none.
+            store: that servers share, in the place of a disk; None for none.
         """
         self._cache = cache
         self._disk = disk
         self.peers = peers
+        self.store = store
         self.sessions: SessionDesk | None = None
         """Takes orders about saved sessions, where there is a disk."""
         tiers: list[OuterTier] = []
@@ -47,6 +51,8 @@ class OuterSide:
             self.sessions = SessionDesk(cache, disk.tier, disk.book, disk.serving)
         if peers is not None:
             tiers.append(peers.tier)
+        if store is not None:
+            tiers.append(store.tier)
         cache.use_tiers(tiers)
 
     def take(self, outcomes: Iterable[Outcome]) -> None:
@@ -71,7 +77,10 @@ class OuterSide:
             self.step()
 
     def step(self) -> None:
-        """Go on with what was ordered about sessions; between the cache's steps."""
+        """Go on with what was ordered about sessions, and with what a store has to
+        know; between the cache's steps."""
+        if self.store is not None:
+            self.store.step()
         if self.sessions is not None:
             self.sessions.step()
 
@@ -94,12 +103,17 @@ class OuterSide:
         Args:
             update: a name for them, equal on all ranks; by default a random one.
         """
+        name = uuid4().hex if update is None else update
         if self._disk is not None:
-            self._disk.tier.renew(uuid4().hex if update is None else update)
+            self._disk.tier.renew(name)
+        if self.store is not None:
+            self.store.tier.renew(name)
         if self.peers is not None:
             self.peers.tier.close()
 
     def close(self) -> None:
-        """Let another server open the folder."""
+        """Let another server open the folder, and leave the store."""
+        if self.store is not None:
+            self.store.close()
         if self._disk is not None:
             self._disk.close()

@@ -12,12 +12,14 @@ from hybrid_plugin.config import (
     DiskOptions,
     HybridConfig,
     PeerOptions,
+    StoreOptions,
 )
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine.sizing import EngineLimits, divide
 from hybrid_plugin.tiers.peers.agent import library
+from hybrid_plugin.tiers.store import mooncake
 
 
 class Prospect(StrEnum):
@@ -50,6 +52,8 @@ class Outlook:
     """Of files behind that, likewise."""
     peers: PeerOptions | None = None
     """Of other servers that read it, likewise."""
+    store: StoreOptions | None = None
+    """Of a store behind it that servers share, likewise."""
     max_model_len: int = 0
     note: str = ""
     """Why there are no numbers, or what they do not say."""
@@ -75,6 +79,8 @@ class Outlook:
             if options.peers is not None:
                 library()
                 options.peers.secret()
+            if options.store is not None:
+                mooncake.library()
             plan = divide(
                 layout,
                 cache_bytes,
@@ -97,5 +103,6 @@ class Outlook:
             host=plan.host,
             disk=options.disk,
             peers=options.peers,
+            store=options.store,
             max_model_len=longest,
         )

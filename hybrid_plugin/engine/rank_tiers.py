@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is behind the host memory of one rank: its files, its peers."""
+"""What is behind the host memory of one rank: its files, its peers, a store."""
 
 from __future__ import annotations
 
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.engine.rank_files import FilesOfWeights
 from hybrid_plugin.engine.rank_peers import RankPeers
+from hybrid_plugin.engine.rank_store import RankStore
 from hybrid_plugin.tiers.agreement import Outcome, Reduce
 from hybrid_plugin.tiers.disk import DiskTier
 from hybrid_plugin.tiers.peers.tier import PeerTier
+from hybrid_plugin.tiers.store.tier import StoreTier
 from hybrid_plugin.tiers.transfers import RankTransfers, Source
 
 
@@ -22,6 +24,7 @@ class RankTiers:
         *,
         files: FilesOfWeights | None = None,
         peers: RankPeers | None = None,
+        store: RankStore | None = None,
     ) -> None:
         """Have a rank's commands run.
 
@@ -30,6 +33,7 @@ class RankTiers:
             all_reduce: the greatest of all ranks, element by element.
             files: of the rank, where there is a disk.
             peers: of the rank, where there are any.
+            store: of the rank, where one is shared, and no disk.
         """
         assert executor.host is not None, "it is behind host memory"
         sources: dict[str, Source] = {}
@@ -37,8 +41,10 @@ class RankTiers:
             sources[DiskTier.name] = files
         if peers is not None:
             sources[PeerTier.name] = peers.source
+        if store is not None:
+            files = sources[StoreTier.name] = store.files
         lender = None if peers is None else peers.leases
-        self._files, self._peers = files, peers
+        self._files, self._peers, self._store = files, peers, store
         self._transfers = RankTransfers(
             executor.host,
             files,
@@ -74,3 +80,5 @@ class RankTiers:
         self._transfers.close()
         if self._peers is not None:
             self._peers.close()
+        if self._store is not None:
+            self._store.close()

@@ -128,9 +128,13 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     if options.host_memory is not None:
         ranks = max(view.tp_size * view.dp_size // view.nnodes, 1)
         host_memory.check_room(options.host_memory, ranks, host_memory.free_bytes())
-    for given in (options.disk, options.peers):
-        if given is not None:
-            _check_storable(view, given.option)
+    for given in options.outer_options:
+        _check_storable(view, given.option)
+    if options.store is not None and view.tp_size > 1:
+        raise ConfigError(
+            "store serves one rank in SGLang, whose ranks would find different things "
+            "there: leave it or --tp-size out."
+        )
     chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
     chosen |= speculation.running_requests(view, options, model)
     if has_states(model):

@@ -19,6 +19,7 @@ from hybrid_plugin.engine.outer_side import OuterSide
 from hybrid_plugin.engine.peers import Peers
 from hybrid_plugin.engine.rank_tiers import RankTiers
 from hybrid_plugin.engine.session_desk import Answer
+from hybrid_plugin.engine.store import Store
 from hybrid_plugin.sglang.requests import namespace
 
 WAIT_SECONDS = 1e-3
@@ -56,6 +57,11 @@ class OuterSteps:
     def peers(self) -> Peers | None:
         """Other servers, where there are any."""
         return self._outer.peers
+
+    @property
+    def store(self) -> Store | None:
+        """What servers share, where there is such."""
+        return self._outer.store
 
     def settle(self) -> None:
         """Report what all ranks have done; all of them call it once in each round."""

@@ -18,7 +18,7 @@ import torch
 from sglang import __version__
 from sglang.srt.runtime_context import get_parallel
 
-from hybrid_plugin.config import DiskOptions, HybridConfig, PeerOptions
+from hybrid_plugin.config import DiskOptions, HybridConfig, PeerOptions, StoreOptions
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.tiers.outer_tier import Storing
 from hybrid_plugin.core.tree.tokens import Tokens
@@ -36,8 +36,11 @@ from hybrid_plugin.engine.rank_files import (
 )
 from hybrid_plugin.engine.rank_peers import RankPeers, RanksWithPeers
 from hybrid_plugin.engine.rank_peers import describe as describe_peers
+from hybrid_plugin.engine.rank_store import RanksInStore, RankStore, join_store
+from hybrid_plugin.engine.rank_store import describe as describe_store
 from hybrid_plugin.engine.rank_tiers import RankTiers
 from hybrid_plugin.engine.session_desk import Serving
+from hybrid_plugin.engine.store import Store
 from hybrid_plugin.sglang import bundle_layouts
 from hybrid_plugin.sglang.bundle_identity import KeptLayers, identity_of, kept_layers
 from hybrid_plugin.sglang.log import logger
@@ -48,6 +51,7 @@ from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.peers.params import PeerOffer
 from hybrid_plugin.tiers.peers.tier import PeerTier
 from hybrid_plugin.tiers.rates import DiskRates
+from hybrid_plugin.tiers.store.tier import StoreTier
 
 _Given = TypeVar("_Given")
 
@@ -141,6 +145,26 @@ class _Rank:
             logger.info("hybrid-plugin: %s.", disk.found())
         return files_of(self.host, options, identity, self.layouts), disk
 
+    def store(self, options: StoreOptions) -> tuple[RankStore, Store]:
+        model = self.context.model_config
+        identity = identity_of(model, self.context.server_args, options, self.kept)
+        own = RankStore(self.host, options, identity, self.layouts)
+        logger.info("%s", describe_store(options, own.rates, 1))
+        vocabulary = model.vocab_size
+        store = Store(
+            RanksInStore(
+                identity,
+                {identity.rank_name: self.layouts},
+                own.rates.read_bytes_per_second,
+            ),
+            join_store(options, 0),
+            logger,
+            make=partial(
+                StoreTier, takes=lambda tokens: not has_images(tokens, vocabulary)
+            ),
+        )
+        return own, store
+
     def peers(self, options: PeerOptions, mark: str) -> tuple[RankPeers, Peers]:
         model = self.context.model_config
         identity = identity_of(model, self.context.server_args, options, self.kept)
@@ -154,14 +178,14 @@ class _Rank:
 
 
 def attach(context: Any, drafts: Sequence[Any], options: HybridConfig) -> OuterSteps:
-    """Put files and other servers behind the host memory of this rank.
+    """Put files, other servers or a store behind the host memory of this rank.
 
     All ranks call it at once, when their host memory is there.
 
     Args:
         context: SGLang's `TreeCacheBuildContext`, with our allocator in it.
         drafts: KV pools of draft models.
-        options: that give a disk, peers, or both.
+        options: that give a disk, peers or a store.
 
     Raises:
         ConfigError: if the folder, NIXL or the address cannot be used, or the model not
@@ -189,8 +213,13 @@ def attach(context: Any, drafts: Sequence[Any], options: HybridConfig) -> OuterS
     own, peers = (
         (None, None) if options.peers is None else rank.peers(options.peers, mark)
     )
-    tiers = RankTiers(executor, greatest_of_all_ranks, files=files, peers=own)
-    outer = OuterSide(cache, disk=disk, peers=peers)
+    rank_store, store = (
+        (None, None) if options.store is None else rank.store(options.store)
+    )
+    tiers = RankTiers(
+        executor, greatest_of_all_ranks, files=files, peers=own, store=rank_store
+    )
+    outer = OuterSide(cache, disk=disk, peers=peers, store=store)
     return OuterSteps(cache, tiers, outer, mark)
 
 

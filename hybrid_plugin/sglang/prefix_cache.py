@@ -91,6 +91,8 @@ class HybridPrefixCache(BasePrefixCache):
         self._parked: set[str] = set()
         self._told: set[str] = set()
         """Requests whose offers of other servers were read."""
+        self._sought: set[str] = set()
+        """Waiting requests for which the store was asked."""
         self.resumes_parked = False
         """Whether the batch that is launched next goes on with a parked request."""
         self._metrics = StepMetrics(self.cache) if params.enable_metrics else None
@@ -232,6 +234,7 @@ class HybridPrefixCache(BasePrefixCache):
         if self._outer is not None:
             self._outer.settle()
             self._read_offers(self._outer, queue)
+            self._ask_store(self._outer, queue)
         self.front_door.plan_sharing(map(SGLangRequest, queue))
 
     def _read_offers(self, outer: OuterSteps, queue: Sequence[Req]) -> None:
@@ -245,6 +248,16 @@ class HybridPrefixCache(BasePrefixCache):
             self._told.add(name)
             if not self.is_live(req):
                 outer.peers.arrived(self.front_door, SGLangRequest(req), extra[OWN])
+
+    def _ask_store(self, outer: OuterSteps, queue: Sequence[Req]) -> None:
+        """Ask the store what it has of requests that came."""
+        if outer.store is None:
+            return
+        self._sought &= set(map(_id, queue))
+        for req in queue:
+            if _id(req) not in self._sought and not self.is_live(req):
+                self._sought.add(_id(req))
+                outer.store.arrived(self.front_door, SGLangRequest(req))
 
     def must_wait(self, req: Req) -> bool:
         """Whether a request that waits should go on waiting, for another one."""

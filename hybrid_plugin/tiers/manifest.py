@@ -160,6 +160,11 @@ class Manifest:
             raise ValueError(f"no manifest: {error!r}") from None
 
 
+def is_digest(digest: str) -> bool:
+    """Whether a text is a SHA-256, as keys and fingerprints are."""
+    return _DIGEST.fullmatch(digest) is not None
+
+
 def _run(pool: Any, start: Any, texts: Mapping[str, str]) -> Run:
     layout = RowLayout.from_text(text(texts[_LAYOUT + text(pool)]))
     return Run(text(pool), integer(start), layout)

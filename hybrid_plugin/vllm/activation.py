@@ -143,10 +143,9 @@ def activate(vllm_config: VllmConfig) -> None:
         refuse_if_demanded(options, conflict)
         logger.warning("hybrid-plugin is inactive: %s", conflict)
         return
-    for given in (options.disk, options.peers):
-        if given is not None:
-            for obstacle in storable.obstacles(vllm_config, given):
-                raise cannot_serve(obstacle)
+    for given in options.outer_options:
+        for obstacle in storable.obstacles(vllm_config, given):
+            raise cannot_serve(obstacle)
     _mark(vllm_config)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
 

@@ -26,7 +26,9 @@ from hybrid_plugin.engine.disk import Disk
 from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.engine.outer_side import OuterSide
 from hybrid_plugin.engine.peers import Peers, own_entry
+from hybrid_plugin.engine.rank_store import join_store
 from hybrid_plugin.engine.session_desk import Answer, Serving, opening, without_disk
+from hybrid_plugin.engine.store import Store
 from hybrid_plugin.tiers.peers.params import wants_remote_decode, wants_remote_prefill
 from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
@@ -306,7 +308,7 @@ class HybridKVCacheManager:
             ConfigError: if the files' folder cannot be used.
         """
         self.new_measurements(report)
-        if self.is_opening and (report.disk or report.peers):
+        if self.is_opening and (report.disk or report.peers or report.store):
             self._open(report)
         if self._outer is None:
             return
@@ -317,13 +319,16 @@ class HybridKVCacheManager:
 
     def _open(self, report: Report) -> None:
         """Put what the workers have behind the host."""
-        disk = peers = None
+        disk = peers = store = None
         if report.disk is not None and self._options.disk is not None:
             disk = Disk(self._options.disk, report.disk, self._serving)
             logger.info("hybrid-plugin: %s.", disk.found())
         if report.peers is not None:
             peers = Peers(report.peers, logger)
-        self._outer = OuterSide(self.cache, disk=disk, peers=peers)
+        if report.store is not None and self._options.store is not None:
+            objects = join_store(self._options.store, 0)
+            store = Store(report.store, objects, logger)
+        self._outer = OuterSide(self.cache, disk=disk, peers=peers, store=store)
         early, self._early = self._early, []
         for request in early:
             if not request.is_finished():
@@ -332,12 +337,18 @@ class HybridKVCacheManager:
     # ------------------------------------------------------------------ peers
 
     def arrives(self, request: Request) -> None:
-        """Begin to fetch what another server has computed of a request's prompt."""
+        """Begin to fetch what another server has computed of a request's prompt, and
+        ask the store what it has."""
         params = request.kv_transfer_params
-        if self._options.peers is None or not wants_remote_prefill(params):
+        offered = self._options.peers is not None and wants_remote_prefill(params)
+        if not offered and self._options.store is None:
             return
         if self._outer is None:
             self._early.append(request)
+            return
+        if self._outer.store is not None:
+            self._outer.store.arrived(self.front_door, self._read(request))
+        if not offered:
             return
         assert self._outer.peers is not None, "the options give some"
         entry = own_entry(params)

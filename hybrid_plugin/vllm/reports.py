@@ -11,6 +11,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from hybrid_plugin.engine.rank_files import RanksOnDisk
 from hybrid_plugin.engine.rank_peers import RanksWithPeers
+from hybrid_plugin.engine.rank_store import RanksInStore
 from hybrid_plugin.tiers.agreement import Outcome
 
 _REPORT = "hybrid_report"
@@ -31,6 +32,8 @@ class Report:
     """What the ranks say of their files, in the first report; None without a disk."""
     peers: RanksWithPeers | None = None
     """What they say of themselves as peers, likewise."""
+    store: RanksInStore | None = None
+    """What they say of themselves as members of a store, likewise."""
     weight_updates: int = 0
     """Of weights in memory; counted where something is behind the host memory."""
     outcomes: tuple[Outcome, ...] = ()

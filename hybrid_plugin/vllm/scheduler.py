@@ -109,6 +109,7 @@ class _OnTwoPools(Scheduler):
         self.need_mamba_block_aligned_split = True
         self._narrows_drafter = serving.takes_fewer_drafts(vllm_config)
         self._has_peers = options.peers is not None
+        self._has_store = options.store is not None
         if self._has_peers:
             patches.patch_connector_warning()
 
@@ -142,7 +143,7 @@ class _OnTwoPools(Scheduler):
         if self._has_peers:
             peers.leave_last_token(request)
         super().add_request(request)
-        if self._has_peers:
+        if self._has_peers or self._has_store:
             self.kv_cache_manager.arrives(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

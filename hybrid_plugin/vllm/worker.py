@@ -335,6 +335,7 @@ class RunsCommands:
             load_bytes_per_second=self._load_rate,
             disk=self._ranks.disk,
             peers=self._ranks.peers,
+            store=self._ranks.store,
             weight_updates=0 if self._tiers is None else self._tiers.updates,
             outcomes=tuple(self._outcomes),
         )

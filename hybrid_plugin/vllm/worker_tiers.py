@@ -19,6 +19,8 @@ from hybrid_plugin.engine.rank_files import (
 )
 from hybrid_plugin.engine.rank_peers import RankPeers, RanksWithPeers
 from hybrid_plugin.engine.rank_peers import describe as describe_peers
+from hybrid_plugin.engine.rank_store import RanksInStore, RankStore
+from hybrid_plugin.engine.rank_store import describe as describe_store
 from hybrid_plugin.engine.rank_tiers import RankTiers
 from hybrid_plugin.tiers.rates import DiskRates
 from hybrid_plugin.vllm.activation import logger
@@ -27,7 +29,12 @@ from hybrid_plugin.vllm.bundle_identity import identity_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from hybrid_plugin.config import DiskOptions, HybridConfig, PeerOptions
+    from hybrid_plugin.config import (
+        DiskOptions,
+        HybridConfig,
+        PeerOptions,
+        StoreOptions,
+    )
     from hybrid_plugin.device.executor import Executor
     from hybrid_plugin.tiers.bundle import Layouts
     from hybrid_plugin.vllm.planning import HybridKVCacheConfig
@@ -39,6 +46,7 @@ class Ranks:
 
     disk: RanksOnDisk | None = None
     peers: RanksWithPeers | None = None
+    store: RanksInStore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,21 @@ class _Rank:
         assert self.executor.host is not None, "files are behind it"
         return files_of(self.executor.host, disk, identity, self.layouts), ranks
 
+    def store(self, options: StoreOptions) -> tuple[RankStore, RanksInStore]:
+        group = get_tp_group()
+        rank = group.rank_in_group
+        identity = identity_of(self.vllm_config, self.config, options, rank)
+        assert self.executor.host is not None, "the store is behind it"
+        store = RankStore(self.executor.host, options, identity, self.layouts)
+        everyone = _of_all((identity.rank_name, self.layouts, store.rates))
+        least = DiskRates(
+            min(rates.write_bytes_per_second for *_, rates in everyone),
+            min(rates.read_bytes_per_second for *_, rates in everyone),
+        )
+        logger.info("%s", describe_store(options, least, group.world_size))
+        layouts = {name: of_rank for name, of_rank, _ in everyone}
+        return store, RanksInStore(identity, layouts, least.read_bytes_per_second)
+
     def peers(self, options: PeerOptions) -> tuple[RankPeers, RanksWithPeers]:
         rank = get_tp_group().rank_in_group
         identity = identity_of(self.vllm_config, self.config, options, rank)
@@ -86,7 +109,7 @@ def attach(
     options: HybridConfig,
     layouts: Layouts,
 ) -> tuple[RankTiers, Ranks]:
-    """Put files and peers behind the host memory of this rank, as the options say.
+    """Put what the options name behind the host memory of this rank.
 
     All ranks call it at once.
 
@@ -101,16 +124,19 @@ def attach(
         What moves bundles, and what the scheduler has to know.
 
     Raises:
-        ConfigError: if the folder, NIXL or the address cannot be used, or the model
-            cannot be told from others.
+        ConfigError: if the folder, NIXL, the address or the store cannot be used, or
+            the model cannot be told from others.
     """
     rank = _Rank(executor, vllm_config, config, layouts)
     files, on_disk = (None, None) if options.disk is None else rank.files(options.disk)
     peers, with_peers = (
         (None, None) if options.peers is None else rank.peers(options.peers)
     )
-    tiers = RankTiers(executor, _greatest, files=files, peers=peers)
-    return tiers, Ranks(on_disk, with_peers)
+    store, in_store = (
+        (None, None) if options.store is None else rank.store(options.store)
+    )
+    tiers = RankTiers(executor, _greatest, files=files, peers=peers, store=store)
+    return tiers, Ranks(on_disk, with_peers, in_store)
 
 
 def _of_all(own: Any) -> list[Any]:

@@ -54,10 +54,12 @@ def test_each_changes_the_outcome_or_is_refused(name: str, tmp_path: Path) -> No
             "draft_states": "replay",
             "disk": {"path": "/var/cache/hybrid", "size": "1GiB"},
             "peers": {},
+            "store": {"master": "localhost:50051"},
             "models": ["JambaForCausalLM"],
             "verify_fraction": 0.5,
         }.get(name, 300)
-        needed = {"host_memory": "1GiB"} if name in ("disk", "peers") else {}
+        behind = ("disk", "peers", "store")
+        needed = {"host_memory": "1GiB"} if name in behind else {}
         found = ["simulate", *flags, *hybrid_config(**{name: value, **needed}), *SMALL]
         fails_with_one_sentence(found, f"Leave the option {name} out: ")
         return

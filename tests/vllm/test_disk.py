@@ -386,7 +386,7 @@ def test_ranks_learn_of_each_other(
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     nothing: Any = None
     own = engine.ranks.layouts[IDENTITY.rank_name]
-    options: Any = SimpleNamespace(disk=engine.disk, peers=None)
+    options: Any = SimpleNamespace(disk=engine.disk, peers=None, store=None)
     files, all_ranks = worker_tiers.attach(
         engine.executor, nothing, nothing, options, own
     )

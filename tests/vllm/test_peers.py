@@ -578,7 +578,7 @@ def test_a_request_is_queued_shortened_and_then_fetched_for(
         (True, [("queued", 9), ("arrives", 9)]),
     ):
         seen.clear()
-        scheduler._has_peers = has_peers
+        scheduler._has_peers, scheduler._has_store = has_peers, False
         scheduler.add_request(real_request())
         assert seen == expected
 
@@ -616,7 +616,7 @@ def test_ranks_tell_each_other_where_they_listen(
     monkeypatch.setattr(worker_tiers, "identity_of", lambda *_: identity)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     nothing: Any = None
-    options: Any = SimpleNamespace(disk=None, peers=PeerOptions())
+    options: Any = SimpleNamespace(disk=None, peers=PeerOptions(), store=None)
     layouts = engine.peers.source.introduction.layouts
     tiers, ranks = worker_tiers.attach(
         engine.executor, nothing, nothing, options, layouts

@@ -88,6 +88,11 @@ def _outlook_lines(outlook: Outlook, cache_bytes: int) -> Iterator[str]:
         yield f"    {_files(outlook.disk, layout)}"
     if outlook.peers is not None:
         yield f"    peers read and are read at {outlook.peers.listen}"
+    if outlook.store is not None:
+        yield (
+            f"    a store at {outlook.store.master}, to which each rank lends "
+            f"{gib(outlook.store.size)}; whether it answers is not tried"
+        )
 
 
 def _row_lines(layout: CacheLayout) -> Iterator[str]:
@@ -212,4 +217,6 @@ def _outlook_json(outlook: Outlook) -> dict[str, Any]:
         found["disk"] = {"path": outlook.disk.path, "bytes": outlook.disk.size}
     if outlook.peers is not None:
         found["peers"] = {"listen": outlook.peers.listen}
+    if outlook.store is not None:
+        found["store"] = {"master": outlook.store.master, "bytes": outlook.store.size}
     return found

@@ -32,6 +32,7 @@ _REASONS = {
     "draft_states": "drafts are simulated with a state each: --drafts",
     "eviction_policy": "--policy says what is evicted first",
     "models": "whose class runs a model changes nothing in the cache",
+    "store": "a store that servers share is not simulated",
     "peers": "other servers are not simulated",
     "prefill_graphs": "it changes how long a pass takes, and nothing in the cache",
     "verify_fraction": "nothing is computed that could differ",

@@ -12,6 +12,7 @@ Under `zero_restored_states` what comes from host memory has no state, and under
 `slow_restores` it takes seconds to come, while others decode.
 Under `slow_prefills` computing seems to take longer than any read, and under
 `fast_prefills` no time at all: what a peer has is always, or never, read.
+Under `patient_with_stores` what a store has is always read, however slowly it answers.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -151,6 +152,13 @@ def _prefills_of(seconds: float) -> None:
     PrefillTime.token_seconds = property(lambda _: seconds)  # type: ignore[assignment]
 
 
+def _patient_with_stores() -> None:
+    from hybrid_plugin.engine.store import Store
+
+    _prefills_of(10.0)
+    Store.patience = 60.0
+
+
 def _exclude_workers() -> None:
     if any("multiprocessing" in word for word in sys.orig_argv):
         os.environ["VLLM_PLUGINS"] = ""
@@ -228,5 +236,6 @@ if "HYBRID_TEST_POOLS" in os.environ:
     "zero_restored_states": _zero_restored_states,
     "slow_restores": _slow_restores,
     "slow_prefills": lambda: _prefills_of(10.0),
+    "patient_with_stores": _patient_with_stores,
     "fast_prefills": lambda: _prefills_of(1e-12),
 }.get(os.environ.get("HYBRID_TEST_FAULT", ""), lambda: None)()
