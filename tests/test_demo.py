@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from hybrid_plugin import cli
+from hybrid_plugin.tools.demo import picture
 from hybrid_plugin.tools.demo import run as demo_run
 from hybrid_plugin.tools.demo import server as demo_server
 from hybrid_plugin.tools.demo.client import Answer, Client, _Reader
@@ -230,9 +231,12 @@ def test_tallies_add_up() -> None:
 # ------------------------------------------------------------------------ report
 
 
+STOCK = Result(40, 0, 90_000, 45_000, 9.5, 20_000.0, 1.5, 40, 7, None, 4, 0)
+
+
 def outcome(tally: Tally) -> Outcome:
     """An outcome with made-up numbers."""
-    stock = Result(40, 0, 90_000, 45_000, 9.5, 20_000.0, 1.5, 40, 7, None, 4, 0)
+    stock = STOCK
     plugin = Result(40, 1, 90_000, 72_000, None, None, 1.5, 39, 9, 3, 4, 0)
     return Outcome(shared_prompt(), stock, plugin, tally)
 
@@ -271,6 +275,39 @@ def test_table_fits_a_narrow_terminal() -> None:
     assert "…" not in text
     assert "50.0%" in text and "80.0%" in text
     assert "~2" in text
+
+
+def test_a_sentence_sums_up_all_workloads() -> None:
+    told = picture.sentence("vllm", [outcome(Tally(equal=40))] * 2)
+    assert told == "Of all prompt tokens the plugin restored 80%, vllm alone 50%."
+    slow = replace(outcome(Tally()), plugin=replace(STOCK, ttft_ms_p50=38.0))
+    fast = replace(outcome(Tally()), plugin=replace(STOCK, ttft_ms_p50=2.375))
+    told = picture.sentence("vllm", [slow, fast])
+    assert told == (
+        "Of all prompt tokens the plugin restored 50%, vllm alone 50%; the median time "
+        "to the first token was 1.00 times that of vllm alone."
+    )
+
+
+def test_bars_are_as_long_as_shares_in_the_terminal_and_in_the_picture(
+    tmp_path: Path,
+) -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(picture.bars([outcome(Tally())]))
+    lines = [line for line in capture.get().splitlines() if "%" in line]
+    assert [line.count("█") for line in lines] == [15, 24]
+    image = pytest.importorskip("PIL.Image")
+    path = tmp_path / "demo.png"
+    picture.save_png([outcome(Tally()), outcome(Tally())], "title", path)
+    pixels = image.open(path).convert("RGB")
+    grey, blue = ((0x9A, 0xA5, 0xB1), (0x1F, 0x77, 0xB4))
+    counts = [
+        [pixels.getpixel((x, y)) for x in range(pixels.width)]
+        for y in range(pixels.height)
+    ]
+    longest = [max(row.count(colour) for row in counts) for colour in (grey, blue)]
+    assert longest[1] / longest[0] == pytest.approx(0.8 / 0.5, rel=0.01)
 
 
 # ---------------------------------------------------------------- when it fails

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybrid_plugin.tools.demo import measure
+from hybrid_plugin.tools.demo import measure, picture
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
 from hybrid_plugin.tools.demo.engines import Engine
 from hybrid_plugin.tools.demo.measure import Run, Target
@@ -47,6 +47,15 @@ class Demo:
         self.out.write_text(json.dumps(data, indent=2) + "\n")
         title = f"{self.engine.name} {version}, stock and with hybrid-plugin"
         self.console.print(to_table(title, outcomes, self.engine.page_note))
+        self.console.print(picture.bars(outcomes))
+        self.console.print(picture.sentence(self.engine.name, outcomes), style="bold")
+        drawn = self.out.with_suffix(".png")
+        try:
+            picture.save_png(outcomes, title, drawn)
+        except ImportError:
+            self.console.print("No picture was drawn: Pillow is not installed.")
+        else:
+            self.console.print(f"As a picture: {drawn}")
         self.console.print(f"The same as JSON: {self.out}")
         return not complain(self.console, outcomes)
 
