@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 MIB = 2**20
 DRAFTS = 2
 """Of the demo: the bundled model accepts 0.8 of 2, and 1.0 of 3, on held-out text."""
+CACHE_MIB, CACHE_MIB_OF_LARGE_STATES = 16, 64
 HOST_MIB, DISK_MIB = 128, 1024
-"""Of the demo: all chats that come back fit."""
+"""Of the demo: all chats that come back fit, of usual states."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,9 +74,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument(
         "--cache-mib",
         type=int,
-        default=16,
-        help="cache of each vLLM server (%(default)s); SGLang's is counted in tokens "
-        "and states, and about as large",
+        help=f"cache of each vLLM server ({CACHE_MIB}; with --large-states "
+        f"{CACHE_MIB_OF_LARGE_STATES}); SGLang's is counted in tokens and states, and "
+        "about as large",
     )
     demo.add_argument(
         "--out", type=Path, help="by default build/demo.json, or demo-sglang.json"
@@ -86,6 +87,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="FLAG",
         help="a flag for the stock server alone, instead of those that suit it best; "
         "may be repeated",
+    )
+    demo.add_argument(
+        "--large-states",
+        action="store_true",
+        help="the bundled model with states as large, beside its KV, as those of real "
+        "models, and the same answers",
     )
     demo.add_argument(
         "--speculate",
@@ -117,6 +124,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _demo(args: argparse.Namespace) -> int:
     try:
+        from hybrid_plugin.tools.demo import large_states
         from hybrid_plugin.tools.demo.run import Demo, bundled_model
         from hybrid_plugin.tools.demo.server import DemoError
     except ModuleNotFoundError as missing:
@@ -139,13 +147,18 @@ def _demo(args: argparse.Namespace) -> int:
         return 2
     name = "demo.json" if args.engine == "vllm" else f"demo-{args.engine}.json"
     out = args.out or Path("build", "demo-tiers.json" if args.tiers else name)
+    if args.cache_mib is None:
+        large = args.large_states
+        args.cache_mib = CACHE_MIB_OF_LARGE_STATES if large else CACHE_MIB
     try:
         model = (args.model or bundled_model()).resolve()
+        if args.large_states:
+            model = large_states.write(model, Path("build", "demo-large-states"))
         demo = (
             _tiers(args, model, out) if args.tiers else Demo(_engine(args), model, out)
         )
         return 0 if demo.run() else 1
-    except (DemoError, RuntimeError, OSError) as error:
+    except (DemoError, RuntimeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -163,13 +176,20 @@ def _tiers(args: argparse.Namespace, model: Path, out: Path) -> TiersDemo:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    from hybrid_plugin.tools.demo.engines import VllmEngine, has_gpu, speculating
+    from hybrid_plugin.tools.demo.engines import (
+        VllmEngine,
+        has_gpu,
+        speculating,
+        with_large_states,
+    )
     from hybrid_plugin.tools.demo.sglang import SglangEngine
 
     stock = {} if args.stock_flag is None else {"stock_flags": args.stock_flag}
     if args.engine == "sglang":
         return SglangEngine(**stock)
     engine = VllmEngine(cache_bytes=args.cache_mib * MIB)
+    if args.large_states:
+        engine = with_large_states(engine)
     if args.speculate:
         engine = speculating(engine, DRAFTS, gpu=has_gpu())
     return replace(engine, **stock)

@@ -21,7 +21,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from hybrid_plugin import cli
-from hybrid_plugin.tools.demo import picture
+from hybrid_plugin.tools.demo import large_states, picture
 from hybrid_plugin.tools.demo import run as demo_run
 from hybrid_plugin.tools.demo import server as demo_server
 from hybrid_plugin.tools.demo.client import Answer, Client, _Reader
@@ -278,14 +278,20 @@ def test_table_fits_a_narrow_terminal() -> None:
 
 
 def test_a_sentence_sums_up_all_workloads() -> None:
-    told = picture.sentence("vllm", [outcome(Tally(equal=40))] * 2)
-    assert told == "Of all prompt tokens the plugin restored 80%, vllm alone 50%."
+    nothing = replace(STOCK, cached_tokens=0, ttft_ms_p50=None)
+    alone = replace(outcome(Tally()), stock=nothing, plugin=nothing)
+    told = picture.sentence("vllm", [*[outcome(Tally(equal=40))] * 2, alone])
+    assert told == (
+        "Of prompts that have a beginning in common the plugin restored 80%, vllm "
+        "alone 50%."
+    )
     slow = replace(outcome(Tally()), plugin=replace(STOCK, ttft_ms_p50=38.0))
     fast = replace(outcome(Tally()), plugin=replace(STOCK, ttft_ms_p50=2.375))
     told = picture.sentence("vllm", [slow, fast])
     assert told == (
-        "Of all prompt tokens the plugin restored 50%, vllm alone 50%; the median time "
-        "to the first token was 1.00 times that of vllm alone."
+        "Of prompts that have a beginning in common the plugin restored 50%, vllm "
+        "alone 50%; the median time to the first token was 1.00 times that of vllm "
+        "alone."
     )
 
 
@@ -308,6 +314,53 @@ def test_bars_are_as_long_as_shares_in_the_terminal_and_in_the_picture(
     ]
     longest = [max(row.count(colour) for row in counts) for colour in (grey, blue)]
     assert longest[1] / longest[0] == pytest.approx(0.8 / 0.5, rel=0.01)
+
+
+# ------------------------------------------------------------------ large states
+
+
+def test_more_value_heads_have_zeros_for_weights_and_change_nothing() -> None:
+    torch = pytest.importorskip("torch")
+    heads = large_states.Heads(key=2, value=4, key_dim=3, value_dim=5)
+
+    def wide(part: str, *shape: int) -> tuple[Any, Any]:
+        old = torch.rand(shape) + 1
+        return old, large_states.widened(f"layers.0.linear_attn.{part}", old, heads)
+
+    old, new = wide("in_proj_qkvz.weight", 2 * 26, 7)
+    old, new = old.view(2, 26, 7), new.view(2, 86, 7)
+    assert torch.equal(new[:, :16], old[:, :16]) and not new[:, 16:46].any()
+    assert torch.equal(new[:, 46:56], old[:, 16:]) and not new[:, 56:].any()
+    old, new = wide("in_proj_ba.weight", 2 * 4, 7)
+    old, new = old.view(2, 2, 2, 7), new.view(2, 2, 8, 7)
+    assert torch.equal(new[:, :, :2], old) and not new[:, :, 2:].any()
+    old, new = wide("A_log", 4)
+    assert new.tolist() == [*old[:2], *[0] * 6, *old[2:], *[0] * 6]
+    old, new = wide("conv1d.weight", 12 + 20, 1, 4)
+    assert torch.equal(new[:22], old[:22]) and not new[22:52].any()
+    assert torch.equal(new[52:62], old[22:]) and not new[62:].any()
+    old, new = wide("out_proj.weight", 7, 20)
+    assert torch.equal(new[:, :10], old[:, :10]) and not new[:, 10:40].any()
+    assert torch.equal(new[:, 40:50], old[:, 10:]) and not new[:, 50:].any()
+    old, new = wide("norm.weight", 5)
+    assert new is old
+
+
+def test_a_wider_model_is_written_once_and_only_of_its_kind(tmp_path: Path) -> None:
+    load = pytest.importorskip("safetensors.torch").load_file
+    model = demo_run.bundled_model()
+    folder = large_states.write(model, tmp_path / "wide")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["linear_num_value_heads"] == 4 * large_states.TIMES
+    tensors = load(folder / "model.safetensors")
+    assert tensors["model.layers.0.linear_attn.A_log"].shape == (16,)
+    assert (folder / "tokenizer.json").is_file()
+    (folder / "model.safetensors").unlink()
+    assert large_states.write(model, folder) == folder
+    assert not (folder / "model.safetensors").exists()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="is a llama"):
+        large_states.write(folder, tmp_path / "other")
 
 
 # ---------------------------------------------------------------- when it fails

@@ -980,7 +980,7 @@ SAVED_SESSION_HOOKS = (
         mentions=("model_config", "context_len"),
     ),
     HookPoint(f"{_SRT}.utils.auth:auth_level", ("level",)),
-    HookPoint(f"{_SRT}.utils.auth:AuthLevel.ADMIN_OPTIONAL"),
+    HookPoint(f"{_SRT}.utils.auth:AuthLevel", mentions=("ADMIN_OPTIONAL",)),
     HookPoint(
         f"{_SRT}.utils.auth:_get_auth_level_from_app_and_scope",
         mentions=("endpoint", "_auth_level"),

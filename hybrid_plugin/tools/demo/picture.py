@@ -28,17 +28,19 @@ _BLACK, _WHITE = "#222222", "#ffffff"
 def sentence(engine: str, outcomes: Sequence[Outcome]) -> str:
     """What all workloads come to: the share restored, and the time to first tokens.
 
-    The time is the geometric mean over workloads of the medians' ratios.
+    The share is of workloads of which anything was restored; the time is the geometric
+    mean over all of the medians' ratios.
 
     Args:
         engine: its name.
         outcomes: one for each workload, at least one.
     """
-    stock = _restored([outcome.stock for outcome in outcomes])
-    plugin = _restored([outcome.plugin for outcome in outcomes])
+    sharing = [o for o in outcomes if o.stock.cached_tokens or o.plugin.cached_tokens]
+    stock = _restored([outcome.stock for outcome in sharing])
+    plugin = _restored([outcome.plugin for outcome in sharing])
     told = (
-        f"Of all prompt tokens the plugin restored {plugin:.0%}, {engine} alone "
-        f"{stock:.0%}"
+        f"Of prompts that have a beginning in common the plugin restored {plugin:.0%}, "
+        f"{engine} alone {stock:.0%}"
     )
     ratios = list(_ratios(outcomes))
     if not ratios:
