@@ -21,6 +21,7 @@ from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
+from hybrid_plugin.sglang.index_keys import ring_group
 from hybrid_plugin.sglang.layout import keeps_states_alone
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.speculation import arguments as speculation
@@ -106,7 +107,11 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     view = overrides.resolved_view(server_args)
     model = overrides.model_config_of(view)
     drafts = chain(
-        speculation.conflicts(view, windows=has_windows(model)),
+        speculation.conflicts(
+            view,
+            windows=has_windows(model),
+            rings=has_states(model) and ring_group(model) is not None,
+        ),
         speculation.unrecorded(view, options, model),
     )
     if keeps_states_alone(model) and view.speculative_algorithm is not None:

@@ -27,6 +27,7 @@ from hybrid_plugin.sglang import bundle_layouts
 from hybrid_plugin.sglang.bundle_layouts import NamedRows
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.layout import is_latent
+from hybrid_plugin.sglang.rings import ring_tensors
 from hybrid_plugin.tiers.identity import Identity
 
 _STATE_AXES: Mapping[Mixer, tuple[str, str, str]] = {
@@ -89,7 +90,7 @@ def kept_layers(
         layers += [state_layer(str(layer)) for layer in state_pool.mamba_layer_ids]
         taps_first = getattr(_shape_of(model), "conv_slice_axis", 0) == 1
         named[Pool.STATE] = bundle_layouts.state_rows(
-            state_pool, taps_first, _state_axes(model)
+            state_pool, taps_first, _state_axes(model), _rings(kv_pool)
         )
     return KeptLayers(named, in_order(layers), _kv_dtype(kv_pool.dtype))
 
@@ -148,6 +149,11 @@ def _joined(
     if isinstance(pages, str) or isinstance(more, str):
         return f"{pages}; {more}"
     return [*pages, *more]
+
+
+def _rings(kv_pool: Any) -> list[torch.Tensor]:
+    """Of tokens without an index key, which lie behind the states."""
+    return ring_tensors(getattr(kv_pool, "full_kv_pool", kv_pool))
 
 
 def _shape_of(model: Any) -> Any:

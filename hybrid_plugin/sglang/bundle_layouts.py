@@ -18,7 +18,7 @@ import torch
 from sglang import __version__
 
 from hybrid_plugin.core.commands import Pool, PoolId
-from hybrid_plugin.sglang.pool_rows import kv_tensors
+from hybrid_plugin.sglang.pool_rows import index_tensors, kv_tensors
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.row_layout import ITEM_BYTES, TOKEN, Axis, Field, RowLayout
 
@@ -122,6 +122,10 @@ def key_value_rows(
         ConfigError: for a kind of pool that keeps more than its tensors.
     """
     tensors, order = kv_tensors(pool), getattr(pool, "kv_cache_layout", "nhd")
+    keys = index_tensors(pool)
+    if keys:  # nobody else has them
+        shapes = ", ".join(str(tuple(one.shape[1:])) for one in (*tensors, *keys))
+        return f"SGLang {__version__}: latents, index keys, {pool.dtype} {shapes}"
     parts: tuple[str, ...] = ("key", "value")
     if len(tensors) == len(layers):
         parts = ("latent",)
@@ -149,7 +153,10 @@ def key_value_rows(
 
 
 def state_rows(
-    pool: Any, taps_first: bool, axes: tuple[str, str, str] | None
+    pool: Any,
+    taps_first: bool,
+    axes: tuple[str, str, str] | None,
+    rings: Sequence[torch.Tensor] = (),
 ) -> list[NamedRows] | str:
     """The tensors of a state pool, by slots.
 
@@ -157,12 +164,14 @@ def state_rows(
         pool: SGLang's `MambaPool`.
         taps_first: whether its convolution keeps `[taps, channels]`.
         axes: of the state behind it; None where nobody can say.
+        rings: `[slots, ...]`, which lie behind the states; nobody else has any.
     """
     kept, layers = pool.mamba_cache, pool.mamba_layer_ids
     has_states = bool(kept.temporal.numel())
-    if len(kept.conv) != 1 or (has_states and axes is None):
+    if len(kept.conv) != 1 or (has_states and axes is None) or rings:
         shapes = [*kept.conv, kept.temporal]
         texts = ", ".join(f"{one.dtype} {tuple(one.shape[2:])}" for one in shapes)
+        texts += "".join(f", ring {tuple(one.shape[1:])}" for one in rings)
         return f"SGLang {__version__}: states of {len(layers)} layers, {texts}"
     order = ("tap", "channel") if taps_first else ("channel", "tap")
     found = list(_layers(kept.conv[0], layers, "conv", order))

@@ -220,6 +220,84 @@ MEMORY_HOOKS = (
     HookPoint(f"{_POOL}:MLATokenToKVPool", mentions=("kv_buffer",)),
 )
 
+_SPARSE = f"{_SRT}.layers.attention.dsa"
+
+INDEX_HOOKS = (
+    HookPoint(
+        f"{_SRT}.configs.model_config:is_deepseek_dsa",
+        ("config",),
+        mentions=("index_topk",),
+    ),
+    HookPoint(f"{_SRT}.configs.model_config:get_dsa_index_kpool", ("config",)),
+    HookPoint(f"{_SRT}.configs.model_config:get_dsa_index_kpool_compress", ("config",)),
+    HookPoint(f"{_SRT}.configs.model_config:get_dsa_index_head_dim", ("config",)),
+    HookPoint(
+        f"{_SRT}.configs.model_config:dsa_layer_skips_topk", ("config", "layer_id")
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.kv_cache_configurator:calculate_mla_kv_cache_dim",
+        ("model_config", "kv_cache_dtype"),
+    ),
+    HookPoint(
+        f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool",
+        mentions=("index_kpool", "skip_topk_layers", "tail_extra_slots"),
+    ),
+    # Keys of a page, then their scales; nothing for layers that do not choose.
+    HookPoint(
+        f"{_SRT}.mem_cache.index_key_cache:IndexKeyCache.__init__", mentions=("buffer",)
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.index_key_cache:IndexKeyCache._buffer_shape",
+        mentions=("index_kpool", "quant_block_size"),
+    ),
+    HookPoint(
+        f"{_POOL}:DSATokenToKVPool._init_kpool_compress_tail_buffers",
+        mentions=(
+            "kpool_use_compress",
+            "_compress_tail_k",
+            "_compress_tail_score",
+            "tail_extra_slots",
+        ),
+    ),
+    HookPoint(
+        f"{_POOL}:DSATokenToKVPool.kpool_decode_update_index_cache",
+        ("self", "req_pool_indices"),
+    ),
+    HookPoint(
+        f"{_POOL}:HybridLinearKVPool.kpool_decode_update_index_cache",
+        mentions=("full_kv_pool", "req_pool_indices"),
+    ),
+    HookPoint(
+        f"{_POOL}:DSATokenToKVPool.set_compress_tail_for_request",
+        ("self", "req_pool_idx"),
+    ),
+    HookPoint(
+        f"{_POOL}:HybridLinearKVPool.set_compress_tail_for_request",
+        mentions=("full_kv_pool", "req_pool_idx"),
+    ),
+    HookPoint(f"{_POOL}:HybridReqToTokenPool.get_mamba_indices", ("req_indices",)),
+    HookPoint(
+        f"{_SPARSE}.kpool_plan:init_kpool_extend_metadata",
+        ("metadata", "forward_batch"),
+        mentions=("kpool_extend_plan",),
+    ),
+    HookPoint(f"{_SPARSE}.kpool_plan:KPoolExtendPlan", mentions=("writes", "tails")),
+    HookPoint(f"{_SPARSE}.kpool_plan:PoolWriteRows", mentions=("req",)),
+    HookPoint(f"{_SPARSE}.kpool_plan:TailWriteRows", mentions=("req",)),
+    HookPoint(
+        f"{_SPARSE}.kpool_plan:update_kpool_write_plan",
+        ("metadata", "req_pool_indices"),
+    ),
+    HookPoint(
+        f"{_SPARSE}.dsa_indexer_kpool:IndexerKPool._compress_write_extend",
+        mentions=("kpool_extend_plan", "get_compress_tail_buffers"),
+    ),
+    HookPoint(
+        f"{_SPARSE}.dsa_indexer_kpool:IndexerKPool._forward_cuda_target_verify",
+        mentions=("kpool_write_plan", "get_compress_tail_buffers"),
+    ),
+)
+
 WINDOW_HOOKS = (
     HookPoint(f"{_CONFIGURATOR}.is_hybrid_swa"),
     HookPoint(f"{_CONFIGURATOR}.sliding_window_size"),
@@ -1029,6 +1107,7 @@ ENGINE_HOOKS = (
     COMMAND_LINE_HOOKS
     + ARGUMENT_HOOKS
     + MEMORY_HOOKS
+    + INDEX_HOOKS
     + WINDOW_HOOKS
     + CACHE_HOOKS
     + SCHEDULER_HOOKS

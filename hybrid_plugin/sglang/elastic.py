@@ -31,6 +31,7 @@ from hybrid_plugin.device.row_pool import RowTensor, place
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.sglang import page_layout
+from hybrid_plugin.sglang.index_keys import has_index_keys
 
 _STRIDED = ("triton", "flashinfer", None)
 """Backends of linear attention whose kernels take slot-major states."""
@@ -248,6 +249,17 @@ def hindrance_of_pools(configurator: Any) -> str | None:
         )
     if configurator._get_ple_req_pool_kwargs():
         return "hold no n-gram states beside the slots; set elastic to false."
+    return hindrance_of_model(configurator.model_config)
+
+
+def hindrance_of_model(model: Any) -> str | None:
+    """What the model has against it.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+    """
+    if has_index_keys(model):
+        return "hold no index keys beside latents yet; set elastic to false."
     return None
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
 
 from hybrid_plugin.engine.refusals import cannot_serve
@@ -55,8 +54,6 @@ def kept_beside(model_config: Any) -> str | None:
     config = model_config.hf_config
     if parse_qsa_profile(config) is not None:
         return "compressed keys"
-    if is_deepseek_dsa(config):
-        return "index keys"
     if model_config.is_hybrid_swa and mambaish_config(model_config) is not None:
         return "a pool for windows beside its states"
     return None

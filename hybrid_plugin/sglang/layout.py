@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.memory.scratch import ScratchLayout
-from hybrid_plugin.sglang import addressing
+from hybrid_plugin.sglang import addressing, index_keys
 from hybrid_plugin.sglang.slots import slot_bytes
 
 
@@ -35,7 +35,7 @@ def make_layout(
     Args:
         model: SGLang's `ModelConfig`.
         token_bytes: KV of one token, over all attention layers; of fixed pools with
-            those of a draft model.
+            those of a draft model.  Index keys are not counted.
         page_size: tokens in a page.
         device_type: "cpu" or "cuda", as torch calls it.
         elastic: whether slots are elastic pools' own: all states of a slot side by
@@ -51,10 +51,17 @@ def make_layout(
         tensors = kv_tensors(model)
     states = tuple(map(str, params.layers))
     slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
+    keys, ring = index_keys.page_group(model, page_size), index_keys.ring_group(model)
     layout = CacheLayout(
         page_size=page_size,
-        attention=_attention(tensors, token_bytes * page_size),
-        states=(StateGroup(states, slot // len(states)),),
+        attention=(
+            *_attention(tensors, token_bytes * page_size),
+            *(() if keys is None else (keys,)),
+        ),
+        states=(
+            StateGroup(states, slot // len(states)),
+            *(() if ring is None else (ring,)),
+        ),
     )
     if not elastic:
         return replace(layout, slot_alignment=1)

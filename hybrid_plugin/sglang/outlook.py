@@ -122,7 +122,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         model,
         elastic_memory.limited(cache_bytes, options),
         device_type,
-        elastic.hindrance(device_type),
+        elastic.hindrance(device_type) or elastic.hindrance_of_model(model),
     )
     params = mambaish_config(model).mamba2_cache_params
     return Outlook.sized(

@@ -32,6 +32,11 @@ NEEDED = {
     "patches._share_memory": _while_there(
         f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal"
     ),
+    "patches._find_rings_by_slots": _while_there(
+        f"{_SRT}.mem_cache.memory_pool:DSATokenToKVPool"
+        ".kpool_decode_update_index_cache",
+        "req_pool_indices",
+    ),
     "patches._leave_states_in_place": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
         "needs_state_gather",

@@ -77,6 +77,7 @@ def hook_engine() -> None:
     memory, clock, layers, replay = PoolMemory(), RankClock(), StateLayers(), Replay()
     _divide_memory(memory, layers, replay)
     _share_memory(memory, replay)
+    _find_rings_by_slots(memory)
     _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
     _find_chunks_on_the_host()
@@ -270,6 +271,40 @@ def _share_memory(memory: PoolMemory, replay: Replay) -> None:
     _hook(f"{pool}.MHATokenToKVPool._init_kv_copy_and_warmup", "AROUND", prepare_moves)
     _hook(f"{pool}.MLATokenToKVPool._create_buffers", "AROUND", latents)
     _hook(f"{pool}.HybridReqToTokenPool._init_mamba_pool", "AROUND", states)
+
+
+def _find_rings_by_slots(memory: PoolMemory) -> None:
+    """Symptom: a hit that ends between the tokens of an index key continues with
+    those of another request, and reads what it should not from then on.
+
+    Cause: tokens that no index key stands for yet wait in a ring of the row that a
+    request has while it runs.
+    Fix: rings belong to slots (`rings`); look a request's up by its slot.
+    Delete when: the radix cache backend is asked what to keep beside states, or rings
+    are slot states (`MambaPool.register_slot_state`).
+    """
+
+    def step(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
+        rows = memory.rings.in_rows(kwargs["req_pool_indices"])
+        original(self, **{**kwargs, "req_pool_indices": rows})
+
+    def leave(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
+        row = memory.rings.in_rows(kwargs["req_pool_idx"])
+        original(self, **{**kwargs, "req_pool_idx": row})
+
+    def prefill(result: Any, *_: Any, **__: Any) -> Any:
+        return memory.rings.planned(result)
+
+    def verify(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        rows = memory.rings.in_rows(kwargs["req_pool_indices"])
+        original(*args, **{**kwargs, "req_pool_indices": rows})
+
+    pool = f"{_SRT}.mem_cache.memory_pool.DSATokenToKVPool"
+    _hook(f"{pool}.kpool_decode_update_index_cache", "AROUND", step)
+    _hook(f"{pool}.set_compress_tail_for_request", "AROUND", leave)
+    plan = f"{_SRT}.layers.attention.dsa.kpool_plan"
+    _hook(f"{plan}.init_kpool_extend_metadata", "AFTER", prefill)
+    _hook(f"{plan}.update_kpool_write_plan", "AROUND", verify)
 
 
 def _leave_states_in_place(memory: PoolMemory) -> None:

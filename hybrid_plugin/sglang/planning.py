@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
 from sglang.srt.mem_cache.unified_draft_pool import draft_state_layer_classes
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang.srt.runtime_context import (
@@ -32,7 +33,13 @@ from hybrid_plugin.engine.cache_assembly import build_cache
 from hybrid_plugin.engine.host_memory import plan_tier
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.engine.sizing import EngineLimits, FixedCount
-from hybrid_plugin.sglang import elastic, host_copies, known_pools, page_layout
+from hybrid_plugin.sglang import (
+    elastic,
+    host_copies,
+    index_keys,
+    known_pools,
+    page_layout,
+)
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
     HybridTokenAllocator,
@@ -42,7 +49,8 @@ from hybrid_plugin.sglang.elastic import SharedPools
 from hybrid_plugin.sglang.layout import make_layout
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pool_memory import PoolMemory
-from hybrid_plugin.sglang.pool_rows import kv_tensors, page_rows
+from hybrid_plugin.sglang.pool_rows import index_tensors, kv_tensors, page_rows
+from hybrid_plugin.sglang.rings import ring_tensors
 from hybrid_plugin.sglang.speculation import draft_pages, scratch
 from hybrid_plugin.sglang.speculation.arguments import MOST_REQUESTS
 from hybrid_plugin.sglang.speculation.replay import passes, records
@@ -91,7 +99,7 @@ def reserve_slots(
     page_size = get_schedule().page_size
     kv = create_memory_pool_configurator(configurator)
     lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
-    fixed_layout = lay_out(token_bytes=kv._cell_size, elastic=False)
+    fixed_layout = lay_out(token_bytes=_token_bytes(configurator, kv), elastic=False)
     layout, taken = fixed_layout, None
     states_alone = layout.has_states_alone
     if elastic_memory.is_wanted(options, hindrance, states_alone=states_alone):
@@ -134,6 +142,21 @@ def reserve_slots(
     page_bytes = max(plan.layout.page_bytes, page_size * kv._cell_size)
     # Nothing would be taken for weights that leave no room.
     return max(plan.sizes.pages * page_bytes, 1) / _GIB
+
+
+def _token_bytes(configurator: Any, kv: Any) -> int:
+    """KV of one token over all attention layers, of a draft model's too.
+
+    SGLang counts index keys as well, and rounds them up to whole bytes for a token.
+    """
+    model = configurator.model_config
+    if not index_keys.has_index_keys(model):
+        return int(kv._cell_size)
+    layers = mambaish_config(model).full_attention_layer_ids
+    dim = calculate_mla_kv_cache_dim(
+        model_config=model, kv_cache_dtype=configurator.kv_cache_dtype
+    )
+    return int(dim * configurator.kv_cache_dtype.itemsize * len(layers))
 
 
 def elastic_layout(
@@ -324,11 +347,14 @@ def take_over(
     """
     stock = pools.token_to_kv_pool_allocator
     states = pools.req_to_token_pool
+    kv_pool = stock.get_kvcache()
+    full = getattr(kv_pool, "full_kv_pool", kv_pool)
+    rings = memory.rings.give_to_slots(full, states)
     written = scratch.scratch_tensors(states.mamba_pool.mamba_cache)
     known = [*_copied(stock, states), *written]
-    known_pools.require(stock.get_kvcache(), states, known)
+    known_pools.require(kv_pool, states, known)
     executor = memory.executor(
-        stock.get_kvcache(), states.mamba_pool, stock.page_size, interior
+        kv_pool, states.mamba_pool, stock.page_size, interior, rings
     )
     kept = states.mamba_pool.mamba_cache
     tensors = () if memory.shared is None else memory.shared.scratch
@@ -420,5 +446,6 @@ def _copied(stock: Any, states: Any) -> list[torch.Tensor]:
         ConfigError: for a kind of KV cache that is not known.
     """
     kv_pool, kept = stock.get_kvcache(), states.mamba_pool.mamba_cache
-    pages = kv_tensors(getattr(kv_pool, "full_kv_pool", kv_pool))
-    return [*pages, *kept.conv, kept.temporal]
+    full = getattr(kv_pool, "full_kv_pool", kv_pool)
+    pages = [*kv_tensors(full), *index_tensors(full)]
+    return [*pages, *kept.conv, kept.temporal, *ring_tensors(full)]

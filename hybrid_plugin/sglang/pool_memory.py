@@ -20,6 +20,7 @@ from hybrid_plugin.sglang.pool_rows import (
     page_rows,
     slot_rows,
 )
+from hybrid_plugin.sglang.rings import Rings
 
 if TYPE_CHECKING:
     from hybrid_plugin.sglang.elastic import SharedPools
@@ -39,6 +40,8 @@ class PoolMemory:
         """The memory of the pools, where they share it."""
         self.drafts: list[Any] = []
         """KV pools of draft models, whose pages are those of their target."""
+        self.rings = Rings()
+        """Of tokens that no index key stands for yet."""
         self._building = False
         self._executor: Executor | None = None
 
@@ -62,6 +65,7 @@ class PoolMemory:
         state_pool: Any | None,
         page_size: int,
         interior: InteriorSnapshots | None = None,
+        rings: Sequence[torch.Tensor] = (),
     ) -> Executor:
         """What runs commands on the pools that were built.
 
@@ -70,11 +74,12 @@ class PoolMemory:
             state_pool: its `MambaPool`, None for the latter.
             page_size: tokens in a page.
             interior: as for `Executor`.
+            rings: `[slots, bytes]` int8, more parts of each slot.
 
         Raises:
             ConfigError: for pools that keep more than is known, or lie elsewhere.
         """
-        self._executor = self._built(kv_pool, state_pool, page_size, interior)
+        self._executor = self._built(kv_pool, state_pool, page_size, interior, rings)
         return self._executor
 
     def join_pages(self, rows: Sequence[torch.Tensor]) -> None:
@@ -92,6 +97,7 @@ class PoolMemory:
         state_pool: Any | None,
         page_size: int,
         interior: InteriorSnapshots | None,
+        rings: Sequence[torch.Tensor],
     ) -> Executor:
         if self.shared is not None:
             kv_tensors(kv_pool.full_kv_pool)
@@ -106,6 +112,6 @@ class PoolMemory:
             return Executor({Pool.KV: Arena(pages), Pool.window(0): Arena(windows)})
         arenas: dict[PoolId, Arena] = {
             Pool.KV: Arena(pages),
-            Pool.STATE: Arena(slot_rows(state_pool)),
+            Pool.STATE: Arena([*slot_rows(state_pool), *rings]),
         }
         return Executor(arenas, interior)

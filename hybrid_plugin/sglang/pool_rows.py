@@ -20,7 +20,7 @@ _REWRITTEN = ("intermediate_ssm", "intermediate_conv_window")
 
 
 def page_rows(pool: Any, page_size: int) -> list[torch.Tensor]:
-    """`[pages, bytes]` int8 for each tensor of a KV pool.
+    """`[pages, bytes]` int8 for each tensor of a KV pool, those of index keys last.
 
     Args:
         pool: SGLang's pool of the attention layers.
@@ -36,7 +36,7 @@ def page_rows(pool: Any, page_size: int) -> list[torch.Tensor]:
         pages = tensor.shape[0] // page_size
         tokens = tensor[: pages * page_size]
         rows.append(rows_of(tokens.view(pages, page_size, *tensor.shape[1:])))
-    return rows
+    return rows + [rows_of(tensor) for tensor in index_tensors(pool)]
 
 
 def slot_rows(pool: Any) -> list[torch.Tensor]:
@@ -95,8 +95,18 @@ def kv_tensors(pool: Any) -> list[torch.Tensor]:
                     "quantised KV with scales beside it is not supported yet; drop "
                     "--kv-cache-dtype."
                 )
-    elif name == "MLATokenToKVPool":
+    elif name in ("MLATokenToKVPool", "DSATokenToKVPool"):
         tensors = [*pool.kv_buffer]
     else:
         raise ConfigError(f"a KV cache of the kind {name} is not supported yet.")
     return tensors
+
+
+def index_tensors(pool: Any) -> list[torch.Tensor]:
+    """The index keys of a KV pool, each `[pages, bytes]`, one per layer with some.
+
+    Args:
+        pool: SGLang's pool of the attention layers.
+    """
+    kept = getattr(pool, "index_key_cache", None)
+    return [] if kept is None else [keys for keys in kept.buffer if len(keys)]

@@ -33,6 +33,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         """Set what suits a CPU; SGLang records it as the platform's default."""
         leave_the_cores_when_idle(server_args)
         keep_inputs_in_float32(server_args)
+        mix_streams_in_torch()
         wait_for_no_gpu_s_dump()
         save_no_memory_of_sglang_s()
 
@@ -104,6 +105,20 @@ def keep_inputs_in_float32(server_args: Any) -> None:
     """
     if server_args.dtype in ("float", "float32"):
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+
+
+def mix_streams_in_torch() -> None:
+    """Symptom: a model with several residual streams fails in float32, and would in
+    any type.
+
+    Cause: they are mixed by kernels that are compiled for a GPU, unless the
+    environment says otherwise.
+    Fix: say so in the environment, unless the user said something; SGLang has a form
+    in PyTorch.
+    Delete when: SGLang asks its platform.
+    """
+    for way in ("PRE", "POST"):
+        os.environ.setdefault(f"SGLANG_OPT_USE_TILELANG_MHC_{way}", "0")
 
 
 def wait_for_no_gpu_s_dump() -> None:

@@ -10,6 +10,7 @@ import torch
 from hybrid_kernels import gated_delta_rule
 from torch.nn import functional
 
+from hybrid_plugin.sglang_cpu import kimi_delta
 from hybrid_plugin.sglang_cpu.chunk_states import ChunkStates
 from hybrid_plugin.sglang_cpu.draft_states import DraftStates, parents_below_roots
 from hybrid_plugin.sglang_cpu.unsupported import refuse
@@ -192,8 +193,8 @@ def verify(
 
     Args:
         A_log: ``[HV]``.
-        a: ``[N * L, HV]``, as for `gates`.
-        dt_bias: ``[HV]``.
+        a: ``[N * L, HV]``, as for `gates`; with `is_kda` `K` times as many.
+        dt_bias: ``[HV]``; with `is_kda` `K` times as many.
         softplus_beta: 1.
         softplus_threshold: not used; softplus is exact for every input.
         q: ``[1, N * L, H, K]``.
@@ -205,13 +206,16 @@ def verify(
         scale: ``K ** -0.5`` if None.
         use_qk_l2norm_in_kernel: normalise queries and keys.
         cu_seqlens: ``[N + 1]``, in equal steps of `L`.
-        disable_state_update: True.
+        disable_state_update: True; without it, `L` is one and slots are updated, for
+            Kimi delta attention only.
         intermediate_states_buffer: ``[R, D, HV, V, K]``, written.
         intermediate_state_indices: ``[N]`` rows of it.
         cache_steps: not used; `D` says it.
         retrieve_parent_token: ``[N, L]``, the draft that each one follows; None for
             chains.
-        is_kda: refused, as are `lower_bound` and ReplaySSM's arguments.
+        is_kda: whether decays are those of Kimi delta attention, with one of each key
+            channel and perhaps a `lower_bound`.
+        cache_ring: refused, as are ReplaySSM's other arguments.
 
     Returns:
         ``[1, N * L, HV, V]``.
@@ -220,7 +224,6 @@ def verify(
         ValueError: if shapes do not fit, or without `cu_seqlens` or the buffer.
         NotImplementedError: for anything else than a verification.
     """
-    refuse("Kimi delta attention", is_kda=is_kda, lower_bound=lower_bound)
     refuse(
         "ReplaySSM",
         cache_ring=cache_ring,
@@ -230,9 +233,24 @@ def verify(
         replayssm_beta=replayssm_beta,
         match_cutedsl_decode=match_cutedsl_decode,
     )
-    refuse("steps that update states", update=not disable_state_update)
     if softplus_beta != 1.0:
         raise NotImplementedError(f"softplus with beta {softplus_beta}")
+    if is_kda and not disable_state_update:
+        return kimi_delta.run(
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            lower_bound,
+            initial_state_source,
+            initial_state_indices,
+            scale,
+            use_qk_l2norm_in_kernel,
+        )
+    refuse("steps that update states", update=not disable_state_update)
     if cu_seqlens is None or intermediate_states_buffer is None:
         raise ValueError("verify needs cu_seqlens and intermediate_states_buffer")
     rows = cu_seqlens.numel() - 1
@@ -242,20 +260,37 @@ def verify(
     states = DraftStates.start(
         initial_state_source, initial_state_indices, rows, drafts
     )
-    out = gated_delta_rule.verify(
-        q[0].reshape(rows, drafts, *q.shape[2:]),
-        k[0].reshape(rows, drafts, *k.shape[2:]),
-        v[0].reshape(rows, drafts, *v.shape[2:]),
-        a.reshape(rows, drafts, -1),
-        b.reshape(rows, drafts, -1),
-        states.pool,
-        states.slots,
-        states.draft_slots,
-        parents=parents_below_roots(retrieve_parent_token),
-        A=-A_log.float().exp(),
-        dt_bias=dt_bias,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-    )
+    q, k, v = (x[0].reshape(rows, drafts, *x.shape[2:]) for x in (q, k, v))
+    if is_kda:
+        out = kimi_delta.verify(
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            lower_bound,
+            states,
+            retrieve_parent_token,
+            scale,
+            use_qk_l2norm_in_kernel,
+        )
+    else:
+        out = gated_delta_rule.verify(
+            q,
+            k,
+            v,
+            a.reshape(rows, drafts, -1),
+            b.reshape(rows, drafts, -1),
+            states.pool,
+            states.slots,
+            states.draft_slots,
+            parents=parents_below_roots(retrieve_parent_token),
+            A=-A_log.float().exp(),
+            dt_bias=dt_bias,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+        )
     states.keep(intermediate_states_buffer, intermediate_state_indices)
     return out.flatten(0, 1)[None]

@@ -87,3 +87,16 @@ def soft_cap(full_logits: torch.Tensor, final_logit_softcapping: float) -> torch
     """
     bounded = (full_logits.float() / final_logit_softcapping).tanh()
     return full_logits.copy_(bounded * final_logit_softcapping)
+
+
+def gate_within(input: torch.Tensor, output: torch.Tensor, swiglu_limit: float) -> None:
+    """Multiply by the SiLU of the gates, both bounded.
+
+    Args:
+        input: ``[T, 2 * D]``: gates, then what they are multiplied with.
+        output: ``[T, D]``, written.
+        swiglu_limit: bound of the gates from above, and of the others on both sides.
+    """
+    gate, other = input.float().chunk(2, -1)
+    opened = functional.silu(gate.clamp(max=swiglu_limit))
+    output.copy_(opened * other.clamp(-swiglu_limit, swiglu_limit))

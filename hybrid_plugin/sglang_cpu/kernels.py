@@ -23,6 +23,7 @@ from hybrid_plugin.sglang_cpu.replacements import (
     REPLACEMENTS,
     TREE_MASKS,
 )
+from hybrid_plugin.sglang_cpu.sparse_latents import read_chosen_latents
 from hybrid_plugin.sglang_cpu.window_attention import read_windows_in_their_pool
 from hybrid_plugin.upstream.hookpoints import LiveView, problems, resolve
 
@@ -50,6 +51,7 @@ def install() -> None:
         setattr(module, missing.name, load(missing.ours))
     read_windows_in_their_pool()
     verify_with_a_mask()
+    read_chosen_latents()
     leave_models_without_heads(replace)
 
 

@@ -49,6 +49,20 @@ NEEDED = {
         ":reconstruct_indices_from_tree_mask_func",
         "reconstruct_indices_from_tree_mask",
     ),
+    "cpu.mix_streams_in_torch": _while_there(
+        "sglang.kernels.ops.layernorm.mhc:_use_tilelang_mhc_pre",
+        "SGLANG_OPT_USE_TILELANG_MHC_PRE",
+    ),
+    "sparse_latents.read_chosen_latents": _while_there(
+        f"{_SRT}.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
+    ),
+    "torch_shims.make_tensors_unpinned": _while_there(
+        f"{_SRT}.layers.attention.dsa.kpool_plan:_kpool_plan_to_gpu", "pin_memory"
+    ),
+    "torch_shims.name_no_gpu": _while_there(
+        f"{_SRT}.arg_groups.overrides:_dsa_kv_cache_dtype_default",
+        "get_device_capability",
+    ),
     "draft_attention.verify_with_a_mask": _while_there(
         f"{_SRT}.layers.attention.torch_native_backend:TorchNativeAttnBackend"
         ".forward_extend",

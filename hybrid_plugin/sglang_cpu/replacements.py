@@ -55,6 +55,8 @@ _LINKS = (
     "retrieve_next_sibling",
 )
 _ROWS = ("req_pool_indices", "req_to_token", "start_offset", "end_offset")
+_SPARSE = "sglang.srt.layers.attention.dsa"
+_RING = ("tail_k", "tail_score")
 _COMMIT = ("dst_indices_raw", "step_indices_raw")
 _TRACK = (
     "cache_indices",
@@ -176,6 +178,13 @@ REPLACEMENTS = (
         "final_logit_softcapping",
     ),
     _replace(
+        "activation.silu_and_mul_clamp:silu_and_mul_clamp",
+        "gates:gate_within",
+        "input",
+        "output",
+        "swiglu_limit",
+    ),
+    _replace(
         "mamba.triton_ops.ssd_combined:mamba_chunk_scan_combined",
         "mamba2:prefill",
         "x",
@@ -243,6 +252,79 @@ REPLACEMENTS = (
         "conv_states_pool",
         "ssm_states_pool",
         *_TRACK,
+    ),
+    # Kimi delta attention.
+    _replace(
+        "attention.fla.kda:chunk_kda",
+        "kimi_delta:prefill",
+        "q",
+        "k",
+        "v",
+        "g",
+        "beta",
+        "scale",
+        "initial_state",
+        "initial_state_indices",
+        "use_qk_l2norm_in_kernel",
+        "cu_seqlens",
+        "A_log",
+        "dt_bias",
+        "lower_bound",
+        "output_intermediate_states",
+        "track_state",
+        "track_chunk_idx",
+        "beta_is_raw",
+        "chunk_indices",
+        "chunk_offsets",
+        "kwargs",
+    ),
+    _replace(
+        "attention.fla.fused_recurrent:fused_recurrent_kda_packed_decode",
+        "kimi_delta:step",
+        "mixed_qkv",
+        "a",
+        "b",
+        "A_log",
+        "dt_bias",
+        "scale",
+        "initial_state",
+        "out",
+        "ssm_state_indices",
+        "use_qk_l2norm_in_kernel",
+        "lower_bound",
+    ),
+    # Sparse attention by pooled index keys.
+    _replace(
+        "kpool_fp8_index:kpool_decode_update_and_maybe_write_cache",
+        "index_keys:step",
+        "pool",
+        "buf",
+        *_RING,
+        "key",
+        "slot_score",
+        "ape",
+        "block_tables",
+        "req_pool_indices",
+        "positions",
+        "seq_lens",
+        "out_cache_loc",
+        "round_scale",
+        root=_SPARSE,
+    ),
+    _replace(
+        "kpool_fp8_index:kpool_build_ragged_layout",
+        "index_keys:ragged_layout",
+        "full_page_table",
+        "cu_pages_excl",
+        "ragged_pool_pages",
+        "cu_q_len_excl",
+        "ragged_q_len",
+        "pooled_seq_lens_expanded",
+        "index_page_size",
+        "total_pool_pages",
+        "total_q",
+        "kpool",
+        root=_SPARSE,
     ),
     # Verification of drafts.
     _replace(
@@ -466,6 +548,55 @@ DRAFTS = (
 )
 """What `draft_attention` and the platform's functions for drafts rely on."""
 
+SPARSE = (
+    HookPoint(
+        f"{_SPARSE}.dsa_indexer_kpool:IndexerKPool.forward_cuda",
+        (
+            "self",
+            "x",
+            "q_lora",
+            "positions",
+            "forward_batch",
+            "layer_id",
+            "return_indices",
+            "use_cuda_graph",
+        ),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_SPARSE}.dsa_indexer_kpool:IndexerKPool.__init__",
+        mentions=(
+            "index_kpool_compress_ape",
+            "index_kpool_compress_gate",
+            "k_norm",
+            "skip_rope",
+            "softmax_scale",
+            "weights_proj",
+            "wq_b",
+        ),
+    ),
+    HookPoint(
+        f"{_SPARSE}.kpool_plan:init_kpool_extend_metadata",
+        (
+            "metadata",
+            "forward_batch",
+            "kpool",
+            "physical_page_size",
+            "index_page_size",
+            "topk_transform_method",
+            "full_real_page_table",
+            "full_seqlens_expanded",
+        ),
+        mentions=("kpool_extend_plan",),
+    ),
+    HookPoint(f"{_SRT}.layers.attention.attention_registry:ATTENTION_BACKENDS"),
+    HookPoint(
+        "sglang.kernels.fused_op:BaseFusedOp.register_oot_forward",
+        ("op_cls", "fn", "platform_key"),
+    ),
+)
+"""What `sparse_latents` takes the place of, and reads."""
+
 HEADS = HookPoint(
     DIVIDES_HEADS,
     ("model_config", "load_config", "tp_size"),
@@ -481,6 +612,7 @@ HOOKS = (
     *WINDOWS,
     TREE_MASKS,
     *DRAFTS,
+    *SPARSE,
     HEADS,
 )
 """All that `kernels.install` relies on."""

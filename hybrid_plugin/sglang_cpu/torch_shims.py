@@ -19,6 +19,8 @@ def apply() -> None:
     """Apply all; a second call changes nothing."""
     answer_with_the_cpu_module()
     leave_memory_unpinned()
+    make_tensors_unpinned()
+    name_no_gpu()
     wait_for_no_gpu()
 
 
@@ -61,6 +63,46 @@ def wait_for_no_gpu() -> None:
 
     setattr(synchronize, _APPLIED, original)
     torch.cuda.synchronize = synchronize
+
+
+def name_no_gpu() -> None:
+    """Symptom: a model with sparse attention does not start, "Found no NVIDIA driver".
+
+    Cause: what chooses its kernels asks `torch.cuda` what the GPU is capable of,
+    whatever device there is.
+    Fix: answer that it is capable of nothing.
+    Delete when: it asks its platform first.
+    """
+    original = torch.cuda.get_device_capability
+    if hasattr(original, _APPLIED):
+        return
+
+    @functools.wraps(original)
+    def get_device_capability(device: object = None) -> tuple[int, int]:
+        return 0, 0
+
+    setattr(get_device_capability, _APPLIED, original)
+    torch.cuda.get_device_capability = get_device_capability
+
+
+def make_tensors_unpinned() -> None:
+    """Symptom: a prefill with pooled index keys fails, "Cannot access accelerator
+    device when none is available".
+
+    Cause: its plan is made in pinned memory whatever the platform says.
+    Fix: a tensor that is made to be pinned is made without.
+    Delete when: SGLang asks `is_pin_memory_available` there as elsewhere.
+    """
+    original = torch.tensor
+    if hasattr(original, _APPLIED):
+        return
+
+    @functools.wraps(original)
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return original(*args, **kwargs)
+
+    setattr(tensor, _APPLIED, original)
+    torch.tensor = tensor
 
 
 def leave_memory_unpinned() -> None:

@@ -259,6 +259,53 @@ def write_recurrent_gemma(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed)
 
 
+def write_glm5_next(folder: Path, seed: int = 0) -> Path:
+    """Write a GLM-5.3-Flash (Kimi delta attention, sparse latent attention): small.
+
+    An index key stands for 4 tokens, as published, and a query reads 16 of them.
+    """
+    from transformers import Glm5NextConfig
+
+    kinds = ["linear_attention", "indexed_attention"] * 3
+    text = {
+        **{name: value for name, value in SMALL.items() if name != "head_dim"},
+        "num_key_value_heads": 4,
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "mlp_layer_types": ["dense"] * len(kinds),
+        "indexer_types": ["full"] * len(kinds),
+        "q_lora_rank": 48,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "index_topk": 64,
+        "index_head_dim": 128,
+        "index_n_heads": 4,
+        "index_kpool": 4,
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "hc_mult": 2,
+        "tie_word_embeddings": False,
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 128,
+        "projection_intermediate_size": 64,
+    }
+    config = Glm5NextConfig(text_config=text, vision_config=vision)
+    published = {
+        "mhc": True,
+        "index_kpool_compress": True,
+        "indexer_types": None,
+        "first_k_dense_replace": len(kinds),
+        "num_nextn_predict_layers": 0,
+    }
+    return _write_with_images(config, folder, seed, published)
+
+
 def write_minimax(folder: Path, seed: int = 0) -> Path:
     """Write a MiniMax (lightning attention, attention, experts) of that size."""
     from transformers import MiniMaxConfig
@@ -518,6 +565,35 @@ def _write_reference(
     return folder
 
 
+def _write_with_images(
+    config: PretrainedConfig, folder: Path, seed: int, published: dict[str, Any]
+) -> Path:
+    """Write a model that takes images, with its tower.
+
+    Args:
+        config: as transformers has it.
+        folder: is made.
+        seed: of the weights.
+        published: what published configurations of its text model say besides; None
+            for what they leave out.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config).float()
+    for name, weight in model.named_parameters():
+        _initialise(name, weight.data)
+    model.save_pretrained(folder)
+    for file in TOKENIZER.glob("*token*"):
+        shutil.copy(file, folder)
+    path = folder / "config.json"
+    found = json.loads(path.read_text())
+    text = found["text_config"] | published
+    found["text_config"] = {k: v for k, v in text.items() if v is not None}
+    path.write_text(json.dumps(found, indent=2))
+    return folder
+
+
 def _write(config: PretrainedConfig, folder: Path, seed: int, **changes: Any) -> Path:
     from transformers import AutoModelForCausalLM
 
@@ -560,8 +636,12 @@ def _cut_convolutions(tensors: Tensors, sizes: list[int]) -> None:
 
 
 def _initialise(name: str, weight: torch.Tensor) -> None:
-    if name.endswith("A_log"):
+    if name.endswith("forget_gate.A_log"):
+        weight.uniform_(0.0, 0.3)
+    elif name.endswith("A_log"):
         weight.uniform_(-1.0, 0.5)
+    elif name.endswith("forget_gate.dt_bias"):  # 5 sigmoid: steps of 0.001 to 0.05
+        weight.uniform_(-8.0, -5.0)
     elif name.endswith("dt_bias"):  # softplus: steps of 0.002 to 0.05
         weight.uniform_(-6.0, -3.0)
     elif name.endswith(".D"):

@@ -39,7 +39,6 @@ SPEECH = "it cannot serve this: SGLang keeps more of a request of this model tha
 _HERE = "sglang.srt.configs"
 
 OTHERWISE = {
-    "Glm5NextForConditionalGeneration": "(index keys)",
     "Qwen4ExpForConditionalGeneration": "(compressed keys)",
 }
 """What becomes of the examples that are not served."""

@@ -288,6 +288,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
             "post_capture_kv_active": False,
             "side_states": {},
             "attn_dp_size": 1,
+            "model_config": SimpleNamespace(hf_config=SimpleNamespace()),
         },
     }
     for name, value in changes.items():

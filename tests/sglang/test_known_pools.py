@@ -14,11 +14,14 @@ pytest.importorskip("sglang")
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.sglang import known_pools, planning
+from hybrid_plugin.core.commands import Copy, Pool
+from hybrid_plugin.sglang import index_keys, known_pools, planning
 from hybrid_plugin.sglang.pool_memory import PoolMemory
+from hybrid_plugin.sglang.pool_rows import index_tensors
+from hybrid_plugin.sglang.rings import Rings
 from hybrid_plugin.sglang.speculation.replay.passes import Replay
 from hybrid_plugin.sglang.speculation.scratch import scratch_tensors
 
@@ -70,6 +73,28 @@ def states(**more: Any) -> Any:
     )
 
 
+INDEXED = {
+    "use_mla": True,
+    "use_dsa": True,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 0,
+    "kv_cache_dim": 16,
+    "index_head_dim": 128,
+    "index_kpool": 4,
+    "index_kpool_compress": True,
+    "max_running_requests": 5,
+    "skip_topk_layers": [False, True],
+    "size": 512,
+    "page_size": 256,
+}
+
+
+def indexed_pool(slots: Any) -> Any:
+    """SGLang's pool of two attention layers, of which the first has index keys."""
+    with get_parallel().override(attn_dcp_size=1):
+        return HybridLinearKVPool(mamba_pool=slots.mamba_pool, **(ATTENTION | INDEXED))
+
+
 def check(kv_pool: Any, slots: Any) -> None:
     """As `take_over` does."""
     stock = SimpleNamespace(get_kvcache=lambda: kv_pool)
@@ -82,6 +107,49 @@ def check(kv_pool: Any, slots: Any) -> None:
 def test_what_commands_copy_is_all_there_is(more: dict[str, Any]) -> None:
     slots = states()
     check(HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **more), slots)
+
+
+def test_index_keys_and_their_rings_are_copied() -> None:
+    """GLM-5.3-Flash's, of four tokens each, in one of two attention layers."""
+    slots = states()
+    pool = indexed_pool(slots)
+    rings = Rings()
+    rows = rings.give_to_slots(pool.full_kv_pool, slots)
+    check(pool, slots)
+    assert [tuple(one.shape) for one in rows] == [(7, 4 * 128 * 2)] * 2
+    ring, scores = pool.get_compress_tail_buffers(1)
+    assert len(ring) == len(scores) == 7
+    ring[3] = 1
+    executor = PoolMemory().executor(pool, slots.mamba_pool, 256, rings=rows)
+    kept = pool.full_kv_pool.index_key_cache.buffer[0]
+    kept[1], kept[2] = 5, 0
+    executor.run([Copy(Pool.STATE, 3, 2), Copy(Pool.KV, 1, 2)])
+    assert torch.equal(ring[2], ring[3])
+    assert torch.equal(kept[2], kept[1])
+
+
+def test_a_layout_has_as_many_bytes_as_the_pools() -> None:
+    """Host memory is planned by the layout, and copied by the pools."""
+    config = SimpleNamespace(
+        architectures=["Glm5NextForConditionalGeneration"],
+        index_topk=64,
+        index_kpool=4,
+        index_kpool_compress=True,
+        index_head_dim=128,
+        index_topk_pattern="FFFS",
+    )
+    slots = states()
+    params = SimpleNamespace(full_attention_layer_ids=[1, 3])
+    model: Any = SimpleNamespace(hf_config=config)
+    pool = indexed_pool(slots)
+    rows = Rings().give_to_slots(pool.full_kv_pool, slots)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_keys, "mambaish_config", lambda model: params)
+        keys, ring = index_keys.page_group(model, 256), index_keys.ring_group(model)
+    assert keys is not None and ring is not None
+    (found,) = index_tensors(pool.full_kv_pool)
+    assert len(keys.layers) == 1 and keys.page_bytes == found.shape[1]
+    assert len(ring.layers) == 1 and ring.state_bytes == sum(r.shape[1] for r in rows)
 
 
 def test_compressed_keys_beside_the_kv() -> None:

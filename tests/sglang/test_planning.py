@@ -51,7 +51,12 @@ def model(arch: AttentionArch = AttentionArch.MHA) -> Any:
     states = SimpleNamespace(
         mamba2_cache_params=params, full_attention_layer_ids=[1, 3]
     )
-    return SimpleNamespace(attention_arch=arch, context_len=LONGEST, states=states)
+    return SimpleNamespace(
+        attention_arch=arch,
+        context_len=LONGEST,
+        states=states,
+        hf_config=SimpleNamespace(architectures=["SomeModel"]),
+    )
 
 
 @pytest.fixture(autouse=True)

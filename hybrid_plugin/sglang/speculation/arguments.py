@@ -22,12 +22,13 @@ MOST_REQUESTS = 2048
 _RECORDED = (Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2)
 
 
-def conflicts(view: Any, *, windows: bool) -> Iterator[str]:
+def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]:
     """Sentences about what the plugin does not support, with the way out.
 
     Args:
         view: SGLang's resolved arguments.
         windows: whether the model has a pool for windows.
+        rings: whether some of its index keys stand for several tokens.
     """
     name = algorithm(view)
     if name is None:
@@ -41,6 +42,11 @@ def conflicts(view: Any, *, windows: bool) -> Iterator[str]:
         yield (
             "drafts are not supported yet for models with windows; drop "
             f"--speculative-algorithm, or {FLAG}."
+        )
+    if rings:
+        yield (
+            "drafts are not supported yet for models whose index keys stand for "
+            f"several tokens; drop --speculative-algorithm, or {FLAG}."
         )
     if view.enable_multi_layer_eagle:
         yield (
