@@ -11,25 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
-from hybrid_plugin.core.stats import OuterStats
-from hybrid_plugin.core.tiers.outer_tier import StoredBundle, Storing
+from hybrid_plugin.core.tiers.outer_tier import Storing
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.tiers.bundle import Layouts
-from hybrid_plugin.tiers.describe import frame_bytes
-from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.identity import Identity
-from hybrid_plugin.tiers.index import BundleIndex, Entry
+from hybrid_plugin.tiers.index import Entry
 from hybrid_plugin.tiers.keys import BundleName, keys_at, name_of
-from hybrid_plugin.tiers.last_reads import LastReads
-
-_SOUND: tuple[str, ...] = (Reason.OTHER_TOKENS, Reason.LAYOUT)
-"""A bundle that could not be read for these is in order; any other is removed, so that
-nobody waits for it again."""
+from hybrid_plugin.tiers.known_bundles import SOUND, KnownBundles, key_of
 
 
-class DiskTier:
+class DiskTier(KnownBundles):
     """What `OuterTier` asks for, of files in a folder.
 
     Of a bundle every rank has a file with its part.  The files of all ranks on this
@@ -39,10 +31,6 @@ class DiskTier:
     """
 
     name = "disk"
-    keeps_bundles = True
-    offers_bundles = False
-    is_divisible = False
-    reads_at_once = 1
 
     def __init__(
         self,
@@ -61,15 +49,8 @@ class DiskTier:
             layouts: of all ranks whose files share the budget, by their names.
             read_bytes_per_second: that a rank reads while the others do, as measured.
         """
-        self.stats = OuterStats()
-        self.version = 0
+        super().__init__(identity, layouts, read_bytes_per_second)
         self._budget = budget
-        self._identity = identity
-        self._fingerprint = identity.fingerprint()
-        self._layouts = dict(layouts)
-        self._index = BundleIndex()
-        self._pending: set[str] = set()
-        """Keys of what is being stored."""
         self._pins: Counter[str] = Counter()
         """By key, how many hold it; there need not be a bundle."""
         self._pinned: tuple[int, int] | None = None
@@ -80,8 +61,6 @@ class DiskTier:
         """Bytes of what else lies in the folder and counts, which never goes."""
         self.sessions = 0
         """That are saved; `SessionBook` counts them."""
-        # A second of reading, as much as the first fetches are worth.
-        self._reads = LastReads((read_bytes_per_second, 1.0))
         entries = list(entries)
         for entry in entries:
             self._index.add(entry)
@@ -114,11 +93,6 @@ class DiskTier:
         """Bundles, those that cannot be read here included."""
         return len(self._index)
 
-    @property
-    def read_bytes_per_second(self) -> float:
-        """That a rank reads while the others do: of the last reads together."""
-        return self._reads.bytes_per_second
-
     # ----------------------------------------------------------------- finding
 
     def trim(self) -> Sequence[str]:
@@ -126,66 +100,20 @@ class DiskTier:
         return self._make_room(0, self._kept(()))
 
     @property
-    def fingerprint(self) -> str:
-        """Of the model whose bundles are found."""
-        return self._fingerprint
-
-    @property
     def is_renewed(self) -> bool:
         """Whether the weights are others than any that a restart has."""
         return bool(self._identity.update)
 
-    def renew(self, update: str) -> None:
-        """Find and store for other weights from now on.
-
-        Args:
-            update: `Identity.update`.
-        """
-        self._identity = replace(self._identity, update=update)
-        self._fingerprint = self._identity.fingerprint()
-        self.version += 1
-
-    def find(
-        self, namespace: Hashable, tokens: Tokens, limit: int
-    ) -> Sequence[StoredBundle]:
-        """See `OuterTier.find`; what has no name on disk has no bundles there."""
-        try:
-            path = self._index.longest(self._fingerprint, namespace, tokens, limit)
-        except TypeError:  # no such name
-            return ()
-        return [
-            StoredBundle(entry.name.text, entry.start, entry.end)
-            for entry in path or ()
-        ]
-
-    def read_seconds(self, key: str, size: int) -> float:
-        """See `OuterTier.read_seconds`."""
-        return self._reads.seconds(size)
-
-    def patience(self, computing: float) -> float:
-        """As long as computing takes: nobody is served later than twice the time."""
-        return computing
-
-    def fetch_refused(self, key: str, computing: float) -> None:
-        """See `OuterTier.fetch_refused`; it changes nothing here."""
-
-    def begin_fetch(self, key: str, size: int) -> None:
-        """See `OuterTier.begin_fetch`; it changes nothing here."""
-
-    def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
-        """See `OuterTier.fetched`."""
-        for key in keys:
-            self._use(_file_key(key))
-        if seconds:
-            self._reads.add(size, seconds)
-
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
-        """See `OuterTier.fetch_failed`."""
-        entry = self._index.get(_file_key(key))
+        """See `OuterTier.fetch_failed`.
+
+        What is not in order is removed, so that nobody waits for it again.
+        """
+        entry = self._index.get(key_of(key))
         if entry is None or not entry.is_usable:
             return ()  # evicted, or stored anew, since it was found
         self.version += 1
-        if reason in _SOUND:
+        if reason in SOUND:
             self._index.show(entry.name.key, is_usable=False)
             return ()
         self._index.remove(entry.name.key)
@@ -210,18 +138,11 @@ class DiskTier:
 
     def stored(self, key: str, seconds: float | None) -> None:
         """See `OuterTier.stored`."""
-        own = _file_key(key)
+        own = key_of(key)
         self._pending.discard(own)
         self._index.show(own, is_usable=True)
         self._use(own)
         self.version += 1
-
-    def store_failed(self, key: str, reason: str) -> Sequence[str]:
-        """See `OuterTier.store_failed`."""
-        own = _file_key(key)
-        self._pending.discard(own)
-        self._index.remove(own)
-        return (key,)
 
     def clear(self) -> Sequence[str]:
         """See `OuterTier.clear`; the bundles of other models stay.
@@ -342,13 +263,6 @@ class DiskTier:
         self._index.use(before)
         return Storing(name.text, discard)
 
-    def _file_bytes(self, name: BundleName, start: int, end: int, size: int) -> int:
-        """Bytes of all ranks' files, or a little more."""
-        return sum(
-            size + frame_bytes(name, start, end, rank, own)
-            for rank, own in self._layouts.items()
-        )
-
     def _kept(self, before: Iterable[Entry]) -> list[Entry]:
         """What nothing makes room for: what is pinned or being stored, and what comes
         before."""
@@ -394,12 +308,3 @@ class DiskTier:
             keys.append(entry.name.text)
         self.version += bool(keys)
         return tuple(keys)
-
-    def _use(self, key: str) -> None:
-        """Note that somebody uses a bundle, and those before it."""
-        self._index.use(self._index.path_to(key) or ())
-
-
-def _file_key(key: str) -> str:
-    """What a file is called, by the name that commands carry."""
-    return BundleName.from_text(key).key

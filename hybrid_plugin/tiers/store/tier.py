@@ -9,25 +9,20 @@ likes, so what is known may be gone: then a fetch fails, and the request compute
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
-from hybrid_plugin.core.stats import OuterStats
-from hybrid_plugin.core.tiers.outer_tier import StoredBundle, Storing
+from hybrid_plugin.core.tiers.outer_tier import Storing
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.tiers.bundle import Layouts
-from hybrid_plugin.tiers.describe import frame_bytes
 from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.identity import Identity
-from hybrid_plugin.tiers.index import BundleIndex, Entry
-from hybrid_plugin.tiers.keys import BundleName, name_of
-from hybrid_plugin.tiers.last_reads import LastReads
+from hybrid_plugin.tiers.index import Entry
+from hybrid_plugin.tiers.keys import name_of
+from hybrid_plugin.tiers.known_bundles import SOUND, KnownBundles, key_of
 from hybrid_plugin.tiers.store.directory import Found
 
 MOST_KNOWN: Final = 100_000
 """Bundles that a server remembers; each takes half a kilobyte."""
-_SOUND: tuple[str, ...] = (Reason.OTHER_TOKENS, Reason.LAYOUT)
-"""What could not be read for these is in order, and stays for others."""
 _ELSEWHERE: tuple[str, ...] = (Reason.IO, Reason.INTERNAL)
 """What the store, not the bundle, is to blame for: it stays, too."""
 
@@ -37,14 +32,10 @@ def _anything(tokens: Tokens) -> bool:
     return True
 
 
-class StoreTier:
+class StoreTier(KnownBundles):
     """What `OuterTier` asks for, of objects in a store."""
 
     name = "store"
-    keeps_bundles = True
-    offers_bundles = False
-    is_divisible = False
-    reads_at_once = 1
 
     def __init__(
         self,
@@ -64,17 +55,9 @@ class StoreTier:
             takes: whether a sequence means the same to other servers.
             most: bundles that are remembered.
         """
-        self.stats = OuterStats()
-        self.version = 0
-        self._identity = identity
-        self._fingerprint = identity.fingerprint()
-        self._layouts = dict(layouts)
+        super().__init__(identity, layouts, read_bytes_per_second)
         self._takes = takes
         self._most = most
-        self._index = BundleIndex()
-        self._pending: set[str] = set()
-        """Keys of what is being stored."""
-        self._reads = LastReads((read_bytes_per_second, 1.0))
         self.news: list[tuple[Entry, bool]] = []
         """Bundles that directories are to list from now on, or no more."""
 
@@ -82,26 +65,6 @@ class StoreTier:
     def used_bytes(self) -> int:
         """Bytes of what this server knows to be in the store, on all ranks."""
         return self._index.used_bytes
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the model whose bundles are found."""
-        return self._fingerprint
-
-    @property
-    def read_bytes_per_second(self) -> float:
-        """That a rank reads while the others do: of the last reads together."""
-        return self._reads.bytes_per_second
-
-    def renew(self, update: str) -> None:
-        """Find and store for other weights from now on.
-
-        Args:
-            update: `Identity.update`.
-        """
-        self._identity = replace(self._identity, update=update)
-        self._fingerprint = self._identity.fingerprint()
-        self.version += 1
 
     # ----------------------------------------------------------------- finding
 
@@ -119,44 +82,13 @@ class StoreTier:
             self._use(entry.name.key)
         self._forget_oldest()
 
-    def find(
-        self, namespace: Hashable, tokens: Tokens, limit: int
-    ) -> Sequence[StoredBundle]:
-        """See `OuterTier.find`; what has no name outside this process is not there."""
-        try:
-            path = self._index.longest(self._fingerprint, namespace, tokens, limit)
-        except TypeError:  # no such name
-            return ()
-        return [StoredBundle(one.name.text, one.start, one.end) for one in path or ()]
-
-    def read_seconds(self, key: str, size: int) -> float:
-        """See `OuterTier.read_seconds`."""
-        return self._reads.seconds(size)
-
-    def patience(self, computing: float) -> float:
-        """As long as computing takes: nobody is served later than twice the time."""
-        return computing
-
-    def fetch_refused(self, key: str, computing: float) -> None:
-        """See `OuterTier.fetch_refused`; it changes nothing here."""
-
-    def begin_fetch(self, key: str, size: int) -> None:
-        """See `OuterTier.begin_fetch`; it changes nothing here."""
-
-    def fetched(self, keys: Sequence[str], size: int, seconds: float | None) -> None:
-        """See `OuterTier.fetched`."""
-        for key in keys:
-            self._use(_key(key))
-        if seconds:
-            self._reads.add(size, seconds)
-
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`."""
-        entry = self._index.get(_key(key))
+        entry = self._index.get(key_of(key))
         if entry is None or not entry.is_usable:
             return ()
         self.version += 1
-        if reason in _SOUND:
+        if reason in SOUND:
             self._index.show(entry.name.key, is_usable=False)
             return ()
         self._index.remove(entry.name.key)
@@ -189,17 +121,14 @@ class StoreTier:
         if self._index.path_to(name.key) is not None:
             return None
         end = len(tokens)
-        files = sum(
-            size + frame_bytes(name, start, end, rank, own)
-            for rank, own in self._layouts.items()
-        )
+        files = self._file_bytes(name, start, end, size)
         self._index.add(Entry(name, start, end, files, False))
         self._pending.add(name.key)
         return Storing(name.text)
 
     def stored(self, key: str, seconds: float | None) -> None:
         """See `OuterTier.stored`."""
-        own = _key(key)
+        own = key_of(key)
         self._pending.discard(own)
         self._index.show(own, is_usable=True)
         entry = self._index.get(own)
@@ -208,13 +137,6 @@ class StoreTier:
         self.version += 1
         self._use(own)
         self._forget_oldest()
-
-    def store_failed(self, key: str, reason: str) -> Sequence[str]:
-        """See `OuterTier.store_failed`."""
-        own = _key(key)
-        self._pending.discard(own)
-        self._index.remove(own)
-        return (key,)
 
     def clear(self) -> Sequence[str]:
         """See `OuterTier.clear`; what this server does not know of stays."""
@@ -232,9 +154,6 @@ class StoreTier:
 
     # ---------------------------------------------------------------- internal
 
-    def _use(self, key: str) -> None:
-        self._index.use(self._index.path_to(key) or ())
-
     def _forget_oldest(self) -> None:
         """Keep to the number that is remembered; the store keeps what is forgotten."""
         excess = len(self._index) - self._most
@@ -245,7 +164,3 @@ class StoreTier:
         for key in idle[:excess]:
             self._index.remove(key)
             self.version += 1
-
-
-def _key(text: str) -> str:
-    return BundleName.from_text(text).key
