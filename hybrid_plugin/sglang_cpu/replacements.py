@@ -562,6 +562,7 @@ SPARSE = (
             "use_cuda_graph",
         ),
         closed=True,
+        own=True,  # its base class has one that raises
     ),
     HookPoint(
         f"{_SPARSE}.dsa_indexer_kpool:IndexerKPool.__init__",
