@@ -477,7 +477,7 @@ WORKER_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint(f"{_WORKER}.sample_tokens", ("self",), own=True),
-    HookPoint(f"{_WORKER}.get_model", ("self",)),
+    HookPoint(f"{_WORKER}.get_model", ("self",), own=True),
     HookPoint(f"{_WORKER}.sleep", ("self", "level"), closed=True, own=True),
     HookPoint(f"{_WORKER}.wake_up", ("self", "tags"), closed=True, own=True),
     # Whoever sleeps has flushed the cache.

@@ -26,6 +26,7 @@ EXPECTED = {
     "FalconH1ForCausalLM": Mixer.MAMBA2,
     "FalconMambaForCausalLM": None,
     "GigaChat35ForCausalLM": Mixer.GATED_DELTA_NET,
+    "Glm5NextForConditionalGeneration": Mixer.KDA,
     "GraniteMoeHybridForCausalLM": Mixer.MAMBA2,
     "InternS2PreviewForConditionalGeneration": Mixer.GATED_DELTA_NET,
     "JetNemotronForCausalLM": None,
