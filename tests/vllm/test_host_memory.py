@@ -217,11 +217,14 @@ def test_a_request_that_must_not_be_served_from_the_cache() -> None:
     serve(of, "one", 0)
     forget(of)
     running(of)
+    adapter = SimpleNamespace(
+        lora_name="tuned", lora_path="/p", lora_int_id=1, load_inplace=False
+    )
     fields: dict[str, Any]
     for fields in (
         {"skip_reading_prefix_cache": True},
         {"cache_salt": "another"},
-        {"lora_request": SimpleNamespace(lora_name="tuned")},
+        {"lora_request": adapter},
     ):
         assert not of.must_wait(request("again", LENGTH + 1, **fields)), fields
         of.front_door.forget("again")
