@@ -115,6 +115,16 @@ def test_the_option_limits_what_is_taken() -> None:
         memory.close()
 
 
+@pytest.mark.parametrize("available", [-143 * MIB, 0, 8 * KIB - 1])
+def test_no_memory_at_all_is_said_in_a_sentence(available: int) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^There are .* MiB for the cache, less than"
+    ):
+        elastic_memory.take(
+            available, HybridConfig(), torch.device("cpu"), block_bytes=4 * KIB, log=LOG
+        )
+
+
 def test_less_memory_than_hoped_for_is_a_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

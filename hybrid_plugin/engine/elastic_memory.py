@@ -119,8 +119,17 @@ def take(
         device: of this rank.
         block_bytes: of the memory, equal on every rank.
         log: where to say how much less there was.
+
+    Raises:
+        ConfigError: if there is next to none.
     """
     budget = limited(available, options)
+    if budget < 2 * block_bytes:
+        raise ConfigError(
+            f"There are {budget / 2**20:.1f} MiB for the cache, less than two blocks "
+            f"of {block_bytes / 2**20:.1f} MiB: give the engine more of the device's "
+            "memory."
+        )
     memory: VirtualArena
     if device.type == "cpu":
         from hybrid_plugin.device.host_arena import HostArena
