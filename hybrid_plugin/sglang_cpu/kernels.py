@@ -23,7 +23,10 @@ from hybrid_plugin.sglang_cpu.replacements import (
     REPLACEMENTS,
     TREE_MASKS,
 )
-from hybrid_plugin.sglang_cpu.sparse_latents import read_chosen_latents
+from hybrid_plugin.sglang_cpu.sparse_latents import (
+    plan_in_plain_memory,
+    read_chosen_latents,
+)
 from hybrid_plugin.sglang_cpu.window_attention import read_windows_in_their_pool
 from hybrid_plugin.upstream.hookpoints import LiveView, problems, resolve
 
@@ -52,6 +55,7 @@ def install() -> None:
     read_windows_in_their_pool()
     verify_with_a_mask()
     read_chosen_latents()
+    plan_in_plain_memory()
     leave_models_without_heads(replace)
 
 

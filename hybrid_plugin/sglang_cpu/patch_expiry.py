@@ -56,7 +56,7 @@ NEEDED = {
     "sparse_latents.read_chosen_latents": _while_there(
         f"{_SRT}.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
     ),
-    "torch_shims.make_tensors_unpinned": _while_there(
+    "sparse_latents.plan_in_plain_memory": _while_there(
         f"{_SRT}.layers.attention.dsa.kpool_plan:_kpool_plan_to_gpu", "pin_memory"
     ),
     "torch_shims.name_no_gpu": _while_there(

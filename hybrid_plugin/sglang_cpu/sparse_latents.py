@@ -49,6 +49,31 @@ def read_chosen_latents() -> None:
     IndexerKPool.register_oot_forward(IndexerKPool, choose, "native")
 
 
+def plan_in_plain_memory() -> None:
+    """Symptom: a prefill with pooled index keys fails, "Cannot access accelerator
+    device when none is available".
+
+    Cause: its plan is made in pinned memory whatever the platform says.
+    Fix: the module that plans sees a PyTorch that pins no tensor.  Others see PyTorch
+    as it is: with `torch.tensor` replaced for all of them, answers were wrong.
+    Delete when: SGLang asks `is_pin_memory_available` there as elsewhere.
+    """
+    from sglang.srt.layers.attention.dsa import kpool_plan
+
+    kpool_plan.torch = _WithoutPinning()
+
+
+class _WithoutPinning:
+    """PyTorch, but that `tensor` pins nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+
 def make_backend(runner: Any) -> Any:
     """What SGLang calls for `--attention-backend dsa`.
 

@@ -19,7 +19,6 @@ def apply() -> None:
     """Apply all; a second call changes nothing."""
     answer_with_the_cpu_module()
     leave_memory_unpinned()
-    make_tensors_unpinned()
     name_no_gpu()
     wait_for_no_gpu()
 
@@ -83,26 +82,6 @@ def name_no_gpu() -> None:
 
     setattr(get_device_capability, _APPLIED, original)
     torch.cuda.get_device_capability = get_device_capability
-
-
-def make_tensors_unpinned() -> None:
-    """Symptom: a prefill with pooled index keys fails, "Cannot access accelerator
-    device when none is available".
-
-    Cause: its plan is made in pinned memory whatever the platform says.
-    Fix: a tensor that is made to be pinned is made without.
-    Delete when: SGLang asks `is_pin_memory_available` there as elsewhere.
-    """
-    original = torch.tensor
-    if hasattr(original, _APPLIED):
-        return
-
-    @functools.wraps(original)
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return original(*args, **kwargs)
-
-    setattr(tensor, _APPLIED, original)
-    torch.tensor = tensor
 
 
 def leave_memory_unpinned() -> None:
