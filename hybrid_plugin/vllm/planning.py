@@ -157,13 +157,14 @@ def groups_of_ranks(
         UnservableError: as `make_groups` does.
     """
     merged = {name: spec for specs in worker_specs for name, spec in specs.items()}
+    groups = make_groups(merged)
     return [
         [
             KVCacheGroupSpec(
                 [name for name in group.layer_names if name in specs],
                 group.kv_cache_spec,
             )
-            for group in make_groups(merged)
+            for group in groups
         ]
         for specs in worker_specs
     ]
