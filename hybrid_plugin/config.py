@@ -128,7 +128,8 @@ class HybridConfig:
         "auto",
         "How states of unverified drafts are kept: `columns`, a state after each "
         "draft; `replay`, one state and a small record of each draft, on our kernels; "
-        "or `auto`, which takes `replay` where it was measured to serve as fast.",
+        "or `auto`, which takes `replay` where it was measured to serve as fast, with "
+        "the same answers: nowhere so far.",
     )
     verify_fraction: float = _option(
         0.0,

@@ -155,6 +155,8 @@ def test_records_let_as_many_requests_run_as_without_drafts(
 def test_records_are_kept_by_default_where_they_were_measured_to_be_as_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    known = {"sglang": frozenset({Mixer.GATED_DELTA_NET}), "vllm": frozenset()}
+    monkeypatch.setattr(kernel_choice, "RECORDS_AS_FAST", known)
     monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
     kept = {
         mixer
