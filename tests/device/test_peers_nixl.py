@@ -238,3 +238,15 @@ def _listening(pid: int) -> set[tuple[str, int]]:
             found.add((".".join(map(str, numbers)), int(port, 16)))
     assert Path(f"/proc/{pid}/net/tcp").exists()
     return found
+
+
+def test_a_process_that_made_an_agent_ends_well() -> None:
+    """With the system's RDMA drivers, NIXL by itself dies when it exits (1.5.1)."""
+    made = (
+        "import torch\n"
+        "from hybrid_plugin.tiers.peers.agent import NixlAgent\n"
+        "memory = torch.zeros(1 << 16, dtype=torch.int8)\n"
+        "agent = NixlAgent((memory.data_ptr(), memory.numel()), loopback=True)\n"
+        "agent.close()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", made], check=False).returncode == 0

@@ -8,6 +8,7 @@ memory of the device: elastic pools are mapped memory, which NIXL reads far more
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -27,6 +28,8 @@ from hybrid_plugin.tiers.peers.ranges import Range, ranges_of
 
 _PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
 """The library's package by the CUDA that it was built for; none needs a GPU."""
+_NETLINK = "libnl-route-3.so.200"
+"""The system's library that `_keep_netlink_apart` loads."""
 _DEVICES = "UCX_NET_DEVICES"
 """Environment variable: on which network devices UCX listens and connects."""
 _MALFORMED = ("nixlNotFoundError", "nixlInvalidParamError", "nixlMismatchError")
@@ -84,6 +87,7 @@ def library() -> ModuleType:
     Raises:
         ConfigError: if it is not installed.
     """
+    _keep_netlink_apart()
     for name in _PACKAGES:
         try:
             return importlib.import_module(f"{name}._api")
@@ -93,6 +97,23 @@ def library() -> ModuleType:
         "peers need NVIDIA's NIXL, which is not installed: pip install nixl-cu12, or "
         "nixl-cu13 with CUDA 13; or leave peers out."
     )
+
+
+def _keep_netlink_apart() -> None:
+    """Load the system's libnl-route before NIXL brings its own.
+
+    Symptom: where RDMA drivers are installed (Debian's libibverbs1), every process that
+    has made an agent dies of SIGSEGV when it exits, after all of its work.
+    Cause: NIXL's wheels (seen in 1.5.1) bring a copy of libnl-route under another name.
+    UCX's module for EFA loads the system's libefa and with that the system's
+    libnl-route, whose functions then are the copy's: both share one list, and take
+    themselves out of it after the other is gone.
+    Fix: a library that was loaded before the copy uses its own functions.
+    Delete when `tests/device/test_peers_nixl.py` passes without it, RDMA drivers
+    installed.
+    """
+    with contextlib.suppress(OSError):  # not installed: nothing can load it
+        ctypes.CDLL(_NETLINK)
 
 
 class NixlAgent:
