@@ -418,6 +418,7 @@ def audit_structure(tree: MambaRadixCache) -> None:
         assert root.parent is None and root.end == 0 and root.snapshot is None
         assert not root.is_leaf, "an empty namespace stays"
     for node in tree.nodes():
+        assert node.needed_by == node.needed_now()
         for key, child in node.children.items():
             assert not child.is_tail
             assert key == child.tokens[: tree.page_size].tobytes()

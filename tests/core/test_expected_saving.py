@@ -67,6 +67,56 @@ def test_a_snapshot_saves_what_the_one_before_it_does_not() -> None:
     assert worth(tree, policy, second) == rate * 100 / (100 + 100)
 
 
+def test_what_several_need_is_shared_among_them() -> None:
+    """That none of them keeps it alone does not make it free."""
+    tree, policy = tree_and_policy()
+    stem = path(tree, 1000, 300)
+    ends = []
+    for first in (5000, 6000, 7000):
+        tokens = array("q", [*range(1000, 1300), *range(first, first + 20)])
+        end, _ = tree.insert(None, tokens, array("i", range(1, 321)))
+        ends.append(keep(tree, end, TURN))
+    one = path(tree, 9000, 320)
+    keep(tree, one, TURN)
+    rate = policy.reuse.rate(unused_class(TURN, None), 0)
+    assert stem.needed_by == 3
+    assert worth(tree, policy, ends[0]) == rate * 320 / (100 + 20 + 300 / 3)
+    assert worth(tree, policy, one) == rate * 320 / (100 + 320)
+    tree.detach_snapshot(ends[0])
+    assert worth(tree, policy, ends[1]) == rate * 320 / (100 + 20 + 300 / 2)
+    tree.detach_snapshot(ends[1])
+    assert worth(tree, policy, ends[2]) == worth(tree, policy, one)
+
+
+def test_who_is_left_with_what_others_shared_is_ranked_anew() -> None:
+    tree, _ = tree_and_policy()
+    tokens, ends = array("q", range(1000, 1300)), []
+    for last in range(40):
+        end, _ = tree.insert(None, tokens + array("q", [last]), array("i", range(301)))
+        ends.append(keep(tree, end, TURN))
+    assert tree.next_snapshot() is not None, "all are ranked"
+    for end in ends[1:]:
+        tree.detach_snapshot(end)
+        assert tree.next_snapshot() is not None
+        shared = 300 / end.parent.needed_by if end.parent else 0
+        ranked = tree._snapshots.rank(ends[0]).value
+        # The share that its rank tells of is half of what it is now, at least.
+        assert 301 / (100 + 1 + shared) <= ranked <= 301 / (100 + 1 + shared / 2)
+    assert tree._snapshots.rank(ends[0]).value == 301 / (100 + 301)
+
+
+def test_the_kv_before_a_snapshot_is_its_own_affair() -> None:
+    """Those behind it start there, and answer for what follows alone."""
+    tree, _ = tree_and_policy()
+    stem = keep(tree, path(tree, 1000, 300), BRANCH)
+    tokens = array("q", [*range(1000, 1300), *range(5000, 5020)])
+    end, _ = tree.insert(None, tokens, array("i", range(1, 321)))
+    keep(tree, end, TURN)
+    assert (stem.share(), end.share(), stem.needed_by) == (300, 20, 1)
+    tree.detach_snapshot(stem)
+    assert (end.share(), stem.needed_by) == (320, 1)
+
+
 def test_a_superseded_one_holds_only_its_slot_and_is_hardly_used() -> None:
     tree, policy = tree_and_policy()
     first, second = path(tree, 1000, 200), path(tree, 1000, 300)

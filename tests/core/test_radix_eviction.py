@@ -254,7 +254,7 @@ class TestSuperseding:
         self.turn(tree, second, 2)
         assert self.superseded(first, second) == [True, False]
         assert tree.next_snapshot() is first
-        assert second.resume_before() == 0 and second.alone() == 4
+        assert second.resume_before() == 0 and second.share() == 4
 
     def test_not_before_it_was_used(self) -> None:
         tree, (first, second) = self.chain(2, 4)
@@ -311,7 +311,7 @@ class TestSuperseding:
         second, _ = tree.insert_tail(longer, t("i"), 4)
         self.turn(tree, second, 2)
         assert self.superseded(first, second) == [True, False]
-        assert second.alone() == 9, "nothing but the superseded tail branches off"
+        assert second.share() == 9, "nothing but the superseded tail branches off"
         third, _ = tree.insert_tail(node, t("efx"), 5)
         tree.use_snapshot(first)
         self.turn(tree, third, 3)

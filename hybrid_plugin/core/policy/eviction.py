@@ -152,7 +152,7 @@ class ExpectedSaving(LeastRecentlyUsed):
         """Its worth is the expected tokens saved per byte and admission."""
         held = self.slot_bytes
         if not snapshot.is_superseded:  # otherwise its successor needs the KV as well
-            held += self.token_bytes * node.alone()
+            held += self.token_bytes * node.share()
         value = (node.end - node.resume_before()) / max(held, 1.0)
         return Rank(class_of(snapshot), snapshot.used_at // ADMISSION, value)
 

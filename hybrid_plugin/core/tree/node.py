@@ -58,6 +58,9 @@ class Node:
     """Clock value when a sequence last reached this node or ended here."""
     has_lost_state: bool = False
     """Whether there was a snapshot here that was evicted."""
+    needed_by: int = 0
+    """Number of wanted snapshots at this node or below, of those that lie one behind
+    another the first alone: all that cannot be resumed from without this node's KV."""
     evicted: Below = field(default_factory=nothing)
     """What was evicted behind this node lately; not for roots."""
 
@@ -88,11 +91,13 @@ class Node:
     def resume_before(self) -> int:
         """Position of the nearest snapshot before this node on its path; 0 for none.
 
-        Superseded ones do not count, because they are evicted first.
+        Superseded ones count for a superseded one alone, because they are evicted
+        before others.
         """
+        counts_all = self.snapshot is not None and self.snapshot.is_superseded
         node = self.parent
         while node is not None:
-            if node._is_wanted():
+            if node.is_wanted or (counts_all and node.snapshot is not None):
                 return node.end
             node = node.parent
         return 0
@@ -106,17 +111,28 @@ class Node:
             found = node.pages + found
         return found[len(found) - count :]
 
-    def alone(self) -> int:
-        """Number of tokens up to this node's end that nothing else needs.
+    def share(self) -> float:
+        """Tokens of KV that a snapshot at this node's end answers for.
 
-        They start where another path branches off, or at the nearest snapshot.
+        They begin behind the nearest wanted snapshot before it, or at the root.  Where
+        several snapshots need them, each answers for an equal part: that none of them
+        alone keeps the KV does not make it free.  Takes time linear in the nodes.
         """
-        node = self
-        while (parent := node.parent) is not None:
-            if parent._is_wanted() or parent._branches(node):
-                return self.end - parent.end
-            node = parent
-        return self.end
+        more = 0 if self.is_wanted else 1 - self.needed_by
+        node, share = self, 0.0
+        while node.parent is not None:
+            share += len(node.tokens) / (node.needed_by + more)
+            node = node.parent
+            if node.is_wanted:
+                break
+        return share
+
+    def needed_now(self) -> int:
+        """What `needed_by` has to be, by those of the nodes below."""
+        if self.is_wanted:
+            return 1
+        below = (*self.children.values(), *self.tails.values())
+        return sum(child.needed_by for child in below)
 
     def resumed_before(self) -> Node | None:
         """The nearest node with a snapshot before this one that only leads here.
@@ -140,9 +156,7 @@ class Node:
         """Whether paths other than that to `child` begin here."""
         if len(self.children) > (not child.is_tail):
             return True
-        return any(
-            tail is not child and tail._is_wanted() for tail in self.tails.values()
-        )
+        return any(tail is not child and tail.is_wanted for tail in self.tails.values())
 
     def _tail_before(self, child: Node) -> Node | None:
         """The longest tail of this node that the path to `child` continues."""
@@ -163,5 +177,7 @@ class Node:
             for other in (*self.children.values(), *self.tails.values())
         )
 
-    def _is_wanted(self) -> bool:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a snapshot that none took the place of."""
         return self.snapshot is not None and not self.snapshot.is_superseded

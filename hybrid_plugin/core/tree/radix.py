@@ -26,8 +26,10 @@ from hybrid_plugin.core.tree.tokens import Pages, Tokens, common_units
 
 _NO_PAGES: Pages = array("i")
 _MOST_RANKED_ANEW = 32
-"""Nodes below a new snapshot that are looked at: where prompts part for the first time,
-there are few."""
+"""Nodes that are looked at to find the next snapshots, besides one for each: where
+prompts part for the first time, there are few."""
+_FEW = 8
+"""Snapshots that share KV, of which one less changes the others' shares noticeably."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,7 @@ class MambaRadixCache:
         old = None if before is None else before.snapshot
         if old is not None and old.is_superseded_by(snapshot):
             self._supersede(before, True)
+        self._recount(node)
         self.rank(node)
         self._rank_below(node)
         self.version += 1
@@ -329,6 +332,7 @@ class MambaRadixCache:
         if node.snapshot is not None:
             node.snapshot.used_at = self._tick()
             node.snapshot.is_superseded = False
+            self._recount(node)
             self.rank(node)
 
     def use_snapshot(self, node: Node) -> None:
@@ -568,6 +572,7 @@ class MambaRadixCache:
         start = lower.end - len(lower.tokens)
         upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], start + cut)
         upper.used_at = lower.used_at
+        upper.needed_by = lower.needed_by
         lower.tokens, lower.pages = lower.tokens[cut:], lower.pages[pages:]
         parent.link(upper.tokens[:size].tobytes(), upper)
         upper.link(lower.tokens[:size].tobytes(), lower)
@@ -600,19 +605,17 @@ class MambaRadixCache:
         self._snapshots.discard(node, self.admissions)
 
     def _rank_below(self, node: Node) -> None:
-        """Rank the next snapshots behind that of `node`, which save less now."""
-        if node.is_leaf:
-            return
+        """Rank the next snapshots behind `node`, whose worth may have fallen."""
         below = [node]
-        for _ in range(_MOST_RANKED_ANEW):
+        for _ in range(_MOST_RANKED_ANEW + node.needed_by):
             if not below:
                 return
             node = below.pop()
             for child in (*node.children.values(), *node.tails.values()):
-                if child.snapshot is None:
-                    below.append(child)
-                else:
+                if child.snapshot is not None:
                     self.rank(child)
+                if child.needed_by and not child.is_wanted:
+                    below.append(child)
 
     def _least_leaf(self) -> tuple[Node, float] | tuple[None, None]:
         self._rank_all()
@@ -642,12 +645,34 @@ class MambaRadixCache:
             self.events.detached(node)
         self._unrank_snapshot(node)
         node.snapshot = None
+        self._recount(node)
+
+    def _recount(self, node: Node) -> None:
+        """Count who needs the KV up to `node`, whose snapshot came, left or changed.
+
+        Those that answer for more of it than before are ranked anew.  (Those that
+        answer for less are, before they are evicted.)  Where many share it, one less
+        changes little: they are ranked anew when half of them have left.
+        """
+        change = node.needed_now() - node.needed_by
+        above: Node | None = node
+        highest: Node | None = None
+        while change and above is not None:
+            above.needed_by += change
+            count = above.needed_by
+            if change < 0 and (count <= _FEW or not count & (count - 1)):
+                highest = above
+            parent = above.parent
+            above = None if parent is None or parent.is_wanted else parent
+        if highest is not None:
+            self._rank_below(highest)
 
     def _supersede(self, node: Node | None, is_superseded: bool) -> None:
         """Note that a later snapshot takes the place of that of `node`, or left."""
         if node is None or node.snapshot is None:
             return
         node.snapshot.is_superseded = is_superseded
+        self._recount(node)
         self.rank(node)
 
     def _trim(self, leaf: Node, count: int) -> Pages:
