@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from hybrid_plugin.core.policy.reuse_classes import class_of
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Evicted, MambaRadixCache
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
@@ -277,6 +278,21 @@ class TestSuperseding:
         self.turn(tree, second, 2)
         tree.detach_snapshot(second)
         assert self.superseded(first) == [False]
+
+    def test_then_the_next_turn_is_expected_there(self) -> None:
+        """Not another reader of a turn that went on already."""
+        tree, (first, second, third) = self.chain(2, 4, 6)
+        self.turn(tree, first, 1)
+        tree.use_snapshot(first)
+        later = Snapshot(2, kind=SnapshotKind.TURN_END, origin=SnapshotKind.TURN_END)
+        tree.attach_snapshot(second, later)
+        tree.detach_snapshot(second)
+        assert first.snapshot is not None
+        assert class_of(first.snapshot) == class_of(later)
+        assert first.snapshot.used_at == later.used_at
+        tree.use_snapshot(first)
+        self.turn(tree, third, 3)
+        assert self.superseded(first) == [True], "it went on from there once more"
 
     def test_and_when_somebody_resumes_there(self) -> None:
         tree, (first, second) = self.chain(2, 4)

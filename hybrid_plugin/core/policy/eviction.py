@@ -106,8 +106,9 @@ class ExpectedSaving(LeastRecentlyUsed):
     """Worth is the prefill that content is expected to save, per byte and admission.
 
     A snapshot saves the prefill from the nearest snapshot before it to its own
-    position.  It holds its slot, and the KV up to it that nothing else needs: without
-    the snapshot this KV is useless, and the snapshot without the KV.  How often it is
+    position.  It holds its slot, and the KV in between: without the snapshot this KV is
+    useless, and the snapshot without the KV.  KV that several snapshots need is divided
+    among them (`Node.share`).  How often it is
     used is learned (`ReuseModel`) by class (`reuse_classes`).  A use that an
     application promised within a TTL counts as certain, as far as promises were kept
     lately.

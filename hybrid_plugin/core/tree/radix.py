@@ -265,7 +265,7 @@ class MambaRadixCache:
         before = node.resumed_before()
         old = None if before is None else before.snapshot
         if old is not None and old.is_superseded_by(snapshot):
-            self._supersede(before, True)
+            self._supersede(before)
         self._recount(node)
         self.rank(node)
         self._rank_below(node)
@@ -640,7 +640,7 @@ class MambaRadixCache:
     def _drop_snapshot(self, node: Node) -> None:
         snapshot = node.snapshot
         if snapshot is not None and not snapshot.is_superseded:
-            self._supersede(node.resumed_before(), False)
+            self._take_place_again(node.resumed_before(), snapshot)
         if snapshot is not None and self.events is not None:
             self.events.detached(node)
         self._unrank_snapshot(node)
@@ -667,11 +667,21 @@ class MambaRadixCache:
         if highest is not None:
             self._rank_below(highest)
 
-    def _supersede(self, node: Node | None, is_superseded: bool) -> None:
-        """Note that a later snapshot takes the place of that of `node`, or left."""
-        if node is None or node.snapshot is None:
+    def _supersede(self, node: Node | None) -> None:
+        """Note that a later snapshot takes the place of that of `node`."""
+        if node is not None and node.snapshot is not None:
+            node.snapshot.is_superseded = True
+            self._recount(node)
+            self.rank(node)
+
+    def _take_place_again(self, node: Node | None, later: Snapshot) -> None:
+        """Have that of `node` wanted as much as `later` was, which took its place.
+
+        Who would have resumed from the later one resumes from this one now.
+        """
+        if node is None or node.snapshot is None or not node.snapshot.is_superseded:
             return
-        node.snapshot.is_superseded = is_superseded
+        node.snapshot.take_place_of(later)
         self._recount(node)
         self.rank(node)
 

@@ -65,6 +65,12 @@ class Snapshot:
             return self.hits == 1 and self.kind in _FOLLOWED
         return self.hits > 0 and self.kind in _GUESSED and later.kind in _FOUND
 
+    def take_place_of(self, later: Snapshot) -> None:
+        """Serve those for whom `later` was, which superseded this one and left."""
+        self.is_superseded = False
+        self.hits, self.origin = later.hits, later.origin
+        self.used_at = later.used_at
+
 
 _FOLLOWED = (SnapshotKind.TURN_END, SnapshotKind.PROMPT_END)
 _FOUND = (SnapshotKind.BRANCH, SnapshotKind.REQUESTED, SnapshotKind.SYSTEM)
