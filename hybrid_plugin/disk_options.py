@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hybrid_plugin.errors import ConfigError
-from hybrid_plugin.sizes import parse_bytes
+from hybrid_plugin.option_entries import check_weights, read_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,7 @@ class DiskOptions:
             )
         if self.size < 1:
             raise ConfigError(f"disk.size must be at least 1, got {self.size}.")
-        if self.weights == "":
-            raise ConfigError(
-                "disk.weights is empty: name the weights or leave it out."
-            )
+        check_weights(self.option, self.weights)
 
     @property
     def folder(self) -> Path:
@@ -57,41 +53,7 @@ class DiskOptions:
         """
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                "hybrid_plugin option 'disk' takes an object such as "
-                f'{{"path": "/var/cache/hybrid", "size": "100GiB"}}, got {value!r}.'
-            )
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                raise ConfigError(
-                    f"Unknown entry {name!r} of hybrid_plugin option 'disk'; known "
-                    f"are: {', '.join(known)}."
-                )
-        for name in ("path", "size"):
-            if name not in value:
-                raise ConfigError(f"hybrid_plugin option 'disk' needs a {name}.")
-        weights = value.get("weights")
-        return cls(
-            path=str(Path(_text("path", value["path"])).expanduser()),
-            size=_size(value["size"]),
-            weights=None if weights is None else _text("weights", weights),
-        )
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"disk.{name} takes a string, got {value!r}.")
-    return value
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"disk.size: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"disk.size takes a size such as 100GiB, got {value!r}.")
-    return value
+        example = '{"path": "/var/cache/hybrid", "size": "100GiB"}'
+        entries = read_entries(cls.option, cls, value, example)
+        path = str(Path(entries["path"]).expanduser())
+        return cls(**{**entries, "path": path})

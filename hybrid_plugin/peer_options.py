@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hybrid_plugin.errors import ConfigError
+from hybrid_plugin.option_entries import check_weights, read_entries
 
 LEAST_SECRET: Final = 16
 """Bytes of a secret that nobody guesses."""
@@ -52,10 +52,7 @@ class PeerOptions:
                 "peers.secret_file must be absolute, for every process of the engine "
                 f"reads it; got {self.secret_file!r}."
             )
-        if self.weights == "":
-            raise ConfigError(
-                "peers.weights is empty: name the weights or leave it out."
-            )
+        check_weights(self.option, self.weights)
 
     @property
     def host(self) -> str:
@@ -108,21 +105,8 @@ class PeerOptions:
         """
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                "hybrid_plugin option 'peers' takes an object such as "
-                f'{{"listen": "127.0.0.1:7600"}}, got {value!r}.'
-            )
-        known = [field.name for field in fields(cls)]
-        for name, entry in value.items():
-            if name not in known:
-                raise ConfigError(
-                    f"Unknown entry {name!r} of hybrid_plugin option 'peers'; known "
-                    f"are: {', '.join(known)}."
-                )
-            if not isinstance(entry, str) and (entry is not None or name == "listen"):
-                raise ConfigError(f"peers.{name} takes a string, got {entry!r}.")
-        return cls(**value)
+        example = '{"listen": "127.0.0.1:7600"}'
+        return cls(**read_entries(cls.option, cls, value, example))
 
     # ---------------------------------------------------------------- internal
 

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybrid_plugin.errors import ConfigError
-from hybrid_plugin.sizes import parse_bytes
+from hybrid_plugin.option_entries import check_weights, read_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,7 @@ class StoreOptions:
             )
         if self.size < 0:
             raise ConfigError(f"store.size must be at least 0, got {self.size}.")
-        if self.weights == "":
-            raise ConfigError(
-                "store.weights is empty: name the weights or leave it out."
-            )
+        check_weights(self.option, self.weights)
 
     @classmethod
     def from_value(cls, value: Any) -> StoreOptions:
@@ -69,31 +65,5 @@ class StoreOptions:
         """
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(
-                "hybrid_plugin option 'store' takes an object such as "
-                f'{{"master": "10.0.0.5:50051", "size": "64GiB"}}, got {value!r}.'
-            )
-        known = [field.name for field in fields(cls)]
-        for name, entry in value.items():
-            if name not in known:
-                raise ConfigError(
-                    f"Unknown entry {name!r} of hybrid_plugin option 'store'; known "
-                    f"are: {', '.join(known)}."
-                )
-            if name != "size" and not isinstance(entry, str):
-                raise ConfigError(f"store.{name} takes a string, got {entry!r}.")
-        if "master" not in value:
-            raise ConfigError("hybrid_plugin option 'store' needs a master.")
-        return cls(**{**value, "size": _size(value.get("size", 0))})
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"store.size: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"store.size takes a size such as 64GiB, got {value!r}.")
-    return value
+        example = '{"master": "10.0.0.5:50051", "size": "64GiB"}'
+        return cls(**read_entries(cls.option, cls, value, example))

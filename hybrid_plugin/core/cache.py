@@ -28,6 +28,7 @@ from hybrid_plugin.core.commands import (
 from hybrid_plugin.core.drafts import Drafts
 from hybrid_plugin.core.memory.broker import FixedBroker, MemoryBroker
 from hybrid_plugin.core.memory.cache_memory import Allocation, CacheMemory
+from hybrid_plugin.core.memory.fragmentation import FragmentationRelief
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.memory.reclaim import register_pools
 from hybrid_plugin.core.memory.scratch import ScratchRows
@@ -105,6 +106,7 @@ class HybridCache:
     memory: CacheMemory = field(init=False)
     promises: Promises = field(init=False)
     drafts: Drafts = field(init=False)
+    fragmentation: FragmentationRelief = field(init=False)
     _restores: Restores | None = field(init=False, default=None)
     _outer: OuterTiers | None = field(init=False, default=None)
     _unstored: list[tuple[Node, Snapshot]] = field(init=False, default_factory=list)
@@ -144,6 +146,7 @@ class HybridCache:
             scratch=self.scratch,
         )
         register_pools(self.memory)
+        self.fragmentation = FragmentationRelief(self.memory, self._sequences)
         self.drafts = Drafts(
             self.memory,
             self._sequences,
@@ -214,12 +217,10 @@ class HybridCache:
         most = max(length - (2 if self.policy.canonical else 1), 0)
         if limit is not None:
             most = min(limit, most)
-        match, left = self.tree.match(namespace, ids, limit=most), None
-        if not self._sequences and self._is_too_scattered(match, length):
-            match, left = NO_MATCH, match
+        match = self.tree.match(namespace, ids, limit=most)
         find = partial(LookUp, length, namespace, match, version=self.tree.version)
         if not self.tree.needs_snapshots:
-            return find(planned={}, tokens=ids, ttl=ttl, limit=most, left=left)
+            return find(planned={}, tokens=ids, ttl=ttl, limit=most)
         repays = self.tree.eviction.repays_pass
         planned = self.policy.snapshot_positions_of(
             ids,
@@ -231,9 +232,7 @@ class HybridCache:
         )
         step = self.policy.step
         named = tuple([position // step * step for position in snapshot_at])
-        return find(
-            planned=planned, tokens=ids, ttl=ttl, named=named, limit=most, left=left
-        )
+        return find(planned=planned, tokens=ids, ttl=ttl, named=named, limit=most)
 
     def bypass(
         self,
@@ -340,6 +339,8 @@ class HybridCache:
             if the sequence should be admitted as it is.
         """
         if self._restores is None or not found.limit:
+            return None
+        if self.fragmentation.begins or self.fragmentation.holds_back:
             return None
         if isinstance(after, Restore) and found.match.length < after.length:
             return None
@@ -598,7 +599,8 @@ class HybridCache:
             counted: whether its hit counts at all.
 
         Returns:
-            None if there is no room, with nothing changed.
+            None if there is no room, with nothing changed.  If nothing is live then,
+            the hit is what leaves no room, and is evicted: look up again.
         """
         if seq_id in self._sequences:
             raise ValueError(f"sequence {seq_id!r} is live already")
@@ -609,6 +611,10 @@ class HybridCache:
             raise ValueError(
                 f"{num_tokens} tokens are no more than the {match.length} hit"
             )
+        if self.fragmentation.holds_back:
+            self.stats.refusals += 1
+            return None
+        cacheable = cacheable and not self.fragmentation.begins
         shared = len(match.pages)
         most = self._pages_for(max(num_tokens, reserve_tokens))
         count = self._pages_for(num_tokens) - shared
@@ -628,6 +634,9 @@ class HybridCache:
             self.drafts.refused(match, wanted, waits=True)
             self.memory.unshare(match)
             self.stats.refusals += 1
+            if match.length and not self._sequences:
+                self.end_restores()
+                self.fragmentation.refused_hit()
             return None
         if counted and not resumed:
             self.stats.computed_tokens.update(missed_tokens(self.tree, found))
@@ -705,6 +714,7 @@ class HybridCache:
         if not provided:
             self.drafts.refused(NO_MATCH, wanted, waits=False)
             self.stats.refusals += 1
+            self.fragmentation.refused_growth(sequence, self._pages_for(num_tokens))
             return None
         fresh = self.pages.allocate(count)
         sequence.pages += fresh
@@ -967,6 +977,7 @@ class HybridCache:
             self.tree.unlock(sequence.locked)
         if not self._sequences:  # nothing runs that the wait would hold up
             self.end_restores()
+            self.fragmentation.ended(sequence, preempted=preempted)
 
     def flush(self) -> bool:
         """Forget everything cached.
@@ -1104,25 +1115,6 @@ class HybridCache:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
-
-    def _is_too_scattered(self, match: Match, length: int) -> bool:
-        """Whether a hit must be left, for a sequence that finds no room with it alone.
-
-        Where memory moves, the pages of a hit keep theirs by the granule, and windows
-        may then find none, though there is enough.
-
-        Args:
-            match: the hit.
-            length: tokens of the sequence.
-        """
-        if not self.windows or not match.length or not self.broker.moves_memory:
-            return False
-        count = self._pages_for(length + 1) - len(match.pages)
-        wanted = self.memory.wanted(count, [count] * len(self.windows), 1, 1)
-        self.memory.share(match)
-        fits = self.memory.has_room(match, wanted)
-        self.memory.unshare(match)
-        return not fits
 
     def _has_room(self, match: Match, wanted: Mapping[PoolId, int]) -> bool:
         """Whether an admission gets what it wants, if restores make way for it.

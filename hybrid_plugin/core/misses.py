@@ -21,9 +21,6 @@ class MissReason(StrEnum):
     """Their KV is there, but the state at or behind them was evicted."""
     KV_EVICTED = "kv_evicted"
     """They were there, and were evicted."""
-    SCATTERED = "scattered"
-    """They are there with a state, but their pages hold so much memory of elastic pools
-    by the granule that the prompt would find no room beside them."""
     OTHER_NAMESPACE = "other_namespace"
     """They begin like what is there under another adapter or cache salt."""
     TOO_SHORT = "too_short"
@@ -45,7 +42,7 @@ def missed_tokens(tree: MambaRadixCache, found: LookUp) -> Counter[MissReason]:
         tree: of the device, which remembers what was evicted.
         found: the look-up, as current as the tree.
     """
-    match, length = found.left or found.match, found.length
+    match, length = found.match, found.length
     if not found.may_hit:
         return Counter({MissReason.NOT_CACHEABLE: length})
     kept = min(match.kv_length, length)
@@ -56,7 +53,6 @@ def missed_tokens(tree: MambaRadixCache, found: LookUp) -> Counter[MissReason]:
     rest = length - max(kept, lost) - evicted
     return +Counter(
         {
-            MissReason.SCATTERED: match.length - found.match.length,
             MissReason.STATE_EVICTED: lost - match.length,
             MissReason.NO_SNAPSHOT: max(kept - lost, 0),
             MissReason.KV_EVICTED: evicted,

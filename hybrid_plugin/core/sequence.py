@@ -38,8 +38,6 @@ class LookUp:
     """Tokens that may be restored, at most; 0 where nothing may."""
     may_hit: bool = True
     """Whether it was looked up at all."""
-    left: Match | None = None
-    """A hit that is not used, because the sequence would find no room beside it."""
 
     @property
     def snapshot_positions(self) -> tuple[int, ...]:
@@ -106,6 +104,8 @@ class LiveSequence:
     """Clock value of the tree."""
     drafts: list[int] = field(default_factory=list)
     """Slots lent for the states after its drafts: columns 1, 2, ..."""
+    refused_pages: int = 0
+    """Pages in all for which it found no room last, with nothing else live."""
     steps: Verification | None = None
     """Its steps, once the first was noted with `HybridCache.verify`."""
 

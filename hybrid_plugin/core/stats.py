@@ -28,6 +28,8 @@ class CacheStats:
     pages_evicted: int = 0
     refusals: int = 0
     """Admissions and growths that found no room."""
+    pools_emptied: int = 0
+    """Times that everything cached went because a sequence alone found no room."""
     preemptions: int = 0
     in_batch_prefix_waits: int = 0
     """Sequences that waited for one that computed what they begin with."""

@@ -41,6 +41,7 @@ _TOTALS = {
     "snapshots_evicted": "State snapshots that left it for want of room.",
     "pages_evicted": "KV pages that left the prefix cache for want of room.",
     "refusals": "Admissions and growths that found no room.",
+    "pools_emptied": "Times that all went because a lone request found no room.",
     "preemptions": "Sequences preempted.",
     "in_batch_prefix_waits": "Requests that waited while one computed their prefix.",
     "promised_hits": "Requests that resumed from a snapshot within its TTL.",

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import torch
-from hybrid_kernels import gated_delta_rule
+from hybrid_kernels import gated_delta_rule, kda
 from torch.nn import functional
 
-from hybrid_plugin.sglang_cpu import kimi_delta
-from hybrid_plugin.sglang_cpu.chunk_states import ChunkStates
-from hybrid_plugin.sglang_cpu.draft_states import DraftStates, parents_below_roots
+from hybrid_plugin.sglang_cpu import delta_passes, kimi_delta
+from hybrid_plugin.sglang_cpu.draft_states import DraftStates
 from hybrid_plugin.sglang_cpu.unsupported import refuse
 
 
@@ -86,25 +85,21 @@ def prefill(
         NotImplementedError: for `head_first`.
     """
     refuse("heads before tokens", head_first=head_first)
-    if initial_state is None or cu_seqlens is None:
-        raise ValueError("prefill needs initial_state and cu_seqlens")
-    states = ChunkStates.start(initial_state, initial_state_indices, cu_seqlens)
-    out = gated_delta_rule.prefill(
-        q[0],
-        k[0],
-        v[0],
+    out, chunks = delta_passes.prefill(
+        gated_delta_rule,
+        q,
+        k,
+        v,
         g[0],
         beta[0],
+        initial_state,
+        initial_state_indices,
         cu_seqlens,
-        states.pool,
-        states.running,
-        boundary_slots=states.boundary_slots,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
+        in_place=inplace_update,
     )
-    if inplace_update:
-        states.write_final(initial_state)
-    return out[None], None, states.chunks()[None]
+    return out, None, chunks
 
 
 def update(
@@ -139,23 +134,17 @@ def update(
     Raises:
         ValueError: if shapes do not fit.
     """
-    rows = mixed_qkv.shape[0]
-    values, width, depth = initial_state.shape[1:]
-    keys = (mixed_qkv.shape[1] - values * width) // 2
-    q, k, v = torch.split(mixed_qkv, [keys, keys, values * width], dim=-1)
-    gated_delta_rule.update(
-        q.view(rows, -1, depth),
-        k.view(rows, -1, depth),
-        v.view(rows, values, width),
-        a,
-        b,
+    delta_passes.step(
+        gated_delta_rule,
+        mixed_qkv,
+        (a, b),
         initial_state,
         ssm_state_indices,
-        A=-A_log.float().exp(),
-        dt_bias=dt_bias,
+        out,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
-        out=out[:, 0],
+        A=-A_log.float().exp(),
+        dt_bias=dt_bias,
     )
     return out, initial_state
 
@@ -261,36 +250,23 @@ def verify(
         initial_state_source, initial_state_indices, rows, drafts
     )
     q, k, v = (x[0].reshape(rows, drafts, *x.shape[2:]) for x in (q, k, v))
+    projected = {"A": -A_log.float().exp(), "dt_bias": dt_bias}
+    gates_of_drafts = a.flatten(0, -2), b.flatten(0, -2)
     if is_kda:
-        out = kimi_delta.verify(
-            q,
-            k,
-            v,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            lower_bound,
-            states,
-            retrieve_parent_token,
-            scale,
-            use_qk_l2norm_in_kernel,
-        )
-    else:
-        out = gated_delta_rule.verify(
-            q,
-            k,
-            v,
-            a.reshape(rows, drafts, -1),
-            b.reshape(rows, drafts, -1),
-            states.pool,
-            states.slots,
-            states.draft_slots,
-            parents=parents_below_roots(retrieve_parent_token),
-            A=-A_log.float().exp(),
-            dt_bias=dt_bias,
-            scale=scale,
-            use_qk_l2norm=use_qk_l2norm_in_kernel,
-        )
+        shape = initial_state_source.shape[1::2]
+        gates_of_drafts = kimi_delta.gates(a, b, A_log, dt_bias, lower_bound, shape)
+        projected = {}
+    out = delta_passes.verify(
+        kda if is_kda else gated_delta_rule,
+        q,
+        k,
+        v,
+        gates_of_drafts,
+        states,
+        retrieve_parent_token,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        **projected,
+    )
     states.keep(intermediate_states_buffer, intermediate_state_indices)
     return out.flatten(0, 1)[None]

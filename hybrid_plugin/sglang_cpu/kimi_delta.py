@@ -7,12 +7,13 @@ with a lower bound is no gate of `hybrid_kernels`: decays are computed here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hybrid_kernels import kda
 from torch.nn import functional
 
-from hybrid_plugin.sglang_cpu.chunk_states import ChunkStates
-from hybrid_plugin.sglang_cpu.draft_states import DraftStates, parents_below_roots
+from hybrid_plugin.sglang_cpu import delta_passes
 from hybrid_plugin.sglang_cpu.unsupported import refuse
 
 
@@ -39,6 +40,35 @@ def decays(
     if lower_bound is None:
         return -rate * functional.softplus(x)
     return lower_bound * (rate * x).sigmoid()
+
+
+def strengths(beta: torch.Tensor) -> torch.Tensor:
+    """Strength of each write, in float32, of a layer's projection."""
+    return beta.float().sigmoid()
+
+
+def gates(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+    shape: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log decay and write strength of tokens, of a layer's projections.
+
+    Args:
+        a: `T` times `HV` times `K` numbers, as the gate of `decays`.
+        b: `T` times `HV` numbers, before the logistic function.
+        A_log: as for `decays`, as are `dt_bias` and `lower_bound`.
+        shape: `HV` and `K`.
+
+    Returns:
+        ``[T, HV, K]`` and ``[T, HV]``, float32.
+    """
+    values, depth = shape
+    decay = decays(a.reshape(-1, values, depth), A_log, dt_bias, lower_bound)
+    return decay, strengths(b.reshape(-1, values))
 
 
 def prefill(
@@ -90,27 +120,21 @@ def prefill(
         NotImplementedError: for tracked states.
     """
     refuse("tracked states", track_state=track_state, track_chunk_idx=track_chunk_idx)
-    if initial_state is None or cu_seqlens is None:
-        raise ValueError("prefill needs initial_state and cu_seqlens")
     decay = g[0] if A_log is None else decays(g[0], A_log, dt_bias, lower_bound)
-    states = ChunkStates.start(initial_state, initial_state_indices, cu_seqlens)
-    out = kda.prefill(
-        q[0],
-        k[0],
-        v[0],
+    out, chunks = delta_passes.prefill(
+        kda,
+        q,
+        k,
+        v,
         decay.contiguous(),
-        _strength(beta[0], beta_is_raw),
+        strengths(beta[0]) if beta_is_raw else beta[0].float(),
+        initial_state,
+        initial_state_indices,
         cu_seqlens,
-        states.pool,
-        states.running,
-        boundary_slots=states.boundary_slots,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
     )
-    states.write_final(initial_state)
-    if output_intermediate_states:
-        return out[None], states.chunks()[None]
-    return out[None]
+    return (out, chunks) if output_intermediate_states else out
 
 
 def step(
@@ -145,21 +169,18 @@ def step(
     Raises:
         ValueError: if shapes do not fit.
     """
-    rows = mixed_qkv.shape[0]
-    values, width, depth = initial_state.shape[1:]
-    keys = (mixed_qkv.shape[1] - values * width) // 2
-    q, k, v = torch.split(mixed_qkv, [keys, keys, values * width], dim=-1)
-    kda.update(
-        q.view(rows, -1, depth),
-        k.view(rows, -1, depth),
-        v.view(rows, values, width),
-        decays(a.view(rows, values, depth), A_log, dt_bias, lower_bound),
-        _strength(b, is_raw=True),
+    decay, strength = gates(
+        a, b, A_log, dt_bias, lower_bound, initial_state.shape[1::2]
+    )
+    delta_passes.step(
+        kda,
+        mixed_qkv,
+        (decay, strength),
         initial_state,
         ssm_state_indices,
+        out,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
-        out=out[:, 0],
     )
     return out, initial_state
 
@@ -198,72 +219,13 @@ def run(
     Raises:
         ValueError: if shapes do not fit.
     """
-    shape = (q.shape[1], v.shape[2], k.shape[3])
     return kda.update(
         q[0],
         k[0],
         v[0],
-        decays(a.reshape(shape), A_log, dt_bias, lower_bound),
-        _strength(b.reshape(shape[:2]), is_raw=True),
+        *gates(a, b, A_log, dt_bias, lower_bound, pool.shape[1::2]),
         pool,
         slots,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
     )[None]
-
-
-def verify(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float | None,
-    states: DraftStates,
-    retrieve_parent_token: torch.Tensor | None,
-    scale: float | None,
-    use_qk_l2norm: bool,
-) -> torch.Tensor:
-    """Run `L` drafts of each sequence, and keep the state after each of them.
-
-    Args:
-        q: ``[N, L, H, K]``.
-        k: ``[N, L, H, K]``.
-        v: ``[N, L, HV, V]``.
-        a: `N` times `L` times `HV` times `K` numbers, as the gate of `decays`.
-        b: `N` times `L` times `HV` numbers, before the logistic function.
-        A_log: as for `decays`, as are `dt_bias` and `lower_bound`.
-        states: where the drafts' states go.
-        retrieve_parent_token: ``[N, L]``, the draft that each one follows; None for
-            chains.
-        scale: ``K ** -0.5`` if None.
-        use_qk_l2norm: normalise queries and keys.
-
-    Returns:
-        ``[N, L, HV, V]``.
-
-    Raises:
-        ValueError: if shapes do not fit.
-    """
-    rows, drafts = q.shape[:2]
-    shape = (rows * drafts, v.shape[2], k.shape[3])
-    decay = decays(a.reshape(shape), A_log, dt_bias, lower_bound)
-    return kda.verify(
-        q,
-        k,
-        v,
-        decay.view(rows, drafts, *shape[1:]),
-        _strength(b.reshape(rows, drafts, -1), is_raw=True),
-        states.pool,
-        states.slots,
-        states.draft_slots,
-        parents=parents_below_roots(retrieve_parent_token),
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-    )
-
-
-def _strength(beta: torch.Tensor, is_raw: bool) -> torch.Tensor:
-    return beta.float().sigmoid() if is_raw else beta.float()

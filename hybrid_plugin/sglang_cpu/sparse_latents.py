@@ -55,7 +55,10 @@ def plan_in_plain_memory() -> None:
 
     Cause: its plan is made in pinned memory whatever the platform says.
     Fix: the module that plans sees a PyTorch that pins no tensor.  Others see PyTorch
-    as it is: with `torch.tensor` replaced for all of them, answers were wrong.
+    as it is: `torch.device`, as a context, knows the functions that create tensors by
+    their identity, and would not put on its device what a replacement creates.
+    (transformers asks `torch.tensor([]).device` whether weights are to be loaded; with
+    a replacement it leaves rotary frequencies uninitialised.)
     Delete when: SGLang asks `is_pin_memory_available` there as elsewhere.
     """
     from sglang.srt.layers.attention.dsa import kpool_plan

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang asks of PyTorch that a machine without a GPU cannot answer.
 
-Each function changes PyTorch for the whole process, and only where it must.
+Each function changes PyTorch for the whole process, and only where it must.  None
+replaces a function that creates tensors: `torch.device`, as a context, would not put on
+its device what the replacement creates.
 """
 
 from __future__ import annotations

@@ -14,13 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import hybrid_plugin
 from hybrid_plugin.upstream.hookpoints import Contract, Status, View
 
 _PARTS = ("Symptom", "Cause", "Fix", "Delete when")
-_PACKAGES = {"vllm": ("vllm",), "sglang": ("sglang", "sglang_cpu")}
+_PACKAGES = {
+    "vllm": ("hybrid_plugin.vllm", "hybrid_models.vllm"),
+    "sglang": (
+        "hybrid_plugin.sglang",
+        "hybrid_plugin.sglang_cpu",
+        "hybrid_models.sglang",
+    ),
+}
 """Our packages that change something in an engine."""
-_ROOT = Path(hybrid_plugin.__file__).parent
 
 
 class PatchError(ValueError):
@@ -49,7 +54,7 @@ class Patch:
 
     engine: str
     function: str
-    """`module.function` within `hybrid_plugin`."""
+    """`module.function`, within `hybrid_plugin` without its name."""
     symptom: str
     cause: str
     fix: str
@@ -89,19 +94,19 @@ def unneeded(
 
 
 def _of_package(engine: str, package: str) -> Iterator[Patch]:
-    needs: dict[str, Need] = dict(
-        importlib.import_module(f"hybrid_plugin.{package}.patch_expiry").NEEDED
-    )
-    for function, text in _described(_ROOT / package):
+    conditions = importlib.import_module(f"{package}.patch_expiry")
+    file = Path(str(conditions.__file__))
+    needs: dict[str, Need] = dict(conditions.NEEDED)
+    where = f"{package.replace('.', '/')}/{file.name}"
+    for function, text in _described(file.parent):
         if function not in needs:
             raise PatchError(
-                f"hybrid_plugin/{package}/patch_expiry.py does not say when "
-                f"{function} is needed; add it there."
+                f"{where} does not say when {function} is needed; add it there."
             )
         symptom, cause, fix, delete_when = _parts(function, text)
         yield Patch(
             engine=engine,
-            function=f"{package}.{function}",
+            function=f"{package.removeprefix('hybrid_plugin.')}.{function}",
             symptom=symptom,
             cause=cause,
             fix=fix,
@@ -110,8 +115,7 @@ def _of_package(engine: str, package: str) -> Iterator[Patch]:
         )
     if needs:
         raise PatchError(
-            f"hybrid_plugin/{package}/patch_expiry.py names {', '.join(needs)}, which "
-            "no patch is called; take it out."
+            f"{where} names {', '.join(needs)}, which no patch is called; take it out."
         )
 
 

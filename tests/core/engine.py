@@ -353,7 +353,9 @@ class FakeEngine:
     def _has_exact_state(self, request: Request, *, noted: bool) -> bool | None:
         """Whether there is a state of all known tokens; None if nobody wants one."""
         setup, known = self.setup, request.known
-        if not setup.has_states or setup.canonical or request.access is Access.PRIVATE:
+        if not setup.has_states or setup.canonical:
+            return None
+        if not self.cache.sequence(request.seq_id).cacheable:
             return None
         if not noted:
             return request.computed <= known if request.computed else None
@@ -485,8 +487,12 @@ class FakeEngine:
         fresh = self._watch(lambda: attempt(request.seq_id, num_tokens))
         if fresh is None:
             self._check_growth(request, num_tokens, drafts or 0)
-        alone = len(self.running) == 1 and not self._is_scattered()
-        assert fresh is not None or not alone, "a sequence alone finds no room"
+        if fresh is None and len(self.running) == 1:
+            assert self._is_scattered(), "a sequence alone finds no room"
+            least, before = request.refused_alone
+            further = num_tokens > least or request.preemptions > before + 1
+            assert further, "it is preempted for ever"
+            request.refused_alone = num_tokens, request.preemptions
         return fresh
 
     def _is_scattered(self) -> bool:
@@ -507,7 +513,8 @@ class FakeEngine:
         returned = {Pool.STATE: cache.slots.draft_ids()}
         paused = any(o.columns and o.last_pass < self.passes for o in self.running)
         makes_room = cache.broker.fits(wanted, None, returned)
-        assert paused or not makes_room, "drafts have not made way"
+        counted = not makes_room or self._is_scattered()
+        assert paused or counted, "drafts have not made way"
 
     def _schedule_waiting(self, budget: int) -> None:
         self._plan_following()
@@ -529,8 +536,10 @@ class FakeEngine:
             assert end > 1 or whole == 1, "a split leaves a first chunk of one token"
             drafts = self._plan_first_drafts(request, hit, end)
             admission = self._admit(request, found, end + (drafts or 0))
+            if admission is None and not self.running:
+                assert hit and not self._look_up(request).match.length, "it is refused"
+                return
             if admission is None:
-                assert self.running, "a sequence alone is refused"
                 self._check_refusal(request, found, end + (drafts or 0))
                 return
             self._take_in(request, admission, end, drafts)
@@ -649,8 +658,11 @@ class FakeEngine:
         if not self.watch_refusals:
             return call()
         before, restores = full_state(self.cache), restores_of(self.cache)
+        emptied = self.cache.stats.pools_emptied
         result = call()
-        if result is None and restores == restores_of(self.cache):
+        if self.cache.stats.pools_emptied > emptied:
+            assert not self.running, "others lose what they share"
+        elif result is None and restores == restores_of(self.cache):
             assert full_state(self.cache) == before
         return result
 

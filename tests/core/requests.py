@@ -41,6 +41,9 @@ class Request:
     unseen: int = 0
     """Tokens that were generated but not received."""
     preemptions: int = 0
+    refused_alone: tuple[int, int] = 0, -1
+    """Tokens in all for which it found no room last, with nothing else running, and
+    its preemptions until then."""
     table: list[int] = field(default_factory=list)
     slot: int = 0
     columns: list[int] = field(default_factory=list)

@@ -287,6 +287,7 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "snapshots_evicted": 0,
         "pages_evicted": 0,
         "refusals": 0,
+        "pools_emptied": 0,
         "preemptions": 0,
         "in_batch_prefix_waits": 0,
         "promised_hits": 0,

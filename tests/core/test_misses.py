@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.core.memory.attention_windows import SlidingWindow
 from hybrid_plugin.core.misses import MissReason, missed_tokens
 from hybrid_plugin.core.tree.evicted import RecentlyEvicted
-from tests.core.elastic import ElasticSetup
 from tests.core.support import Tokens, make_cache, serve, span, start
 
 
@@ -194,28 +191,6 @@ def evicted(cache: HybridCache) -> RecentlyEvicted:
     found = cache.tree.evicted
     assert found is not None
     return found
-
-
-class TestScatteredPages:
-    """A hit is left whose pages hold memory by the granule that windows would need."""
-
-    def test_what_could_be_restored_is_neither_new_nor_evicted(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        cache = ElasticSetup(
-            windows=((SlidingWindow(4), 0),), pages=40, budget=80, page_size=4
-        ).build()
-        serve(cache, "a", span(0, 16))
-        tokens = (*span(0, 12), *span(50, 55))
-        assert why(cache, span(0, 18)) == {"new": 2}
-        monkeypatch.setattr(cache.memory, "has_room", lambda *_: False)
-        assert why(cache, span(0, 18)) == {"scattered": 16, "new": 2}
-        assert cache.look_up(tokens).match.length == 0
-        assert why(cache, tokens) == {"scattered": 12, "new": 5}
-        monkeypatch.undo()
-        start(cache, "b", span(100, 110))
-        monkeypatch.setattr(cache.memory, "has_room", lambda *_: False)
-        assert why(cache, span(0, 18)) == {"new": 2}, "who runs ends, and makes room"
 
 
 def test_as_much_is_remembered_as_the_pool_holds() -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from hybrid_plugin import sglang_cpu
 from hybrid_plugin.config import ConfigError
@@ -77,6 +78,32 @@ def test_shims_apply_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.get_device_module() is torch.cpu
     tensor = torch.zeros(2)
     assert tensor.pin_memory() is tensor
+
+
+def on_meta(create: str) -> bool:
+    """Whether `torch.device` decides where a function of PyTorch creates a tensor."""
+    argument: object = 3 if create in ("arange", "empty", "ones", "zeros") else [3.0]
+    _device_constructors.cache_clear()  # as in a process that did not ask before
+    with torch.device("meta"):
+        tensor: torch.Tensor = getattr(torch, create)(argument)
+    _device_constructors.cache_clear()
+    return tensor.is_meta
+
+
+def test_a_device_that_is_a_context_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows by identity which functions create tensors, and misses a replacement.
+
+    Where it is not obeyed, transformers leaves memory uninitialised.
+    """
+    torch_shims.apply()
+    if importlib.util.find_spec("sglang") is not None:
+        monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.NAME)
+        kernels.install()
+    names = ("arange", "as_tensor", "empty", "ones", "tensor", "zeros")
+    assert all(map(on_meta, names))
+    original = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data: original(data))
+    assert not on_meta("tensor")
 
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS, ids=lambda r: r.ours)

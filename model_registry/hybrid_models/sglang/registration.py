@@ -129,7 +129,7 @@ def _register_config(entry: Entry) -> None:
 def _offer_classes() -> None:
     """Have SGLang import our classes when it looks for one.
 
-    Symptom without it: "Model architectures [...] are not supported for now", or the
+    Symptom: "Model architectures [...] are not supported for now", or the
     model runs on SGLang's Transformers backend, which knows no states.
     Cause: SGLang's registry takes one package of models besides its own.
     Fix: be that package; where a user has named another one, add ours just before a
