@@ -21,6 +21,7 @@ from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
+from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
 from hybrid_plugin.sglang.index_keys import ring_group
 from hybrid_plugin.sglang.layout import keeps_states_alone
 from hybrid_plugin.sglang.log import logger
@@ -110,7 +111,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         speculation.conflicts(
             view,
             windows=has_windows(model),
-            rings=has_states(model) and ring_group(model) is not None,
+            rings=has_compressed_keys(model)
+            or (has_states(model) and ring_group(model) is not None),
         ),
         speculation.unrecorded(view, options, model),
     )
