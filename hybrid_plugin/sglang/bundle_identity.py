@@ -77,7 +77,7 @@ def kept_layers(
     layers = [attention_layer(one, FULL_ATTENTION, latent=latent) for one in full]
     named[Pool.KV] = _joined(
         bundle_layouts.key_value_rows(kv_pool.full_kv_pool, page_size, full),
-        bundle_layouts.compressed_rows(key_tensors(kv_pool, page_size)),
+        bundle_layouts.compressed_rows(key_tensors(kv_pool)),
     )
     if window is not None:
         layers += [attention_layer(one, window, latent=latent) for one in behind]

@@ -2,10 +2,10 @@
 """What SGLang keeps for sparse attention by compressed keys (Qwen4-Exp).
 
 A compressed key stands for several tokens in turn, a mean of their index keys.  Pages
-are a multiple of these tokens, and a key lies where its tokens do: that of the tokens at
-positions `p` to `p + size - 1` of the pool has number `p / size`.  So a page carries its
-keys as it does its KV.  Index keys of tokens that no compressed key stands for yet wait
-in a ring, with their coordinates (`pending_keys`).
+are a multiple of these tokens, and a key lies where its tokens do: that of the tokens
+at positions `p` to `p + size - 1` of the pool has number `p / size`.  So a page carries
+its keys as it does its KV.  Index keys of tokens that no compressed key stands for yet
+wait in a ring, with their coordinates (`pending_keys`).
 """
 
 from __future__ import annotations
@@ -82,16 +82,15 @@ def token_bytes(model: Any, configurator: Any) -> int:
     return found
 
 
-def key_tensors(kv_pool: Any, page_size: int) -> list[torch.Tensor]:
+def key_tensors(kv_pool: Any) -> list[torch.Tensor]:
     """The compressed keys of a pool, each `[pages, keys, ...]`, one per layer.
 
     Args:
-        kv_pool: of attention layers; empty for others than `QSATokenToKVPool`.
-        page_size: tokens in a page.
+        kv_pool: of attention layers; others than `QSATokenToKVPool` have none.
     """
     if not isinstance(kv_pool, QSATokenToKVPool):
         return []
-    keys = page_size // kv_pool.qsa_compress_ratio
+    keys = kv_pool.qsa_compressed_page_size
     pages = kv_pool.qsa_compressed_capacity // keys
     return [
         one[: pages * keys].view(pages, keys, *one.shape[1:])

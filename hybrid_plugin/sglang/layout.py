@@ -63,7 +63,7 @@ def make_layout(
             StateGroup(states, slot // len(states)),
             *(() if ring is None else (ring,)),
             *compressed_keys.ring_groups(model),
-            *side_states.groups(model),
+            *side_states.groups(hybrid),
         ),
     )
     if not elastic:

@@ -48,7 +48,7 @@ class Waiting:
         return torch.cat([own, waiting.to(own.dtype)])[self.order]
 
 
-class Metadata(QSAIndexerMetadata, frozen=True):
+class Metadata(QSAIndexerMetadata, frozen=True):  # type: ignore[call-arg]
     """SGLang's, with what waits for the pass."""
 
     waiting: Waiting | None = None

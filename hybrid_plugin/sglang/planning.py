@@ -456,7 +456,7 @@ def _copied(stock: Any, states: Any) -> list[torch.Tensor]:
     """
     kv_pool, kept = stock.get_kvcache(), states.mamba_pool.mamba_cache
     full = getattr(kv_pool, "full_kv_pool", kv_pool)
-    keys = compressed_keys.key_tensors(kv_pool, stock.page_size)
+    keys = compressed_keys.key_tensors(kv_pool)
     pages = [*kv_tensors(full), *index_tensors(full), *keys]
     rings = [*ring_tensors(full), *pending_tensors(kv_pool)]
     return [*pages, *kept.conv, kept.temporal, *rings, *side_states.tensors(states)]

@@ -109,7 +109,7 @@ class PoolMemory:
             check_states(state_pool)
             return self.shared.start(interior)
         pages = page_rows(kv_pool.full_kv_pool, page_size)
-        pages += [rows_of(one) for one in key_tensors(kv_pool, page_size)]
+        pages += [rows_of(one) for one in key_tensors(kv_pool)]
         if not pages:  # no layer has KV, and pages are but numbers
             count = kv_pool.size // page_size + 1
             pages = [torch.zeros((count, 0), dtype=torch.int8)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.mem_cache.ple_state_pool import NGramPool
 
 from hybrid_plugin.core.memory.layout import StateGroup
@@ -33,7 +32,7 @@ class RelativeContexts(NGramPool):
         Args:
             pool: SGLang's, with contexts.
         """
-        vars(self).update(vars(pool))
+        self.__dict__.update(vars(pool))
         self.context.zero_()
 
     def get_context(self, indices: torch.Tensor) -> torch.Tensor:
@@ -79,13 +78,12 @@ def has_side_states(config: Any) -> bool:
     return bool(getattr(config, "short_conv_layer_ids", ()))
 
 
-def groups(model: Any) -> tuple[StateGroup, ...]:
+def groups(config: Any) -> tuple[StateGroup, ...]:
     """Those of a slot.
 
     Args:
-        model: SGLang's `ModelConfig`.
+        config: SGLang's configuration of a hybrid model.
     """
-    config = mambaish_config(model)
     if not has_side_states(config):
         return ()
     channels, taps = config.short_conv_state_shape

@@ -62,11 +62,13 @@ def attend(
     scale = softmax_scale or q.shape[-1] ** -0.5
     heads = q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
-    for mine in torch.arange(len(q)).split(_ROWS):
+    for start in range(0, len(q), _ROWS):
+        mine = slice(start, start + _ROWS)
         slots = token_slots[mine].long()
         there = (slots >= 0)[:, None, None]
         places = slots.clamp(min=0)
-        queries = q[mine].float().unflatten(1, (-1, heads))
+        queries = q[mine].float()
+        queries = queries.view(len(queries), -1, heads, queries.shape[-1])
         keys, values = k_cache[places].float(), v_cache[places].float()
         scores = torch.einsum("tghd,tkgd->tghk", queries, keys) * scale
         shares = scores.masked_fill(~there, -torch.inf).softmax(-1)

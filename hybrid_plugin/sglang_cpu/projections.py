@@ -67,7 +67,7 @@ def split_in_order(
         As `split_interleaved`.
     """
     gates = num_heads_v * head_v
-    qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + gates, gates], dim=-1)
-    b, a = mixed_ba.split(num_heads_v, dim=-1)
+    b, a = mixed_ba.chunk(2, dim=-1)
+    qkv, z = mixed_qkvz[:, :-gates], mixed_qkvz[:, -gates:]
     z = z.reshape(len(z), num_heads_v, head_v)
     return qkv.contiguous(), z, b.contiguous(), a.contiguous()
