@@ -23,6 +23,8 @@ from sglang.srt.runtime_context import get_model
 
 from hybrid_plugin.core.memory.layout import AttentionGroup, StateGroup
 
+PAGE_TOKENS = 64
+"""Of a page, as SGLang sets it for such models."""
 _COORDINATES = 3 * 8
 """Bytes of a waiting token's coordinates: time, height and width, int64."""
 

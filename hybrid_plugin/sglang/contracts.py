@@ -304,6 +304,10 @@ _QSA_POOL = f"{_SRT}.mem_cache.qsa_kv_pool"
 
 COMPRESSED_HOOKS = (
     HookPoint(
+        f"{_SRT}.arg_groups.model_overrides.qwen4_exp:_qwen4_exp_overrides",
+        mentions=("parse_qsa_profile", "page_size"),
+    ),
+    HookPoint(
         f"{_COMPRESSED}.config:parse_qsa_profile",
         ("config",),
         mentions=("indexer_n_heads",),
