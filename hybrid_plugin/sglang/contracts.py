@@ -366,6 +366,9 @@ COMPRESSED_HOOKS = (
         mentions=("pending_ring_slots", "compress_group_ring_locs"),
     ),
     HookPoint(f"{_BACKEND}._replay_cuda_graph_metadata", ("self", "bs")),
+    HookPoint(
+        f"{_SRT}.model_executor.forward_batch_info:ForwardBatch.extend_seq_lens_cpu"
+    ),
     # Where graphs are given rows of rings, in place.
     HookPoint(
         f"{_COMPRESSED}.graph_metadata:launch_graph_metadata",

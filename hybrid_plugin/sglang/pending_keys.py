@@ -172,10 +172,7 @@ class PendingKeys:
         """The same with what waits, if a sequence begins between keys."""
         assert self.slots is not None
         counts = [int(count) for count in batch.extend_seq_lens_cpu]
-        ends = batch.seq_lens_cpu.tolist()
-        waits = [
-            (end - count) % self._size for end, count in zip(ends, counts, strict=True)
-        ]
+        waits = [int(begin) % self._size for begin in batch.extend_prefix_lens_cpu]
         if not any(waits):
             return indexer
         pool = indexer.token_to_kv_pool

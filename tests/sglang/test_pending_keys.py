@@ -62,8 +62,10 @@ class Pools:
             self.pool.qsa_key_state_buffer_pool[1].view(7, SIZE, WIDTH)[forget] = 0
         counts = [end - start for start, end in zip(starts, ends, strict=True)]
         mine = [torch.arange(a, b) for a, b in zip(starts, ends, strict=True)]
-        positions, lengths = torch.cat(mine), torch.tensor(ends)
-        batch = SimpleNamespace(extend_seq_lens_cpu=counts, seq_lens_cpu=lengths)
+        positions = torch.cat(mine)
+        batch = SimpleNamespace(
+            extend_seq_lens_cpu=counts, extend_prefix_lens_cpu=starts
+        )
         metadata = self.pending.planned(self._described(positions, counts, ends), batch)
         tokens = torch.cat([k[one] for k, one in zip(self.keys, mine, strict=True)])
         pending_keys.compress(
