@@ -43,6 +43,7 @@ _INDEXER = {
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
 }
+_NGRAMS = {"ple_layer_ids": [1]}
 
 EXAMPLES = (
     Example("BailingMoeV2_5ForCausalLM", f"{_CONFIGS}:BailingHybridConfig", _GROUPED),
@@ -137,7 +138,7 @@ EXAMPLES = (
     Example(
         "Qwen4ExpForConditionalGeneration",
         f"{_CONFIGS}.qwen4_exp:Qwen4ExpConfig",
-        {"text_config": _ALTERNATING | _INDEXER},
+        {"text_config": _ALTERNATING | _INDEXER | _NGRAMS},
     ),
     Example("ZayaForCausalLM", f"{_CONFIGS}:ZayaConfig"),
 )

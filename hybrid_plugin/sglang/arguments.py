@@ -19,8 +19,9 @@ from hybrid_plugin.config import (
 )
 from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
-from hybrid_plugin.sglang import deterministic, known_pools
+from hybrid_plugin.sglang import compressed_keys, deterministic, known_pools
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
+from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
 from hybrid_plugin.sglang.index_keys import ring_group
 from hybrid_plugin.sglang.layout import keeps_states_alone
 from hybrid_plugin.sglang.log import logger
@@ -110,7 +111,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         speculation.conflicts(
             view,
             windows=has_windows(model),
-            rings=has_states(model) and ring_group(model) is not None,
+            rings=has_compressed_keys(model)
+            or (has_states(model) and ring_group(model) is not None),
         ),
         speculation.unrecorded(view, options, model),
     )
@@ -125,7 +127,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     unknown = known_pools.side_memory(model)
     if unknown is not None:
         raise cannot_serve(unknown)
-    page_size = _page_size(view, options)
+    own = compressed_keys.PAGE_TOKENS if has_compressed_keys(model) else None
+    page_size = _page_size(view, options, own)
     if options.is_deterministic:
         obstacle = next(deterministic.obstacles(view, page_size), None)
         if obstacle is not None:
@@ -190,14 +193,26 @@ def _check_storable(view: Any, option: str) -> None:
         )
 
 
-def _page_size(view: Any, options: HybridConfig) -> int:
+def _page_size(view: Any, options: HybridConfig, own: int | None = None) -> int:
     """Tokens in a page: what was asked for, or what prefill chunks are a multiple of.
+
+    Args:
+        view: of the arguments.
+        options: of the plugin.
+        own: what SGLang sets afterwards for this model, whatever was asked for.
 
     Raises:
         ConfigError: if two sources contradict each other, or chunks do not fit.
     """
     chunk = view.chunked_prefill_size or 0
     asked = sizing.asked_page_size(options, "--page-size", view.page_size)
+    if own is not None:
+        if asked not in (None, own):
+            raise ConfigError(
+                f"SGLang has pages of {own} tokens for this model, and not of {asked}: "
+                "leave the page size out."
+            )
+        asked = own
     if asked is None and speculation.needs_single_tokens(view):
         return 1
     if asked is None:

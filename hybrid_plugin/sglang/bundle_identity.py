@@ -25,8 +25,10 @@ from hybrid_plugin.engine.bundle_identity import (
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.sglang import bundle_layouts
 from hybrid_plugin.sglang.bundle_layouts import NamedRows
+from hybrid_plugin.sglang.compressed_keys import key_tensors
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.layout import is_latent
+from hybrid_plugin.sglang.pending_keys import pending_tensors
 from hybrid_plugin.sglang.rings import ring_tensors
 from hybrid_plugin.tiers.identity import Identity
 
@@ -73,8 +75,9 @@ def kept_layers(
     named: dict[PoolId, Sequence[NamedRows] | str] = {}
     full, behind = _layers_of(kv_pool)
     layers = [attention_layer(one, FULL_ATTENTION, latent=latent) for one in full]
-    named[Pool.KV] = bundle_layouts.key_value_rows(
-        kv_pool.full_kv_pool, page_size, full
+    named[Pool.KV] = _joined(
+        bundle_layouts.key_value_rows(kv_pool.full_kv_pool, page_size, full),
+        bundle_layouts.compressed_rows(key_tensors(kv_pool)),
     )
     if window is not None:
         layers += [attention_layer(one, window, latent=latent) for one in behind]
@@ -153,7 +156,8 @@ def _joined(
 
 def _rings(kv_pool: Any) -> list[torch.Tensor]:
     """Of tokens without an index key, which lie behind the states."""
-    return ring_tensors(getattr(kv_pool, "full_kv_pool", kv_pool))
+    full = getattr(kv_pool, "full_kv_pool", kv_pool)
+    return [*ring_tensors(full), *pending_tensors(kv_pool)]
 
 
 def _shape_of(model: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from sglang import __version__
 
 from hybrid_plugin.core.commands import Pool, PoolId
-from hybrid_plugin.sglang.pool_rows import index_tensors, kv_tensors
+from hybrid_plugin.sglang.pool_rows import index_tensors, kv_tensors, sibling_tensors
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.row_layout import ITEM_BYTES, TOKEN, Axis, Field, RowLayout
 
@@ -152,6 +152,18 @@ def key_value_rows(
 # ------------------------------------------------------------------------ states
 
 
+def compressed_rows(keys: Sequence[torch.Tensor]) -> list[NamedRows] | str:
+    """Compressed keys, by pages, which lie behind the KV; nobody else has any.
+
+    Args:
+        keys: of each layer, `[pages, keys, ...]`.
+    """
+    if not keys:
+        return []
+    shapes = ", ".join(f"{one.dtype} {tuple(one.shape[1:])}" for one in keys)
+    return f"SGLang {__version__}: compressed keys, {shapes}"
+
+
 def state_rows(
     pool: Any,
     taps_first: bool,
@@ -168,8 +180,10 @@ def state_rows(
     """
     kept, layers = pool.mamba_cache, pool.mamba_layer_ids
     has_states = bool(kept.temporal.numel())
-    if len(kept.conv) != 1 or (has_states and axes is None) or rings:
-        shapes = [*kept.conv, kept.temporal]
+    beside = [one for pool in pool._slot_siblings for one in sibling_tensors(pool)]
+    known = len(kept.conv) == 1 and not (has_states and axes is None)
+    if not known or rings or beside:
+        shapes = [*kept.conv, kept.temporal, *beside]
         texts = ", ".join(f"{one.dtype} {tuple(one.shape[2:])}" for one in shapes)
         texts += "".join(f", ring {tuple(one.shape[1:])}" for one in rings)
         return f"SGLang {__version__}: states of {len(layers)} layers, {texts}"

@@ -298,6 +298,133 @@ INDEX_HOOKS = (
     ),
 )
 
+_COMPRESSED = f"{_SRT}.layers.attention.qsa"
+_BACKEND = f"{_SRT}.layers.attention.qwen_sparse_attn_backend:QwenSparseAttnBackend"
+_QSA_POOL = f"{_SRT}.mem_cache.qsa_kv_pool"
+
+COMPRESSED_HOOKS = (
+    HookPoint(
+        f"{_SRT}.arg_groups.model_overrides.qwen4_exp:_qwen4_exp_overrides",
+        mentions=("parse_qsa_profile", "page_size"),
+    ),
+    HookPoint(
+        f"{_COMPRESSED}.config:parse_qsa_profile",
+        ("config",),
+        mentions=("indexer_n_heads",),
+    ),
+    HookPoint(
+        f"{_COMPRESSED}.config:QSAProfile",
+        mentions=("kv_heads", "head_dim", "compress_ratio"),
+    ),
+    HookPoint(f"{_QSA_POOL}:resolve_qsa_indexer_dtype", ("name",)),
+    # Keys by pages, rings by rows, and nothing else.
+    HookPoint(
+        f"{_QSA_POOL}:QSATokenToKVPool.__init__",
+        mentions=(
+            "qsa_compressed_k_buffer_pool",
+            "qsa_compressed_capacity",
+            "qsa_key_state_buffer_pool",
+            "qsa_rope_position_buffer",
+            "qsa_num_request_slots",
+            "qsa_compress_ratio",
+            "index_state_dtype",
+        ),
+    ),
+    HookPoint(
+        f"{_QSA_POOL}:QSATokenToKVPool.set_qsa_key_state_buffer",
+        ("self", "layer_id", "loc", "token_k"),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_QSA_POOL}:QSATokenToKVPool.set_qsa_rope_position_buffer",
+        ("self", "loc", "positions"),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_POOL}:HybridLinearKVPool._transfer_full_attention_id", ("self", "layer_id")
+    ),
+    HookPoint(
+        f"{_SRT}.model_executor.pool_configurator"
+        ":DefaultPoolConfigurator._compute_qsa_cell_size",
+        ("hf_config", "num_layers"),
+        closed=True,
+    ),
+    HookPoint(
+        f"{_BACKEND}._qsa_build_write_plan",
+        ("self", "forward_batch", "speculative_paged", "token_slot_table"),
+        mentions=("_qsa_write_plan", "capacity"),
+    ),
+    HookPoint(
+        f"{_BACKEND}._qsa_write_plan",
+        ("token_slot_table", "start_blocks", "end_blocks", "capacity"),
+        mentions=("row_token_starts", "prefix_lens", "compress_ratio"),
+    ),
+    HookPoint(
+        f"{_BACKEND}._metadata_from_forward_batch",
+        ("self", "forward_batch"),
+        closed=True,
+        mentions=("pending_ring_slots", "compress_group_ring_locs"),
+    ),
+    HookPoint(f"{_BACKEND}._replay_cuda_graph_metadata", ("self", "bs")),
+    HookPoint(
+        f"{_SRT}.model_executor.forward_batch_info:ForwardBatch.extend_seq_lens_cpu"
+    ),
+    # Where graphs are given rows of rings, in place.
+    HookPoint(
+        f"{_COMPRESSED}.graph_metadata:launch_graph_metadata",
+        mentions=("pending_ring_slots", "graph_ring_group_locs"),
+    ),
+    HookPoint(
+        f"{_COMPRESSED}.metadata:QSAIndexerMetadata",
+        mentions=(
+            "pending_ring_slots",
+            "compress_group_ring_locs",
+            "compress_member_rows",
+            "extend_rope_matrix",
+            "graph_ring_group_locs",
+            "req_pool_indices",
+            "token_to_kv_pool",
+        ),
+    ),
+    HookPoint(
+        f"{_COMPRESSED}.qsa_indexer:QSAIndexer.update_key_state_and_compress",
+        (
+            "self",
+            "token_k",
+            "logical_positions",
+            "rope_positions",
+            "metadata",
+            "state_slots",
+            "state_stored",
+        ),
+        closed=True,
+        mentions=("compress_member_rows", "extend_rope_matrix", "compress_ratio"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.ple_state_pool:NGramPool.__init__",
+        mentions=("context", "eos_token_id"),
+    ),
+    HookPoint(f"{_SRT}.mem_cache.ple_state_pool:NGramPool.clear", ("self",)),
+    HookPoint(
+        f"{_SRT}.mem_cache.ple_state_pool:NGramPool.reset_slots", ("self", "indices")
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.ple_state_pool:NGramPool.get_context", ("self", "indices")
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.ple_state_pool:NGramPool.set_context",
+        ("self", "indices", "context"),
+    ),
+    HookPoint(
+        f"{_SRT}.mem_cache.ple_state_pool:ShortConvPool.__init__",
+        mentions=("conv_state",),
+    ),
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool._init_mamba_pool",
+        mentions=("ngram_pool", "short_conv_pool", "register_slot_state"),
+    ),
+)
+
 WINDOW_HOOKS = (
     HookPoint(f"{_CONFIGURATOR}.is_hybrid_swa"),
     HookPoint(f"{_CONFIGURATOR}.sliding_window_size"),
@@ -1108,6 +1235,7 @@ ENGINE_HOOKS = (
     + ARGUMENT_HOOKS
     + MEMORY_HOOKS
     + INDEX_HOOKS
+    + COMPRESSED_HOOKS
     + WINDOW_HOOKS
     + CACHE_HOOKS
     + SCHEDULER_HOOKS

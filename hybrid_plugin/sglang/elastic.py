@@ -31,6 +31,7 @@ from hybrid_plugin.device.row_pool import RowTensor, place
 from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.sglang import page_layout
+from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
 from hybrid_plugin.sglang.index_keys import has_index_keys
 
 _STRIDED = ("triton", "flashinfer", None)
@@ -260,6 +261,8 @@ def hindrance_of_model(model: Any) -> str | None:
     """
     if has_index_keys(model):
         return "hold no index keys beside latents yet; set elastic to false."
+    if has_compressed_keys(model):
+        return "hold no compressed keys beside KV yet; set elastic to false."
     return None
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.layers.attention.qsa.config import parse_qsa_profile
 
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.sglang.activation import FLAG
@@ -51,9 +50,6 @@ def kept_beside(model_config: Any) -> str | None:
     Args:
         model_config: SGLang's `ModelConfig`.
     """
-    config = model_config.hf_config
-    if parse_qsa_profile(config) is not None:
-        return "compressed keys"
     if model_config.is_hybrid_swa and mambaish_config(model_config) is not None:
         return "a pool for windows beside its states"
     return None

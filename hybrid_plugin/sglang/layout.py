@@ -11,7 +11,7 @@ from sglang.srt.configs.model_config import AttentionArch
 
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.memory.scratch import ScratchLayout
-from hybrid_plugin.sglang import addressing, index_keys
+from hybrid_plugin.sglang import addressing, compressed_keys, index_keys, side_states
 from hybrid_plugin.sglang.slots import slot_bytes
 
 
@@ -52,6 +52,7 @@ def make_layout(
     states = tuple(map(str, params.layers))
     slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
     keys, ring = index_keys.page_group(model, page_size), index_keys.ring_group(model)
+    keys = keys or compressed_keys.page_group(model, page_size)
     layout = CacheLayout(
         page_size=page_size,
         attention=(
@@ -61,6 +62,8 @@ def make_layout(
         states=(
             StateGroup(states, slot // len(states)),
             *(() if ring is None else (ring,)),
+            *compressed_keys.ring_groups(model),
+            *side_states.groups(hybrid),
         ),
     )
     if not elastic:

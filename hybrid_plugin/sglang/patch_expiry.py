@@ -37,6 +37,11 @@ NEEDED = {
         ".kpool_decode_update_index_cache",
         "req_pool_indices",
     ),
+    "patches._find_pending_keys_by_slots": _while_there(
+        f"{_SRT}.layers.attention.qwen_sparse_attn_backend:QwenSparseAttnBackend"
+        "._qsa_build_write_plan",
+        "_assert_async",
+    ),
     "patches._leave_states_in_place": _while_there(
         f"{_SRT}.layers.attention.linear.gdn_backend:GDNAttnBackend",
         "needs_state_gather",

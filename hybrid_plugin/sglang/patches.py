@@ -78,6 +78,7 @@ def hook_engine() -> None:
     _divide_memory(memory, layers, replay)
     _share_memory(memory, replay)
     _find_rings_by_slots(memory)
+    _find_pending_keys_by_slots(memory)
     _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
     _find_chunks_on_the_host()
@@ -305,6 +306,48 @@ def _find_rings_by_slots(memory: PoolMemory) -> None:
     plan = f"{_SRT}.layers.attention.dsa.kpool_plan"
     _hook(f"{plan}.init_kpool_extend_metadata", "AFTER", prefill)
     _hook(f"{plan}.update_kpool_write_plan", "AROUND", verify)
+
+
+def _find_pending_keys_by_slots(memory: PoolMemory) -> None:
+    """Symptom: Qwen4-Exp stops where a hit does not end with the last token of a
+    compressed key; there it would go on with index keys of another request.
+
+    Cause: index keys that wait for others are in a ring of the row that a request has
+    while it runs, and prefills make compressed keys of their own tokens alone, because
+    SGLang's own cache resumes at ends of pages.
+    Fix: rings belong to slots (`pending_keys`); look a request's up by its slot, and
+    put what is in it in front of what a prefill computes.
+    Delete when: the radix cache backend is asked what to keep beside states, and
+    prefills may begin anywhere.
+    """
+    from hybrid_plugin.sglang.pending_keys import compress
+
+    def plan(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        batch = kwargs["forward_batch"]
+        decodes = batch.forward_mode.is_decode() or kwargs["speculative_paged"]
+        if memory.pending.slots is None or decodes:
+            return original(self, **kwargs)
+        return memory.pending.write_plan(
+            self,
+            kwargs["sequence_lengths"],
+            batch.extend_seq_lens,
+            kwargs["token_slot_table"],
+            batch.input_ids.numel(),
+        )
+
+    def describe(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+        return memory.pending.planned(original(self, batch), batch)
+
+    def replay(original: Callable[..., None], self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
+        memory.pending.replayed(self.forward_metadata.indexer_metadata)
+
+    backend = f"{_SRT}.layers.attention.qwen_sparse_attn_backend.QwenSparseAttnBackend"
+    _hook(f"{backend}._qsa_build_write_plan", "AROUND", plan)
+    _hook(f"{backend}._metadata_from_forward_batch", "AROUND", describe)
+    _hook(f"{backend}._replay_cuda_graph_metadata", "AROUND", replay)
+    indexer = f"{_SRT}.layers.attention.qsa.qsa_indexer.QSAIndexer"
+    _hook(f"{indexer}.update_key_state_and_compress", "AROUND", compress)
 
 
 def _leave_states_in_place(memory: PoolMemory) -> None:

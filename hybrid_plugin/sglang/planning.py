@@ -34,11 +34,13 @@ from hybrid_plugin.engine.host_memory import plan_tier
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.engine.sizing import EngineLimits, FixedCount
 from hybrid_plugin.sglang import (
+    compressed_keys,
     elastic,
     host_copies,
     index_keys,
     known_pools,
     page_layout,
+    side_states,
 )
 from hybrid_plugin.sglang.allocator import (
     HybridSlotAllocator,
@@ -48,6 +50,7 @@ from hybrid_plugin.sglang.allocator import (
 from hybrid_plugin.sglang.elastic import SharedPools
 from hybrid_plugin.sglang.layout import make_layout
 from hybrid_plugin.sglang.log import logger
+from hybrid_plugin.sglang.pending_keys import pending_tensors
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.pool_rows import index_tensors, kv_tensors, page_rows
 from hybrid_plugin.sglang.rings import ring_tensors
@@ -150,6 +153,8 @@ def _token_bytes(configurator: Any, kv: Any) -> int:
     SGLang counts index keys as well, and rounds them up to whole bytes for a token.
     """
     model = configurator.model_config
+    if compressed_keys.has_compressed_keys(model):
+        return int(kv._cell_size) - compressed_keys.token_bytes(model, kv)
     if not index_keys.has_index_keys(model):
         return int(kv._cell_size)
     layers = mambaish_config(model).full_attention_layer_ids
@@ -349,7 +354,11 @@ def take_over(
     states = pools.req_to_token_pool
     kv_pool = stock.get_kvcache()
     full = getattr(kv_pool, "full_kv_pool", kv_pool)
-    rings = memory.rings.give_to_slots(full, states)
+    rings = [
+        *memory.rings.give_to_slots(full, states),
+        *memory.pending.give_to_slots(kv_pool, states),
+    ]
+    side_states.begin_with_zeros(states)
     written = scratch.scratch_tensors(states.mamba_pool.mamba_cache)
     known = [*_copied(stock, states), *written]
     known_pools.require(kv_pool, states, known)
@@ -447,5 +456,7 @@ def _copied(stock: Any, states: Any) -> list[torch.Tensor]:
     """
     kv_pool, kept = stock.get_kvcache(), states.mamba_pool.mamba_cache
     full = getattr(kv_pool, "full_kv_pool", kv_pool)
-    pages = [*kv_tensors(full), *index_tensors(full)]
-    return [*pages, *kept.conv, kept.temporal, *ring_tensors(full)]
+    keys = compressed_keys.key_tensors(kv_pool)
+    pages = [*kv_tensors(full), *index_tensors(full), *keys]
+    rings = [*ring_tensors(full), *pending_tensors(kv_pool)]
+    return [*pages, *kept.conv, kept.temporal, *rings, *side_states.tensors(states)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pools of one process are built on; imports nothing of SGLang's."""
+"""What the pools of one process are built on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.device.arena import Arena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.device.rows import rows_of
 from hybrid_plugin.engine.sizing import CachePlan
+from hybrid_plugin.sglang.compressed_keys import key_tensors
+from hybrid_plugin.sglang.pending_keys import PendingKeys
 from hybrid_plugin.sglang.pool_rows import (
     check_states,
     kv_tensors,
@@ -42,6 +45,8 @@ class PoolMemory:
         """KV pools of draft models, whose pages are those of their target."""
         self.rings = Rings()
         """Of tokens that no index key stands for yet."""
+        self.pending = PendingKeys()
+        """Index keys that no compressed key stands for yet."""
         self._building = False
         self._executor: Executor | None = None
 
@@ -104,6 +109,7 @@ class PoolMemory:
             check_states(state_pool)
             return self.shared.start(interior)
         pages = page_rows(kv_pool.full_kv_pool, page_size)
+        pages += [rows_of(one) for one in key_tensors(kv_pool)]
         if not pages:  # no layer has KV, and pages are but numbers
             count = kv_pool.size // page_size + 1
             pages = [torch.zeros((count, 0), dtype=torch.int8)]

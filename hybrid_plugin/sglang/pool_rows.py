@@ -17,6 +17,8 @@ from hybrid_plugin.device.rows import rows_of
 _KEPT = ("conv", "temporal")
 _REWRITTEN = ("intermediate_ssm", "intermediate_conv_window")
 """Written by each verification of drafts before it is read."""
+_SIBLINGS = {"ShortConvPool": "conv_state", "RelativeContexts": "context"}
+"""Pools beside a state pool that have a row for each of its slots, and their tensor."""
 
 
 def page_rows(pool: Any, page_size: int) -> list[torch.Tensor]:
@@ -50,12 +52,27 @@ def slot_rows(pool: Any) -> list[torch.Tensor]:
     """
     check_states(pool)
     kept = pool.mamba_cache
+    beside = [
+        one for sibling in pool._slot_siblings for one in sibling_tensors(sibling)
+    ]
     return [
         rows_of(layer)
-        for states in (*kept.conv, kept.temporal)
+        for states in (*kept.conv, kept.temporal, *beside)
         for layer in states
         if layer.numel()
     ]
+
+
+def sibling_tensors(sibling: Any) -> list[torch.Tensor]:
+    """What a pool beside a state pool keeps, each `[layers, slots, ...]`.
+
+    Args:
+        sibling: SGLang's `ShortConvPool`, or `RelativeContexts`; nothing of others.
+    """
+    kept = getattr(sibling, _SIBLINGS.get(type(sibling).__name__, ""), None)
+    if kept is None:
+        return []
+    return [kept[None] if type(sibling).__name__ == "RelativeContexts" else kept]
 
 
 def check_states(pool: Any) -> None:
@@ -67,7 +84,8 @@ def check_states(pool: Any) -> None:
     Raises:
         ConfigError: naming what it keeps.
     """
-    beside = [type(sibling).__name__ for sibling in pool._slot_siblings]
+    names = [type(sibling).__name__ for sibling in pool._slot_siblings]
+    beside = [name for name in names if name not in _SIBLINGS]
     beside += [
         name
         for name, states in vars(pool.mamba_cache).items()

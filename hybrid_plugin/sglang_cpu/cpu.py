@@ -13,6 +13,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from hybrid_plugin.sglang_cpu import draft_tokens, kernels
+from hybrid_plugin.sglang_cpu.compressed_keys import choose_as_few_as_asked
 
 _SAVES_NOTHING = "saves_nothing"
 """Mark of what stands in for a memory saver."""
@@ -34,6 +35,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         leave_the_cores_when_idle(server_args)
         keep_inputs_in_float32(server_args)
         mix_streams_in_torch()
+        choose_as_few_as_asked()
         wait_for_no_gpu_s_dump()
         save_no_memory_of_sglang_s()
 

@@ -55,6 +55,51 @@ def gated_norm(
     return (normal * opened).to(x.dtype)
 
 
+def norm_then_gate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    activation: str = "swish",
+) -> torch.Tensor:
+    """The same of another module of SGLang's (Qwen3.5, Qwen4-Exp).
+
+    Args:
+        x: ``[..., D]``.
+        weight: ``[D]``.
+        bias: refused, as are groups, another order, and means that are taken off.
+        z: as many elements as `x`; passed through `activation`.
+        eps: beside the mean square.
+        group_size: refused.
+        norm_before_gate: must be true.
+        is_rms_norm: must be true.
+        activation: "sigmoid", or "swish" by one of its names.
+
+    Returns:
+        As `x`, computed in float32.
+
+    Raises:
+        NotImplementedError: for what is refused.
+    """
+    refuse(
+        "this form of the gated norm",
+        bias=bias,
+        group_size=group_size,
+        gate_before_norm=not norm_before_gate,
+        mean=not is_rms_norm,
+    )
+    normal = functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+    if z is not None:
+        gate = z.reshape(x.shape).float()
+        opened = gate.sigmoid() if activation == "sigmoid" else functional.silu(gate)
+        normal = normal * opened
+    return normal.to(x.dtype)
+
+
 def add_shared_expert(
     hidden_states: torch.Tensor,
     gate_weight: torch.Tensor,

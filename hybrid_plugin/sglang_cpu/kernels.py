@@ -14,6 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sglang_cpu.compressed_keys import (
+    choose_as_few_as_asked,
+    choose_in_torch,
+    keep_waiting_keys_in_float32,
+)
 from hybrid_plugin.sglang_cpu.draft_attention import verify_with_a_mask
 from hybrid_plugin.sglang_cpu.draft_trees import links_of_mask
 from hybrid_plugin.sglang_cpu.headless_models import leave_models_without_heads
@@ -22,6 +27,10 @@ from hybrid_plugin.sglang_cpu.replacements import (
     MISSING_NAMES,
     REPLACEMENTS,
     TREE_MASKS,
+)
+from hybrid_plugin.sglang_cpu.residual_streams import (
+    embed_in_the_models_type,
+    mix_in_the_models_type,
 )
 from hybrid_plugin.sglang_cpu.sparse_latents import (
     plan_in_plain_memory,
@@ -56,6 +65,11 @@ def install() -> None:
     verify_with_a_mask()
     read_chosen_latents()
     plan_in_plain_memory()
+    choose_in_torch()
+    choose_as_few_as_asked()
+    keep_waiting_keys_in_float32()
+    mix_in_the_models_type()
+    embed_in_the_models_type()
     leave_models_without_heads(replace)
 
 

@@ -59,6 +59,24 @@ NEEDED = {
     "sparse_latents.plan_in_plain_memory": _while_there(
         f"{_SRT}.layers.attention.dsa.kpool_plan:_kpool_plan_to_gpu", "pin_memory"
     ),
+    "compressed_keys.choose_in_torch": _while_there(
+        f"{_SRT}.layers.attention.qsa.qsa_indexer:QSAIndexer._forward_impl"
+    ),
+    "compressed_keys.choose_as_few_as_asked": _while_there(
+        f"{_SRT}.layers.attention.qsa.config:_parse_compressed",
+        "_COMPRESSED_BLOCK_TOPK",
+    ),
+    "compressed_keys.keep_waiting_keys_in_float32": _while_there(
+        f"{_SRT}.mem_cache.qsa_kv_pool:QSATokenToKVPool", "index_state_dtype"
+    ),
+    "residual_streams.mix_in_the_models_type": _while_there(
+        f"{_SRT}.layers.hyperconnection:GatedResidual.__init__",
+        "params_dtype",
+        "compile",
+    ),
+    "residual_streams.embed_in_the_models_type": _while_there(
+        f"{_SRT}.models.qwen4_exp:Qwen4ExpNGramEmbedding.__init__", "bfloat16"
+    ),
     "torch_shims.name_no_gpu": _while_there(
         f"{_SRT}.arg_groups.overrides:_dsa_kv_cache_dtype_default",
         "get_device_capability",

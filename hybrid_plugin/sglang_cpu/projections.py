@@ -43,3 +43,31 @@ def split_interleaved(
         b.reshape(tokens, num_heads_v),
         a.reshape(tokens, num_heads_v),
     )
+
+
+def split_in_order(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take apart projections that are stored kind by kind (Qwen3.5, Qwen4-Exp).
+
+    Args:
+        mixed_qkvz: ``[T, 2 * H * K + 2 * HV * V]``; all queries, keys, values, gates.
+        mixed_ba: ``[T, 2 * HV]``; all `b`, then all `a`.
+        num_heads_qk: `H`.
+        num_heads_v: `HV`.
+        head_qk: `K`.
+        head_v: `V`.
+
+    Returns:
+        As `split_interleaved`.
+    """
+    gates = num_heads_v * head_v
+    b, a = mixed_ba.chunk(2, dim=-1)
+    qkv, z = mixed_qkvz[:, :-gates], mixed_qkvz[:, -gates:]
+    z = z.reshape(len(z), num_heads_v, head_v)
+    return qkv.contiguous(), z, b.contiguous(), a.contiguous()

@@ -56,6 +56,7 @@ _LINKS = (
 )
 _ROWS = ("req_pool_indices", "req_to_token", "start_offset", "end_offset")
 _SPARSE = "sglang.srt.layers.attention.dsa"
+_COMPRESSED = "sglang.srt.layers.attention.qsa"
 _RING = ("tail_k", "tail_score")
 _COMMIT = ("dst_indices_raw", "step_indices_raw")
 _TRACK = (
@@ -143,15 +144,21 @@ REPLACEMENTS = (
         "ssm_state_indices",
         "use_qk_l2norm_in_kernel",
     ),
-    _replace(
-        "attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat",
-        "projections:split_interleaved",
-        "mixed_qkvz",
-        "mixed_ba",
-        "num_heads_qk",
-        "num_heads_v",
-        "head_qk",
-        "head_v",
+    *(
+        _replace(
+            f"attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat{kind}",
+            f"projections:{ours}",
+            "mixed_qkvz",
+            "mixed_ba",
+            "num_heads_qk",
+            "num_heads_v",
+            "head_qk",
+            "head_v",
+        )
+        for kind, ours in (
+            ("", "split_interleaved"),
+            ("_contiguous", "split_in_order"),
+        )
     ),
     _replace(
         "attention.fla.fused_norm_gate:FusedRMSNormGated.forward",
@@ -162,6 +169,19 @@ REPLACEMENTS = (
         "residual",
         "prenorm",
         "residual_in_fp32",
+    ),
+    _replace(
+        "attention.fla.layernorm_gated:layernorm_fn",
+        "gates:norm_then_gate",
+        "x",
+        "weight",
+        "bias",
+        "z",
+        "eps",
+        "group_size",
+        "norm_before_gate",
+        "is_rms_norm",
+        "activation",
     ),
     _replace(
         "elementwise.elementwise:fused_gate_sigmoid_mul_add",
@@ -325,6 +345,28 @@ REPLACEMENTS = (
         "total_q",
         "kpool",
         root=_SPARSE,
+    ),
+    # Sparse attention by compressed index keys.
+    _replace(
+        "kernel:gather_qsa_compressed_keys",
+        "compressed_keys:packed",
+        "compressed",
+        "token_slot_table",
+        "cu_blocks",
+        "total_blocks",
+        "max_blocks",
+        "compress_ratio",
+        root=_COMPRESSED,
+    ),
+    _replace(
+        "kernel:qsa_sparse_attention",
+        "compressed_keys:attend",
+        "q",
+        "k_cache",
+        "v_cache",
+        "token_slots",
+        "softmax_scale",
+        root=_COMPRESSED,
     ),
     # Verification of drafts.
     _replace(

@@ -306,6 +306,59 @@ def write_glm5_next(folder: Path, seed: int = 0) -> Path:
     return _write_with_images(config, folder, seed, published)
 
 
+def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
+    """Write a Qwen4-Exp (gated delta nets, sparse attention, n-gram embeddings): small.
+
+    An index key stands for 4 tokens, as published, and a query reads 16 of them.
+    """
+    from transformers import Qwen4ExpConfig
+
+    kinds = ["linear_attention", "indexed_attention"] * 2
+    text = {
+        **SMALL,
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1, 3],
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 500,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "output_gate_type": "silu",
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 128,
+    }
+    config = Qwen4ExpConfig(text_config=text, vision_config=vision)
+    return _write_with_images(config, folder, seed, {"full_attention_interval": 2})
+
+
 def write_minimax(folder: Path, seed: int = 0) -> Path:
     """Write a MiniMax (lightning attention, attention, experts) of that size."""
     from transformers import MiniMaxConfig

@@ -38,9 +38,7 @@ LEFT_ALONE = "left alone"
 SPEECH = "it cannot serve this: SGLang keeps more of a request of this model than"
 _HERE = "sglang.srt.configs"
 
-OTHERWISE = {
-    "Qwen4ExpForConditionalGeneration": "(compressed keys)",
-}
+OTHERWISE: dict[str, str] = {}
 """What becomes of the examples that are not served."""
 Case = tuple[Example, str]
 CASES: tuple[Case, ...] = (

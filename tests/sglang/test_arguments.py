@@ -71,6 +71,15 @@ def test_page_size(
     assert _page_size(View(flag, chunk), HybridConfig(page_size=option)) == size
 
 
+def test_a_model_may_have_pages_of_its_own() -> None:
+    for given in (None, 64):
+        assert _page_size(View(None, 128), HybridConfig(page_size=given), 64) == 64
+    with pytest.raises(ConfigError, match="pages of 64 tokens for this model"):
+        _page_size(View(32, 128), HybridConfig(), 64)
+    with pytest.raises(ConfigError, match="no multiple of the page size 64"):
+        _page_size(View(None, 96), HybridConfig(), 64)
+
+
 @pytest.mark.parametrize(
     ("drafts", "topk", "backend", "size"),
     [

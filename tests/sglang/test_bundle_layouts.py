@@ -31,6 +31,7 @@ from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.sglang.bundle_layouts import (
     NamedRows,
+    compressed_rows,
     key_value_rows,
     layouts,
     state_rows,
@@ -347,7 +348,9 @@ def test_short_convolutions_keep_no_other_state() -> None:
     kept = SimpleNamespace(
         conv=[torch.zeros(2, SLOTS, 8, 3)], temporal=torch.zeros(2, SLOTS, 0, 4)
     )
-    pool: Any = SimpleNamespace(mamba_cache=kept, mamba_layer_ids=[0, 2])
+    pool: Any = SimpleNamespace(
+        mamba_cache=kept, mamba_layer_ids=[0, 2], _slot_siblings=()
+    )
     named = state_rows(pool, False, None)
     assert [one.name for one in named if isinstance(one, NamedRows)] == [
         "0.conv",
@@ -368,3 +371,26 @@ def test_quantised_keys_are_of_the_type_that_they_mean() -> None:
     layout = layouts(parts, {Pool.KV: size}, PAGE, {Pool.KV: named}).pages[Pool.KV]
     assert {field.dtype for field in layout.fields} == {"float8_e4m3fn"}
     assert layout.fields[0].size_of(TOKEN) == PAGE
+
+
+def test_compressed_keys_are_named_by_nobody_else() -> None:
+    assert compressed_rows([]) == []
+    found = compressed_rows([torch.zeros(5, 4, 1, 8).bfloat16()])
+    assert isinstance(found, str)
+    assert "compressed keys, torch.bfloat16 (4, 1, 8)" in found
+
+
+def test_states_beside_the_slots_are_named_by_nobody_else() -> None:
+    class ShortConvPool:
+        """As SGLang names it."""
+
+        conv_state = torch.zeros(1, 6, 8, 3)
+
+    kept = SimpleNamespace(
+        conv=[torch.zeros(2, 6, 4, 3)], temporal=torch.zeros(2, 6, 0, 4)
+    )
+    pool: Any = SimpleNamespace(
+        mamba_cache=kept, mamba_layer_ids=[0, 2], _slot_siblings=(ShortConvPool(),)
+    )
+    found = state_rows(pool, False, None)
+    assert isinstance(found, str) and "(8, 3)" in found

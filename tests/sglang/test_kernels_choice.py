@@ -43,6 +43,7 @@ EXPECTED = {
     "Qwen3NextForCausalLM": Mixer.GATED_DELTA_NET,
     "Qwen3_5ForConditionalGeneration": Mixer.GATED_DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": Mixer.GATED_DELTA_NET,
+    "Qwen4ExpForConditionalGeneration": None,
     "ZayaForCausalLM": None,
 }
 CLAMPED = {

@@ -17,8 +17,16 @@ from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from hybrid_plugin.config import ConfigError, HybridConfig
-from hybrid_plugin.core.commands import Copy, Pool
-from hybrid_plugin.sglang import index_keys, known_pools, planning
+from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.device.rows import rows_of
+from hybrid_plugin.sglang import (
+    compressed_keys,
+    index_keys,
+    known_pools,
+    planning,
+    side_states,
+)
+from hybrid_plugin.sglang.pending_keys import PendingKeys
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.pool_rows import index_tensors
 from hybrid_plugin.sglang.rings import Rings
@@ -152,29 +160,96 @@ def test_a_layout_has_as_many_bytes_as_the_pools() -> None:
     assert len(ring.layers) == 1 and ring.state_bytes == sum(r.shape[1] for r in rows)
 
 
-def test_compressed_keys_beside_the_kv() -> None:
+def compressed_pool(slots: Any) -> Any:
     """Qwen4-Exp's: keys of several tokens, and a ring of those that wait."""
+    return QSATokenToKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **COMPRESSED)
+
+
+def test_compressed_keys_and_what_waits_for_one_are_copied() -> None:
     slots = states()
-    pool = QSATokenToKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **COMPRESSED)
+    pool = compressed_pool(slots)
+    rows = PendingKeys().give_to_slots(pool, slots)
+    check(pool, slots)
+    item = pool.index_state_dtype.itemsize
+    sizes = [4 * 8 * item, 4 * 8 * item, 4 * 3 * 8]
+    assert [tuple(one.shape) for one in rows] == [(7, size) for size in sizes]
+    executor = PoolMemory().executor(pool, slots.mamba_pool, 16, rings=rows)
+    (keys, _) = pool.qsa_compressed_k_buffer_pool
+    keys[4:8], keys[8:12] = 5, 0
+    pool.qsa_key_state_buffer_pool[1][12:16] = 3
+    pool.qsa_rope_position_buffer[12:16] = 9
+    executor.run([Copy(Pool.STATE, 3, 2), Copy(Pool.KV, 1, 2)])
+    assert (keys[8:12] == 5).all() and not keys[12:].any()
+    assert (pool.qsa_key_state_buffer_pool[1][8:12] == 3).all()
+    assert (pool.qsa_rope_position_buffer[8:12] == 9).all()
+
+
+def test_what_is_known_no_more_is_refused() -> None:
+    slots = states()
+    pool = compressed_pool(slots)
+    pool.summaries = torch.zeros(5, 8)
     with pytest.raises(ConfigError, match="it cannot serve this: SGLang keeps more"):
         check(pool, slots)
-    found = set(known_pools.unknown_tensors([pool, slots], [*planning_of(pool, slots)]))
-    for name in ("qsa_key_state_buffer_pool.0", "qsa_compressed_k_buffer_pool.1"):
-        assert f"QSATokenToKVPool.{name}" in found
-    assert "QSATokenToKVPool.qsa_rope_position_buffer" in found
 
 
-def planning_of(pool: Any, slots: Any) -> list[torch.Tensor]:
-    """The tensors that commands copy."""
-    stock = SimpleNamespace(get_kvcache=lambda: pool)
-    return planning._copied(stock, slots)
-
-
-def test_states_beside_the_slots() -> None:
+def test_a_layout_has_as_many_bytes_as_pools_with_compressed_keys() -> None:
     slots = states(**SHORT_CONVOLUTION)
+    pool = compressed_pool(slots)
+    rows = PendingKeys().give_to_slots(pool, slots)
+    side_states.begin_with_zeros(slots)
+    config = SimpleNamespace(
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_compress_ratio=4,
+        indexer_budget=2048,
+    )
+    hybrid = SimpleNamespace(
+        full_attention_layer_ids=[1, 3],
+        short_conv_layer_ids=[0],
+        short_conv_state_shape=(8, 3),
+        ngram_context_len=2,
+        mamba2_cache_params=SimpleNamespace(
+            dtype=SimpleNamespace(conv=slots.short_conv_pool.conv_state.dtype)
+        ),
+    )
+    model: Any = SimpleNamespace(hf_config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compressed_keys, "mambaish_config", lambda model: hybrid)
+        patch.setattr(
+            compressed_keys,
+            "get_model",
+            lambda: SimpleNamespace(qsa_indexer_dtype="auto"),
+        )
+        keys = compressed_keys.page_group(model, 16)
+        groups = (*compressed_keys.ring_groups(model), *side_states.groups(hybrid))
+    assert keys is not None
+    (one, other) = map(rows_of, compressed_keys.key_tensors(pool))
+    assert len(keys.layers) == 2
+    assert keys.page_bytes == one.shape[1] == other.shape[1]
+    beside = [rows_of(one) for part in side_states.tensors(slots) for one in part]
+    found = [row.shape[1] for row in (*rows, *beside)]
+    planned = [group.state_bytes for group in groups for _ in group.layers]
+    assert planned == found
+
+
+def test_states_beside_the_slots_are_copied_and_begin_with_zeros() -> None:
+    slots = states(**SHORT_CONVOLUTION, ngram_eos_token_id=7)
     pool = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
-    with pytest.raises(ConfigError, match="conv_state"):
+    with pytest.raises(ConfigError, match="context"):
         check(pool, slots)
+    side_states.begin_with_zeros(slots)
+    check(pool, slots)
+    executor = PoolMemory().executor(pool, slots.mamba_pool, 16)
+    two, three = torch.tensor([2]), torch.tensor([3])
+    slots.set_ngram_context(three, torch.tensor([[5, 6]]))
+    slots.short_conv_layer_cache(0)[3] = 1
+    executor.run([Copy(Pool.STATE, 3, 2)])
+    assert slots.get_ngram_context(two).tolist() == [[5, 6]]
+    assert (slots.short_conv_layer_cache(0)[2] == 1).all()
+    executor.run([Zero(Pool.STATE, 3)])
+    assert slots.get_ngram_context(three).tolist() == [[7, 7]]
+    assert not slots.short_conv_layer_cache(0)[3].any()
 
 
 def test_drafts_have_a_scratch_and_may_have_a_model(
@@ -216,7 +291,8 @@ def test_a_tensor_that_a_later_version_adds() -> None:
 def test_nothing_is_built_on_such_pools() -> None:
     """The check comes before anything of the plugin's is put in place."""
     slots = states()
-    pool = QSATokenToKVPool(mamba_pool=slots.mamba_pool, **ATTENTION, **COMPRESSED)
+    pool = compressed_pool(slots)
+    pool.summaries = torch.zeros(5, 8)
     stock = SimpleNamespace(get_kvcache=lambda: pool)
     own = slots.mamba_allocator
     pools: Any = SimpleNamespace(
@@ -232,19 +308,8 @@ def test_nothing_is_built_on_such_pools() -> None:
     [
         ({}, False, None),
         ({}, True, "a pool for windows beside its states"),
-        (
-            {
-                "indexer_n_heads": 4,
-                "indexer_kv_heads": 1,
-                "indexer_head_dim": 128,
-                "indexer_budget": 2048,
-                "indexer_compress_ratio": 4,
-            },
-            False,
-            "compressed keys",
-        ),
     ],
-    ids=["KV and states", "windows", "compressed keys"],
+    ids=["KV and states", "windows"],
 )
 def test_it_is_known_before_weights_are_loaded(
     config: dict[str, int],

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import (
 from sglang.srt.runtime_context import get_exec
 
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.sglang.side_states import has_side_states
 
 _GATED_OTHERWISE = (configs.JetNemotronConfig, configs.JetVLMConfig)
 """Their convolution's weights are made from the tokens, by the model itself."""
@@ -39,7 +40,8 @@ def mixer_of(model: Any) -> Mixer | None:
     """
     gated = hybrid_arch.hybrid_gdn_config(model)
     if gated is not None:
-        known = not isinstance(gated, _GATED_OTHERWISE)
+        # A pass keeps states in the middle of a prompt, and no more than states.
+        known = not isinstance(gated, _GATED_OTHERWISE) and not has_side_states(gated)
         return Mixer.GATED_DELTA_NET if known else None
     config = hybrid_arch.mamba2_config(model)
     if config is not None:
