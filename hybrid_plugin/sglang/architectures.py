@@ -122,6 +122,10 @@ EXAMPLES = (
         f"{_CONFIGS}:NemotronHConfig",
         {"num_hidden_layers": 3, "hybrid_override_pattern": "M*-"},
     ),
+    Example(
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        f"{_CONFIGS}:NemotronH_Nano_Omni_Reasoning_V3_Config",
+    ),
     Example("NemotronH_Nano_VL_V2", f"{_CONFIGS}:NemotronH_Nano_VL_V2_Config"),
     Example("Qwen3NextForCausalLM", f"{_CONFIGS}:Qwen3NextConfig", _ALTERNATING),
     Example(

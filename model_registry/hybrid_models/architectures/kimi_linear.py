@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi Linear: Kimi delta attention, attention over latent vectors that nothing turns in
-some of its places, experts.
+"""Kimi Linear: Kimi delta attention, attention over latent vectors without rotary
+embedding in some of its places, experts.
 
-It follows the paper (Kimi Team 2025, arXiv:2510.26692) and transformers' implementation.
+It follows the paper (Kimi Team 2025, arXiv:2510.26692) and what transformers computes.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ def feed_forward(config: Any, kit: Kit, number: int, name: str) -> nn.Module:
 
 
 def delta_shape(config: Any) -> DeltaShape:
-    """Of a state layer, whose states are kept in full precision, as vLLM and SGLang keep
-    them."""
+    """Of a state layer, whose states have full precision, as in vLLM and SGLang."""
     given = config.linear_attn_config
     heads, head = given["num_heads"], given["head_dim"]
     return DeltaShape(

@@ -22,8 +22,8 @@ class KimiDelta(DeltaNet):
 
     Checkpoints have it as `q_proj`, `k_proj`, `v_proj`, a convolution for each of them,
     `b_proj` (write strength), `f_a_proj` and `f_b_proj` (decays), `g_a_proj` and
-    `g_b_proj` (gate), `A_log`, `dt_bias`, `o_norm` and `o_proj`; `RENAMES` and `stacked`
-    have what they are called here.
+    `g_b_proj` (gate), `A_log`, `dt_bias`, `o_norm` and `o_proj`; `RENAMES` and
+    `stacked` have what they are called here.
     """
 
     RULE: ClassVar[Any] = kda
