@@ -90,6 +90,11 @@ EXAMPLES = (
         {"text_config": {"layer_types": ["jet", "attn"]}},
     ),
     Example(
+        "KimiK3ForConditionalGeneration",
+        f"{_CONFIGS}.kimi_k3:KimiK3Config",
+        {"text_config": {"num_hidden_layers": 4, "linear_attn_config": _KIMI}},
+    ),
+    Example(
         "KimiLinearForCausalLM",
         f"{_CONFIGS}:KimiLinearConfig",
         {"num_hidden_layers": 4, "linear_attn_config": _KIMI},
