@@ -36,13 +36,12 @@ def of_release(root: Path) -> Sequence[Standing]:
     Args:
         root: the folder that holds its package.
     """
-    from hybrid_models.catalogue import CATALOGUE
-
     from hybrid_plugin.vllm import architectures
     from hybrid_plugin.vllm.model_sources import ModelSources
 
+    catalogue: Any = importlib.import_module("hybrid_models.catalogue")
     sources = ModelSources(root / "vllm")
-    ours = [entry.name for entry in CATALOGUE if entry.name not in sources.names]
+    ours = [name for name in catalogue.BY_NAME if name not in sources.names]
     return architectures.standings(ours, sources)
 
 
