@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the engine versions of ci/matrix.toml, and write docs/compatibility.md.
 
+The column of vLLM's release in docs/architectures.md is made of the same wheels.
+
     ci/run_matrix.py --all --contracts-only     hook points of every row, no engine
     ci/run_matrix.py --engine vllm              one engine's rows, engine tests too
     ci/run_matrix.py --newest                   engine tests of each engine's newest
@@ -20,11 +22,14 @@ import matrix_document as document
 import matrix_environment as environment
 import matrix_sources as sources
 
+from hybrid_plugin.tools.models import page as models
+from hybrid_plugin.tools.models import table
 from hybrid_plugin.upstream import contracts, matrix, patch_expiry
 from hybrid_plugin.upstream.matrix import Row
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
+MODELS = ROOT / "docs" / "architectures.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checked, failures = _check(rows, args)
     _print_table(checked)
     if args.write or args.compare:
-        failures += _publish(checked, rows, write=args.write)
+        failures += _publish(checked, rows, args)
     if not args.contracts_only:
         failures += _run_engine_tests(rows, args)
     for failure in failures:
@@ -119,7 +124,7 @@ def _print_table(checked: Sequence[document.Checked]) -> None:
 
 
 def _publish(
-    checked: Sequence[document.Checked], rows: Sequence[Row], *, write: bool
+    checked: Sequence[document.Checked], rows: Sequence[Row], args: argparse.Namespace
 ) -> list[str]:
     if len(checked) != len(rows) or len(rows) != len(matrix.load()):
         return [f"{PAGE.name} takes the sources of all rows; not all were checked."]
@@ -127,12 +132,18 @@ def _publish(
         page = document.page(checked, patch_expiry.load())
     except patch_expiry.PatchError as error:
         return [str(error)]
-    if write:
-        PAGE.write_text(page)
+    release = table.of_release(sources.find(models.release(), args.sources))
+    columns = {models.RELEASE: release}
+    pages = {PAGE: page, MODELS: models.updated(MODELS.read_text(), columns)}
+    stale = [file for file in pages if file.read_text() != pages[file]]
+    if args.write:
+        for file in stale:
+            file.write_text(pages[file])
         return []
-    if not PAGE.exists() or PAGE.read_text() != page:
-        return [f"{PAGE.name} is out of date: run ci/run_matrix.py --all --write."]
-    return []
+    return [
+        f"{file.name} is out of date: run ci/run_matrix.py --all --write."
+        for file in stale
+    ]
 
 
 def _run_engine_tests(rows: Sequence[Row], args: argparse.Namespace) -> list[str]:

@@ -27,3 +27,5 @@ class Standing:
     """Of the prefix cache."""
     reason: str = ""
     """Why it is not served, a phrase."""
+    note: str = ""
+    """Where it is, if not everywhere, a phrase."""

@@ -91,6 +91,11 @@ EXAMPLES = (
         {"text_config": {"layer_types": ["jet", "attn"]}},
     ),
     Example(
+        "KimiK3ForConditionalGeneration",
+        f"{_CONFIGS}.kimi_k3:KimiK3Config",
+        {"text_config": {"num_hidden_layers": 4, "linear_attn_config": _KIMI}},
+    ),
+    Example(
         "KimiLinearForCausalLM",
         f"{_CONFIGS}:KimiLinearConfig",
         {"num_hidden_layers": 4, "linear_attn_config": _KIMI},
@@ -122,6 +127,10 @@ EXAMPLES = (
         "NemotronHForCausalLM",
         f"{_CONFIGS}:NemotronHConfig",
         {"num_hidden_layers": 3, "hybrid_override_pattern": "M*-"},
+    ),
+    Example(
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        f"{_CONFIGS}:NemotronH_Nano_Omni_Reasoning_V3_Config",
     ),
     Example("NemotronH_Nano_VL_V2", f"{_CONFIGS}:NemotronH_Nano_VL_V2_Config"),
     Example("Qwen3NextForCausalLM", f"{_CONFIGS}:Qwen3NextConfig", _ALTERNATING),

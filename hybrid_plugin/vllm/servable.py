@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,12 @@ def unknown_kinds(module: str | None) -> list[str]:
     Args:
         module: where vLLM finds the model's class; None if that is not known.
     """
-    return sorted(_built_by(module) - KINDS_WITH_POOLS - _NO_CACHE)
+    return without_pools(_built_by(module))
+
+
+def without_pools(kinds: Set[str]) -> list[str]:
+    """Names, of those of cache specs, that nothing has pools for."""
+    return sorted(kinds - KINDS_WITH_POOLS - _NO_CACHE)
 
 
 def find_out(
@@ -149,19 +154,23 @@ def _built_by(module: str | None) -> set[str]:
         for name, value in vars(kv_cache_interface).items()
         if isinstance(value, type) and issubclass(value, kv_cache_interface.KVCacheSpec)
     }
-    return {name for name in _called_in(module) if name in kinds}
+    return {name for name in called_in(_files(module)) if name in kinds}
 
 
-def _called_in(module: str | None) -> Iterator[str]:
-    """Names of functions and classes that a module, or its package, calls."""
+def _files(module: str | None) -> list[Path]:
+    """Of a module that is installed, or of its package."""
     found = importlib.util.find_spec(module) if module else None
     if found is None or found.origin is None:
-        return
+        return []
     origin = Path(found.origin)
     in_package = origin.name == "__init__.py"
-    for file in sorted(origin.parent.rglob("*.py")) if in_package else [origin]:
-        if file.suffix != ".py" or not file.is_file():
-            continue
+    files = sorted(origin.parent.rglob("*.py")) if in_package else [origin]
+    return [file for file in files if file.suffix == ".py" and file.is_file()]
+
+
+def called_in(files: Iterable[Path]) -> Iterator[str]:
+    """Names of functions and classes that Python files call."""
+    for file in files:
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Call):
                 name = node.func

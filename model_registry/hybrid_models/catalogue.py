@@ -56,6 +56,12 @@ CATALOGUE = (
         "jet_nemotron:JetNemotron",
         own_config=True,
     ),
+    Entry(
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        "kimi_linear:KimiLinear",
+        is_latent=True,
+    ),
     Entry("MiniMaxForCausalLM", "minimax", "minimax:MiniMax"),
     Entry("MiniMaxText01ForCausalLM", "minimax_text_01", "minimax:MiniMaxText01", True),
     Entry("MiniMaxM1ForCausalLM", "minimax_m1", "minimax:MiniMaxM1", True),

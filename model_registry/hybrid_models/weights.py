@@ -65,7 +65,7 @@ class Names:
     """Parts of names, replaced in order."""
     stacked: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     """A module of the checkpoint, its module here, and which part of that it is; of
-    several that fit, the first that the layer has."""
+    several that fit, the first that the layer has, or else the module itself."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Parts of an expert in the checkpoint, and which they are: gate, up or down."""
     derived: tuple[str, ...] = ()
@@ -90,7 +90,8 @@ class Names:
             for old, (new, shard) in self.stacked.items()
             if f".{old}." in name
         ]
-        there = (found for found in fitting if found[0] in parameters)
+        candidates = [*fitting, (name, None)]
+        there = (found for found in candidates if found[0] in parameters)
         return next(there, (fitting or [(name, None)])[0])
 
     def is_derived(self, name: str) -> bool:

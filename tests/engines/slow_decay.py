@@ -592,6 +592,48 @@ def write_jet_nemotron(folder: Path, seed: int = 0) -> Path:
     return _write_reference("jet_nemotron", config, folder, seed)
 
 
+def write_kimi_linear(folder: Path, seed: int = 0) -> Path:
+    """Write a Kimi Linear (Kimi delta attention, latent attention, experts)."""
+    from transformers import KimiLinearConfig
+
+    layers = 4
+    published: dict[str, Any] = {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": layers,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+            "num_heads": 4,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "q_lora_rank": None,
+        # As published: vLLM's latent attention on a GPU takes no others.
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 64,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+    }
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = KimiLinearConfig(**small | published)
+    # As published: numbers of layers, and no lists of kinds.
+    return _write(config, folder, seed, layer_types=None, **published)
+
+
 def _write_reference(
     name: str, config: dict[str, Any], folder: Path, seed: int
 ) -> Path:

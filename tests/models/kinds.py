@@ -114,6 +114,12 @@ KINDS = (
     ),
     Kind("jamba", "JambaForCausalLM", ("vllm",)),
     Kind("jet_nemotron", "JetNemotronForCausalLM", ("sglang",), has_reference=True),
+    Kind(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        ("vllm", "sglang"),
+        engines=("vllm",),
+    ),
     Kind("minimax", "MiniMaxForCausalLM", engines=()),
     Kind("minimax_text_01", "MiniMaxText01ForCausalLM", converted="MiniMaxForCausalLM"),
     Kind(

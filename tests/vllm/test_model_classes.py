@@ -27,6 +27,7 @@ from vllm.config.compilation import CompilationConfig
 
 from hybrid_plugin.config import OPTIONS_VARIABLE, ConfigError
 from hybrid_plugin.upstream.hookpoints import HookPoint
+from hybrid_plugin.vllm import model_sources
 
 OURS = "BambaForCausalLM"
 
@@ -58,6 +59,23 @@ def test_a_class_of_vllm_stays(registry: Any) -> None:
     registration.register_missing()
     assert registry.models[OURS] is theirs
     assert not registration.is_ours(OURS)
+
+
+def test_what_vllm_has_for_gpus_alone_is_ours_on_a_cpu(
+    registry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If vLLM brings a class for CPUs, ours must not take its place."""
+    from vllm.platforms import current_platform
+
+    name = "KimiLinearForCausalLM"
+    module, cls = model_sources.installed().generating[name]
+    registry.register_model(name, f"{module}:{cls}")
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    registration.register_missing()
+    assert not registration.is_ours(name)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    registration.register_missing()
+    assert registration.is_ours(name)
 
 
 def test_unless_the_environment_names_it(

@@ -45,6 +45,31 @@ BAMBA: dict[str, Any] = {
 }
 
 
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4],
+        "full_attn_layers": [3],
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "mla_use_nope": True,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+}
+
+
 def foreseen(folder: Path, architecture: str, config: dict[str, Any]) -> Outlook:
     return outlook.foresee(str(write(folder, architecture, config)), FLAGS, 1 << 30)
 
@@ -68,6 +93,18 @@ def test_one_of_our_own_classes_is_laid_out(tmp_path: Path) -> None:
     assert len(states.layers) == 2
     channels = 4 * 64 + 2 * 64
     assert states.state_bytes >= 2 * (4 * 64 * 64 + 3 * channels)
+
+
+def test_so_is_what_vllm_has_for_gpus_alone(tmp_path: Path) -> None:
+    """Kimi Linear, with keys and values of every head where none are latent."""
+    found = foreseen(tmp_path, "KimiLinearForCausalLM", KIMI)
+    assert (found.prospect, found.reason, found.note) == (Prospect.SERVED, "", "")
+    assert found.layout is not None
+    assert [len(group.layers) for group in found.layout.attention] == [1]
+    (states,) = found.layout.states
+    assert len(states.layers) == 3
+    inputs = 3 * (4 * 32) * 3
+    assert states.state_bytes == 4 * (4 * 32 * 32) + 2 * inputs
 
 
 def test_states_alone_are_laid_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybrid_plugin.engine.architectures import Provider, Standing
@@ -12,7 +13,7 @@ from hybrid_plugin.tools.doctor import installed
 from hybrid_plugin.upstream.contracts import ENGINES, TITLES
 
 Table = Mapping[str, Sequence[Standing]]
-"""By the engine's name."""
+"""By the engine's name, or the column of the page."""
 
 
 def of_installed_engines(engine: str | None = None) -> Table:
@@ -27,6 +28,21 @@ def of_installed_engines(engine: str | None = None) -> Table:
         for name in wanted
         if installed.find_engine(name) is not None
     }
+
+
+def of_release(root: Path) -> Sequence[Standing]:
+    """Look at the source of a vLLM that is not installed.
+
+    Args:
+        root: the folder that holds its package.
+    """
+    from hybrid_plugin.vllm import architectures
+    from hybrid_plugin.vllm.model_sources import ModelSources
+
+    catalogue: Any = importlib.import_module("hybrid_models.catalogue")
+    sources = ModelSources(root / "vllm")
+    ours = [name for name in catalogue.BY_NAME if name not in sources.names]
+    return architectures.standings(ours, sources)
 
 
 def _standings(engine: str) -> Sequence[Standing]:
@@ -46,7 +62,8 @@ def words(standing: Standing, engine: str) -> str:
         Provider.NOBODY: "no class",
     }[standing.provider]
     reason = f": {standing.reason}" if standing.reason else ""
-    return f"{whose}, {standing.prospect.value}{reason}"
+    note = f" {standing.note}" if standing.note else ""
+    return f"{whose}, {standing.prospect.value}{note}{reason}"
 
 
 def as_text(table: Table) -> str:
@@ -70,6 +87,7 @@ def as_json(table: Table) -> dict[str, list[dict[str, str]]]:
                 "class": standing.provider.value,
                 "prefix_cache": standing.prospect.value,
                 "reason": standing.reason,
+                "note": standing.note,
             }
             for standing in found
         ]

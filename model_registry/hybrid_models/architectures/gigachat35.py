@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from hybrid_models.architecture import Architecture, numbers
-from hybrid_models.blocks.experts import RoutedMLP
+from hybrid_models.blocks.experts import BalancedMLP
 from hybrid_models.blocks.gated_norm import Activation
 from hybrid_models.blocks.latent_attention import LatentAttention, LatentAttentionShape
 from hybrid_models.blocks.low_rank_norm import LowRankNorm
@@ -24,7 +24,7 @@ from hybrid_models.blocks.mlp import GatedMLP
 from hybrid_models.blocks.projection import project
 from hybrid_models.kit import Kit, LatentShape, Placement, Routing, StateTensor
 from hybrid_models.mixers.gated_delta_net import DeltaShape, PackedDeltaNet
-from hybrid_models.sharding import plain, sharded
+from hybrid_models.sharding import plain
 from hybrid_models.weights import EXPERT_PARTS, GATE_UP, Names
 
 GATE_RANK = 16
@@ -184,45 +184,34 @@ class GatedAttention(LatentAttention):
         return found * torch.sigmoid(project(self.attn_gate, hidden))
 
 
-class Experts(RoutedMLP):
-    """Experts, some of which all tokens take."""
-
-    def __init__(self, config: Any, kit: Kit, number: int, name: str) -> None:
-        """Build those of layer `number`."""
-        count, groups = config.n_routed_experts, config.n_group or 1
-        inner, hidden = config.moe_intermediate_size, config.hidden_size
-        bias = sharded(kit, [count], dtype=torch.float32, whole=[True])
-        routing = Routing(
-            config.num_experts_per_tok,
-            scoring=config.scoring_func,
-            renormalise=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-            groups=groups if groups > 1 else None,
-            top_groups=config.topk_group if groups > 1 else None,
-            bias=bias,
-        )
-        super().__init__(kit, number, hidden, inner, count, routing, name=name)
-        self.e_score_correction_bias = bias
-        self.shared_experts = None
-        if config.n_shared_experts:
-            self.shared_experts = GatedMLP(
-                kit,
-                hidden,
-                inner * config.n_shared_experts,
-                name=f"{name}.shared_experts",
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` to the same."""
-        found = super().forward(x)
-        return found if self.shared_experts is None else found + self.shared_experts(x)
+def experts(config: Any, kit: Kit, number: int, name: str) -> BalancedMLP:
+    """Of layer `number`, some of which all tokens take."""
+    groups = config.n_group or 1
+    routing = Routing(
+        config.num_experts_per_tok,
+        scoring=config.scoring_func,
+        renormalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+        groups=groups if groups > 1 else None,
+        top_groups=config.topk_group if groups > 1 else None,
+    )
+    return BalancedMLP(
+        kit,
+        number,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.n_routed_experts,
+        routing,
+        shared=config.n_shared_experts or 0,
+        name=name,
+    )
 
 
 def feed_forward(config: Any, kit: Kit, number: int, name: str) -> nn.Module:
     """Of layer `number`: with experts behind the first few layers."""
     first, every = config.first_k_dense_replace, config.moe_layer_freq
     if number >= first and number % every == 0:
-        return Experts(config, kit, number, name)
+        return experts(config, kit, number, name)
     return GatedMLP(kit, config.hidden_size, config.intermediate_size, name=name)
 
 

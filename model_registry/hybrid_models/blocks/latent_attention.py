@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybrid_models.blocks.projection import project
-from hybrid_models.kit import Kit, LatentShape, part
+from hybrid_models.kit import Kit, LatentShape, Rope, part
 
 BuildNorm = Callable[[int], nn.Module]
 """Of a number of latent channels."""
@@ -28,9 +28,9 @@ class LatentAttentionShape:
     """Channels between two projections to queries; None for one projection."""
     longest: int
     """Positions that the model was made for."""
-    rope: Mapping[str, Any]
-    """As transformers' `rope_parameters`."""
-    neighbours: bool
+    rope: Mapping[str, Any] | None
+    """As transformers' `rope_parameters`; None where nothing is turned."""
+    neighbours: bool = False
     """Whether neighbours are turned against each other, and not halves."""
     bias: bool = False
     """Of projections to and from latent channels, and of the last one."""
@@ -39,6 +39,8 @@ class LatentAttentionShape:
     def scale(self) -> float:
         """Of the products; longer contexts than trained have sharper attention."""
         scale = float(self.attention.head**-0.5)
+        if self.rope is None:
+            return scale
         per_factor = self.rope.get("mscale_all_dim", 0)
         if self.rope["rope_type"] == "default" or not per_factor:
             return scale
@@ -95,9 +97,11 @@ class LatentAttention(nn.Module):
         self.o_proj = kit.row(
             inner.heads * inner.value, hidden, name=f"{name}.o_proj", bias=bias
         )
-        self._rope = kit.rope(
-            inner.turned, shape.rope, shape.longest, neox=not shape.neighbours
-        )
+        self._rope: Rope | None = None
+        if shape.rope is not None:
+            self._rope = kit.rope(
+                inner.turned, shape.rope, shape.longest, neox=not shape.neighbours
+            )
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` to the same."""
@@ -108,11 +112,11 @@ class LatentAttention(nn.Module):
             [inner.latent, inner.turned],
             dim=-1,
         )
-        plain, of_q = torch.split(q, [inner.plain, inner.turned], dim=-1)
-        of_q, turned = self._rope(
-            positions, of_q.reshape(len(q), -1), turned.contiguous()
-        )
-        q = torch.cat([plain, of_q.view(len(q), self._heads, -1)], dim=-1)
+        turned = turned.contiguous()
+        if self._rope is not None:
+            plain, of_q = torch.split(q, [inner.plain, inner.turned], dim=-1)
+            of_q, turned = self._rope(positions, of_q.reshape(len(q), -1), turned)
+            q = torch.cat([plain, of_q.view(len(q), self._heads, -1)], dim=-1)
         latent = self.kv_a_layernorm(latent.contiguous())
         return project(self.o_proj, self.gated(hidden, self.attn(q, latent, turned)))
 

@@ -44,6 +44,8 @@ class DeltaShape:
     """Of the gated norm."""
     norm_of: Callable[[torch.Tensor], torch.Tensor] = plain
     """Makes that norm's weight of what the checkpoint has."""
+    state_dtype: torch.dtype | None = None
+    """Of the recurrent state; None for what the engine is told."""
 
     @property
     def parts(self) -> list[int]:
@@ -55,20 +57,24 @@ class DeltaShape:
         """The last inputs of the convolution, and the state of each value head."""
         channels = sum(part(placement, size) for size in self.parts)
         heads = part(placement, self.value_heads)
+        kind = self.state_dtype or placement.state_dtype
         return (
             StateTensor((channels, self.taps - 1), placement.conv_dtype, is_conv=True),
-            StateTensor((heads, self.value_head, self.key_head), placement.state_dtype),
+            StateTensor((heads, self.value_head, self.key_head), kind),
         )
 
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
-_CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
+"""In checkpoints that have them one by one."""
 
 
 class DeltaNet(nn.Module):
     """Tokens ``[T, hidden]`` to the same, but for the projections in front."""
 
     RENAMES: ClassVar[Mapping[str, str]] = {".A_log": ".A"}
+    RULE: ClassVar[Any] = gated_delta_net
+    """The module of `hybrid_plugin.mixers` that runs it."""
 
     def __init__(self, shape: DeltaShape, kit: Kit, layer: int, name: str) -> None:
         """Build layer number `layer`.
@@ -80,7 +86,7 @@ class DeltaNet(nn.Module):
         heads, parts = shape.value_heads, shape.parts
         self.conv1d = Convolution(kit, parts, shape.taps, bias=False)
         self.A = sharded(kit, [heads], dtype=torch.float32, of=minus_exp)
-        self.dt_bias = sharded(kit, [heads], dtype=torch.float32)
+        self.dt_bias = sharded(kit, [heads], self.decays(shape), dtype=torch.float32)
         self.o_norm = GatedHeadNorm(
             kit, shape.value_head, shape.eps, shape.gate, shape.norm_of
         )
@@ -97,6 +103,11 @@ class DeltaNet(nn.Module):
             width=part(kit, parts[2]),
             name=f"{name}.states",
         )
+
+    @staticmethod
+    def decays(shape: DeltaShape) -> tuple[int, ...]:
+        """How many decays a head has, as dimensions; one here."""
+        return ()
 
     def projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values together, gates, decays and write strengths, of
@@ -119,9 +130,9 @@ class DeltaNet(nn.Module):
     ) -> None:
         """`kit.Mix` of queries, keys and values together, decays and write strengths.
 
-        That is ``[T, 2 * H * K + HV * V]`` and twice ``[T, HV]``.
+        That is ``[T, 2 * H * K + HV * V]``, ``[T, HV, *decays]`` and ``[T, HV]``.
         """
-        weights = gated_delta_net.Weights(
+        weights = self.RULE.Weights(
             convolution=self.conv1d.weight,
             bias=None,
             activation="silu",
@@ -131,7 +142,7 @@ class DeltaNet(nn.Module):
             write_scale=self._write_scale,
         )
         heads = out.view(len(out), self._value_heads, -1)
-        mix(gated_delta_net, weights, state_pass, inputs, pools, heads)
+        mix(self.RULE, weights, state_pass, inputs, pools, heads)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -150,7 +161,7 @@ class GatedDeltaNet(DeltaNet):
         Args:
             name: of this module in a layer.
         """
-        parts = {"in_proj": _PROJECTIONS, "conv1d": _CONVOLUTIONS}
+        parts = {"in_proj": _PROJECTIONS, "conv1d": CONVOLUTIONS}
         return {
             f"{name}.{old}": (f"{name}.{new}", number)
             for new, olds in parts.items()

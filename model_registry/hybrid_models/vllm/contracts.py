@@ -28,6 +28,8 @@ REGISTRY_HOOKS: tuple[Contract, ...] = (
         "vllm.model_executor.models.registry:_ModelRegistry.get_supported_archs",
         ("self",),
     ),
+    HookPoint("vllm.model_executor.models.registry:_LazyRegisteredModel.module_name"),
+    HookPoint("vllm.platforms.interface:Platform.is_cpu", ("self",)),
     HookPoint("vllm.config.compilation:CompilationConfig._attention_ops"),
     HookPoint(f"{_CONVERTORS}:MODEL_ARCH_CONFIG_CONVERTORS"),
     *(

@@ -15,6 +15,7 @@ from hybrid_models.own_configs import register_configs
 from hybrid_models.vllm import contracts
 from hybrid_plugin.config import OPTIONS_VARIABLE, HybridConfig, environment_options
 from hybrid_plugin.upstream.hookpoints import Contract
+from hybrid_plugin.vllm import model_sources
 from hybrid_plugin.vllm.wrapping import wrap
 
 STATES_OP = "vllm::hybrid_models_states"
@@ -24,7 +25,9 @@ _OURS = "hybrid_models.vllm"
 
 
 def register_missing() -> None:
-    """Name our class for every architecture that vLLM has none for.  Idempotent.
+    """Name our class for every architecture that vLLM has none for here.  Idempotent.
+
+    On a CPU, one that vLLM has for GPUs alone is none.
 
     Raises:
         ConfigError: if the environment's option `models` names what we have not.
@@ -39,7 +42,11 @@ def register_missing() -> None:
         return
     register_configs()
     supported = ModelRegistry.get_supported_archs()
-    _name(entry.name for entry in CATALOGUE if entry.name not in supported)
+    _name(
+        entry.name
+        for entry in CATALOGUE
+        if entry.name not in supported or _cannot_run_here(entry.name)
+    )
     prefer(HybridConfig.from_mapping(environment_options()).models)
     if STATES_OP not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append(STATES_OP)
@@ -55,6 +62,16 @@ def _hooks() -> tuple[Contract, ...]:
         for hook in contracts.REGISTRY_HOOKS
         if here or not hook.target.startswith(_ARGUMENTS)
     )
+
+
+def _cannot_run_here(name: str) -> bool:
+    """Whether vLLM's class of an architecture needs a GPU, and there is none."""
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+
+    module = getattr(ModelRegistry.models.get(name), "module_name", "")
+    needs_gpu = model_sources.installed().is_for_gpus(module)
+    return needs_gpu and bool(current_platform.is_cpu())
 
 
 def prefer(names: Iterable[str]) -> None:
