@@ -64,6 +64,7 @@ CATALOGUE = (
     Entry(
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "recurrent_gemma:RecurrentGemma"
     ),
+    Entry("ZambaForCausalLM", "zamba", "zamba:Zamba"),
     Entry("Zamba2ForCausalLM", "zamba2", "zamba2:Zamba2"),
     Entry("ZayaForCausalLM", "zaya", "zaya:Zaya"),
 )

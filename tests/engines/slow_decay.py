@@ -366,6 +366,22 @@ def write_minimax_m1(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def write_zamba(folder: Path, seed: int = 0) -> Path:
+    """Write a Zamba (Mamba-1 of two heads, and a block that layers share)."""
+    from transformers import ZambaConfig
+
+    small = {"num_key_value_heads": 4, "intermediate_size": 128}
+    config = ZambaConfig(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"} | small,
+        num_hidden_layers=5,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+    )
+    return _write(config, folder, seed)
+
+
 def write_zamba2(folder: Path, seed: int = 0) -> Path:
     """Write a Zamba2 (Mamba-2, and blocks that several layers share) of that size."""
     from transformers import Zamba2Config
@@ -646,7 +662,7 @@ def _initialise(name: str, weight: torch.Tensor) -> None:
         weight.uniform_(-6.0, -3.0)
     elif name.endswith(".D"):
         weight.fill_(0.2)
-    elif name.endswith("dt_proj.bias"):
+    elif name.endswith(("dt_proj.bias", "dt_proj_bias")):
         weight.uniform_(-6.0, -3.0)
     elif name.endswith("recurrent_param"):  # decays of 0.97 to 0.999
         weight.uniform_(-8.0, -5.0)
