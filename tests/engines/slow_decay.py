@@ -191,6 +191,13 @@ def write_falcon_mamba(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed)
 
 
+def write_xlstm(folder: Path, seed: int = 0) -> Path:
+    """Write an xLSTM (matrix memories only) of about a million weights."""
+    from transformers import xLSTMConfig
+
+    return _write(xLSTMConfig(**_STATES_ALONE, num_heads=4), folder, seed)
+
+
 def write_bamba(folder: Path, seed: int = 0) -> Path:
     """Write a Bamba (Mamba-2, and attention in some places) of that size."""
     from transformers import BambaConfig
@@ -664,6 +671,10 @@ def _initialise(name: str, weight: torch.Tensor) -> None:
         weight.fill_(0.2)
     elif name.endswith(("dt_proj.bias", "dt_proj_bias")):
         weight.uniform_(-6.0, -3.0)
+    elif name.endswith("igate_preact.bias"):
+        weight.uniform_(-1.0, 1.0)
+    elif name.endswith("fgate_preact.bias"):  # sigmoid: decays of 0.98 to 0.998
+        weight.uniform_(4.0, 6.0)
     elif name.endswith("recurrent_param"):  # decays of 0.97 to 0.999
         weight.uniform_(-8.0, -5.0)
     elif name.endswith(("q_weight", "k_weight")):  # of norms

@@ -128,6 +128,7 @@ KINDS = (
     Kind("zamba", "ZambaForCausalLM"),
     Kind("zamba2", "Zamba2ForCausalLM", ("vllm",)),
     Kind("zaya", "ZayaForCausalLM", ("sglang",), is_short=True),
+    Kind("xlstm", "xLSTMForCausalLM"),
 )
 
 
