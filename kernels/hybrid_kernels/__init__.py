@@ -17,7 +17,7 @@ tensor is met.
 `kda`
     Kimi Delta Attention: the delta rule with one decay per key channel.
 `lightning_attention`
-    linear attention with one constant decay per head.
+    linear attention with one decay per head, constant or of each token.
 `rg_lru`
     the real-gated linear recurrent unit of Griffin.
 `selective_scan`

@@ -31,6 +31,8 @@ class Entry:
     """Whether transformers has no configuration of that type: it is in the module."""
     is_latent: bool = False
     """Whether its attention layers keep latent vectors."""
+    has_states_alone: bool = False
+    """Whether no layer of it attends."""
 
     def load(self) -> type[Architecture]:
         """Its class."""
@@ -70,8 +72,10 @@ CATALOGUE = (
     Entry(
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "recurrent_gemma:RecurrentGemma"
     ),
+    Entry("ZambaForCausalLM", "zamba", "zamba:Zamba"),
     Entry("Zamba2ForCausalLM", "zamba2", "zamba2:Zamba2"),
     Entry("ZayaForCausalLM", "zaya", "zaya:Zaya"),
+    Entry("xLSTMForCausalLM", "xlstm", "xlstm:XLSTM", has_states_alone=True),
 )
 
 

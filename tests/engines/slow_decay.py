@@ -191,6 +191,13 @@ def write_falcon_mamba(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed)
 
 
+def write_xlstm(folder: Path, seed: int = 0) -> Path:
+    """Write an xLSTM (matrix memories only) of about a million weights."""
+    from transformers import xLSTMConfig
+
+    return _write(xLSTMConfig(**_STATES_ALONE, num_heads=4), folder, seed)
+
+
 def write_bamba(folder: Path, seed: int = 0) -> Path:
     """Write a Bamba (Mamba-2, and attention in some places) of that size."""
     from transformers import BambaConfig
@@ -417,6 +424,22 @@ def write_minimax_m1(folder: Path, seed: int = 0) -> Path:
     }
     path.write_text(json.dumps(found, indent=2))
     return folder
+
+
+def write_zamba(folder: Path, seed: int = 0) -> Path:
+    """Write a Zamba (Mamba-1 of two heads, and a block that layers share)."""
+    from transformers import ZambaConfig
+
+    small = {"num_key_value_heads": 4, "intermediate_size": 128}
+    config = ZambaConfig(
+        **{name: value for name, value in SMALL.items() if name != "head_dim"} | small,
+        num_hidden_layers=5,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+    )
+    return _write(config, folder, seed)
 
 
 def write_zamba2(folder: Path, seed: int = 0) -> Path:
@@ -741,8 +764,12 @@ def _initialise(name: str, weight: torch.Tensor) -> None:
         weight.uniform_(-6.0, -3.0)
     elif name.endswith(".D"):
         weight.fill_(0.2)
-    elif name.endswith("dt_proj.bias"):
+    elif name.endswith(("dt_proj.bias", "dt_proj_bias")):
         weight.uniform_(-6.0, -3.0)
+    elif name.endswith("igate_preact.bias"):
+        weight.uniform_(-1.0, 1.0)
+    elif name.endswith("fgate_preact.bias"):  # sigmoid: decays of 0.98 to 0.998
+        weight.uniform_(4.0, 6.0)
     elif name.endswith("recurrent_param"):  # decays of 0.97 to 0.999
         weight.uniform_(-8.0, -5.0)
     elif name.endswith(("q_weight", "k_weight")):  # of norms

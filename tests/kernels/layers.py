@@ -136,7 +136,7 @@ def prepare(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Random numbers in the range that an operand of this name has in a model."""
     if name in ("q", "k", "B"):
         return functional.normalize(tensor, dim=-1)
-    if name == "g":
+    if name in ("g", "decay"):
         return -functional.softplus(tensor - 1)
     if name == "beta":
         return tensor.sigmoid()
@@ -274,15 +274,18 @@ def mamba2(groups: int, heads: int, depth: int, width: int) -> Layer:
     )
 
 
-def lightning(heads: int, values: int, depth: int, width: int) -> Layer:
+def lightning(
+    heads: int, values: int, depth: int, width: int, gated: bool = False
+) -> Layer:
     shapes = {"q": (heads, depth), "k": (heads, depth), "v": (values, width)}
+    shapes |= {"decay": (values,)} if gated else {}
     return Layer(
-        f"lightning-{heads}x{depth}-{values}x{width}",
+        f"lightning-{heads}x{depth}-{values}x{width}" + "-gated" * gated,
         lightning_attention,
         (values, width, depth),
         (values, width),
         lambda: shapes,
-        lambda: {"decay": -torch.rand(values)},
+        lambda: {} if gated else {"decay": -torch.rand(values)},
         lightning_token,
         ("q", "k", "v"),
     )
@@ -342,6 +345,7 @@ SMALL = [
     kimi(2, 2, 60, 16, fused=True),
     mamba2(2, 4, 40, 20),
     lightning(2, 4, 24, 20),
+    lightning(2, 2, 24, 21, gated=True),
     griffin(40),
     mamba1(40, 5),
     *(convolution(140, width) for width in (2, 3, 4, 5)),

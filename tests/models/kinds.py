@@ -131,8 +131,10 @@ KINDS = (
     Kind("olmo_hybrid", "OlmoHybridForCausalLM", ("vllm",)),
     Kind("plamo2", "Plamo2ForCausalLM", has_reference=True),
     Kind("recurrent_gemma", "RecurrentGemmaForCausalLM"),
+    Kind("zamba", "ZambaForCausalLM"),
     Kind("zamba2", "Zamba2ForCausalLM", ("vllm",)),
     Kind("zaya", "ZayaForCausalLM", ("sglang",), is_short=True),
+    Kind("xlstm", "xLSTMForCausalLM"),
 )
 
 

@@ -120,6 +120,11 @@ def test_two_ranks_compute_the_same(kind: Kind, checkpoint: Path) -> None:
     assert (found - expected).abs().max() < EXACT
 
 
+def test_states_alone_are_declared(kind: Kind, checkpoint: Path) -> None:
+    layers = kind.entry.load().attention_layers(kind.config(checkpoint))
+    assert kind.entry.has_states_alone == (not layers)
+
+
 def test_the_number_of_state_tensors_is_as_declared(
     kind: Kind, checkpoint: Path
 ) -> None:

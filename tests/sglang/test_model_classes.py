@@ -19,6 +19,7 @@ from hybrid_models.catalogue import BY_NAME, CATALOGUE
 from hybrid_models.sglang import configs, contracts, registration
 from hybrid_models.sglang.kit import refuse_adapters, refuse_padding
 from hybrid_models.sglang.model import one_window
+from hybrid_models.sglang.patches import patch_shapes
 from sglang.srt.configs import linear_attn_model_registry as hybrids
 from sglang.srt.utils.hf_transformers import common
 from transformers import BambaConfig
@@ -137,6 +138,50 @@ def test_every_class_can_be_made(entry: Any) -> None:
     cls = model_class(entry)
     assert cls.__name__ == entry.name
     assert model_class(entry) is cls
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What runs before SGLang looks at a model's shapes."""
+    from sglang.srt.configs import model_config
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        HookRegistry,
+        "register",
+        lambda target, hook, kind: hooked.update({target: hook}),
+    )
+    before = model_config.PURE_SSM_ARCHITECTURES
+    monkeypatch.setattr(model_config, "PURE_SSM_ARCHITECTURES", before)
+    patch_shapes(lambda: CATALOGUE)
+    return hooked["sglang.srt.configs.model_config.ModelConfig._derive_model_shapes"]
+
+
+def model_of(architecture: str) -> Any:
+    return SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+
+
+def test_a_model_without_attention_is_on_the_list_of_sglang(shapes: Any) -> None:
+    from sglang.srt.configs import model_config
+
+    before = model_config.PURE_SSM_ARCHITECTURES
+    shapes(model_of(OURS))
+    assert model_config.PURE_SSM_ARCHITECTURES is before
+    shapes(model_of("xLSTMForCausalLM"))
+    shapes(model_of("xLSTMForCausalLM"))
+    found = model_config.PURE_SSM_ARCHITECTURES
+    assert found == (*before, "xLSTMForCausalLM")
+
+
+def test_a_moved_list_refuses_models_without_attention_alone(
+    shapes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = HookPoint("sglang.srt.configs.model_config:Gone")
+    monkeypatch.setattr(contracts, "STATES_ALONE_HOOKS", (gone,))
+    shapes(model_of(OURS))
+    with pytest.raises(ConfigError, match="model_config:Gone is missing"):
+        shapes(model_of("xLSTMForCausalLM"))
 
 
 def test_a_users_own_package_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from hybrid_models.vllm.states import pass_of
 from hybrid_models.weights import EXPERTS, TILES
 from vllm import ModelRegistry
 from vllm.config.compilation import CompilationConfig
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.model_executor.models.interfaces import is_attention_free, is_hybrid
 
 from hybrid_plugin.config import OPTIONS_VARIABLE, ConfigError
 from hybrid_plugin.upstream.hookpoints import HookPoint
@@ -51,6 +53,13 @@ def test_what_vllm_lacks_is_ours() -> None:
     registration.register_missing()
     assert registration.is_ours(OURS)
     assert CompilationConfig._attention_ops.count(registration.STATES_OP) == 1
+
+
+def test_without_attention_it_is_treated_as_mamba() -> None:
+    registration.register_missing()
+    theirs = MODELS_CONFIG_MAP["MambaForCausalLM"]
+    ours = {e.name for e in CATALOGUE if MODELS_CONFIG_MAP.get(e.name) is theirs}
+    assert ours == {entry.name for entry in CATALOGUE if entry.has_states_alone}
 
 
 def test_a_class_of_vllm_stays(registry: Any) -> None:
@@ -138,7 +147,8 @@ def test_every_class_can_be_made(entry: Any) -> None:
 
     cls = getattr(ours, entry.name)
     assert cls.__name__ == entry.name
-    assert cls.is_hybrid
+    assert is_hybrid(cls) != entry.has_states_alone
+    assert is_attention_free(cls) == entry.has_states_alone
     assert getattr(ours, entry.name) is cls
 
 

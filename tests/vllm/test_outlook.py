@@ -23,14 +23,16 @@ NEMOTRON = "NemotronHForCausalLM"
 FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
 
 WITHOUT: dict[str, dict[str, Any]] = {
-    "ZambaForCausalLM": {
-        "model_type": "zamba",
-        "num_hidden_layers": 3,
-        "attn_layer_period": 3,
-        "attn_layer_offset": 1,
-        "attention_head_dim": 64,
-        "num_key_value_heads": 4,
-        "n_mamba_heads": 2,
+    "Glm5NextForConditionalGeneration": {
+        "model_type": "glm5_next",
+        "text_config": {
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+        },
     },
 }
 """Hybrid models of transformers that we have no class for, either."""

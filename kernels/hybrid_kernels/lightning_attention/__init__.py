@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention with one constant decay per head (MiniMax-Text-01, Ling 2.5).
+"""Linear attention with one decay per head, constant (MiniMax-Text-01, Ling 2.5) or
+of each token (xLSTM).
 
 Per head, with state ``S`` of shape ``[V, K]``:
 
@@ -7,7 +8,8 @@ Per head, with state ``S`` of shape ``[V, K]``:
     o = scale * S q
 
 Sources: Qin et al. 2024, "Lightning Attention-2", arXiv:2401.04658; Sun et al.
-2023, "Retentive Network", arXiv:2307.08621.
+2023, "Retentive Network", arXiv:2307.08621; Yang et al. 2023, "Gated Linear Attention
+Transformers", arXiv:2312.06635, for decays of each token.
 
 Shapes: `H` key heads, `HV` value heads (a multiple of `H`), `K` up to 256, `V`,
 `N` sequences, `T` packed tokens, `S` slots. The pool is ``[S, HV, V, K]`` with any
@@ -53,7 +55,7 @@ def prefill(
         q: ``[T, H, K]``.
         k: ``[T, H, K]``.
         v: ``[T, HV, V]``.
-        decay: ``[HV]``, log decay per token, at most 0.
+        decay: ``[HV]``, or ``[T, HV]`` of each token: its logarithm, at most 0.
         scale: multiplies the output.
         cu_seqlens, pool, slots, has_initial, boundary_slots, offsets,
         round_boundaries: as for every `prefill`, see `hybrid_kernels`.
@@ -98,7 +100,7 @@ def update(
         q: ``[N, H, K]``.
         k: ``[N, H, K]``.
         v: ``[N, HV, V]``.
-        decay: ``[HV]``.
+        decay: ``[HV]`` or ``[N, HV]``.
         pool: ``[S, HV, V, K]``.
         slots: ``[N]``, no repeats among the non-negative.
         scale: multiplies the output.
@@ -135,7 +137,7 @@ def verify(
         q: ``[N, L, H, K]``.
         k: ``[N, L, H, K]``.
         v: ``[N, L, HV, V]``.
-        decay: ``[HV]``.
+        decay: ``[HV]`` or ``[N, L, HV]``.
         pool: ``[S, HV, V, K]``.
         slots, draft_slots, parents, cu_seqlens, record: as for every `verify`, see
         `hybrid_kernels`; packed drafts are ``[T, ...]`` instead of ``[N, L, ...]``.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain PyTorch linear attention with constant decay; the CPU path.
+"""Plain PyTorch linear attention with one decay per head; the CPU path.
 
-The recurrence is `hybrid_kernels._common.linear`'s, with a decay that does not
-depend on the token.
+The recurrence is `hybrid_kernels._common.linear`'s.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ def operands(
     scale: float,
 ) -> Operands:
     """The layer as an instance of the shared recurrence."""
+    if decay.ndim > 1:
+        check_shape("decay", decay, tuple(v.shape[:-1]))
+        return Operands(q, k, v, decay, scale=scale)
     check_shape("decay", decay, tuple(v.shape[-2:-1]))
     # A view with stride 0 over tokens: nothing is written out.
     return Operands(q, k, v, decay.expand(v.shape[:-1]), scale=scale)

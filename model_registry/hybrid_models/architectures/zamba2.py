@@ -30,7 +30,7 @@ class Zamba2(Architecture):
 
     def __init__(self, config: Any, kit: Kit, *, name: str = "model") -> None:
         """Build the model, without weights."""
-        self._blocks: dict[int, SharedBlock] = {}
+        self._blocks: dict[int, nn.Module] = {}
         super().__init__(config, kit, name=name)
         del self._blocks  # their layers have them
 
@@ -50,14 +50,17 @@ class Zamba2(Architecture):
     def build_layer(self, config: Any, kit: Kit, number: int, name: str) -> nn.Module:
         """One layer."""
         if number not in config.hybrid_layer_ids:
-            return StateLayer(config, kit, number, name)
+            mixer = Mamba2(mamba2_shape(config), kit, number, f"{name}.mamba")
+            return StateLayer(config, kit, mixer)
         use = config.hybrid_layer_ids.index(number)
         which = use % config.num_mem_blocks
         if which not in self._blocks:
             self._blocks[which] = SharedBlock(
                 config, kit, which, f"{name}.shared_transformer"
             )
-        return SharedLayer(config, kit, number, self._blocks[which], use, name)
+        inner = f"{name}.mamba_decoder.mamba"
+        mixer = Mamba2(mamba2_shape(config), kit, number, inner)
+        return SharedLayer(config, kit, number, self._blocks[which], mixer, name, use)
 
     @classmethod
     def attention_layers(cls, config: Any) -> list[int]:
@@ -78,13 +81,13 @@ class Zamba2(Architecture):
 
 
 class StateLayer(nn.Module):
-    """Mamba-2 behind a norm."""
+    """A mixer behind a norm."""
 
-    def __init__(self, config: Any, kit: Kit, number: int, name: str) -> None:
-        """Build layer `number`."""
+    def __init__(self, config: Any, kit: Kit, mixer: nn.Module) -> None:
+        """Build it around a mixer: tokens ``[T, hidden]`` to the same."""
         super().__init__()
         self.input_layernorm = kit.norm(config.hidden_size, config.rms_norm_eps)
-        self.mamba = Mamba2(mamba2_shape(config), kit, number, f"{name}.mamba")
+        self.mamba = mixer
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, added: torch.Tensor
@@ -99,18 +102,29 @@ class StateLayer(nn.Module):
 
 
 class SharedLayer(nn.Module):
-    """A use of a shared block, and Mamba-2 behind it."""
+    """A use of a shared block, and a mixer behind it."""
 
     def __init__(
         self,
         config: Any,
         kit: Kit,
         number: int,
-        block: SharedBlock,
-        use: int,
+        block: nn.Module,
+        mixer: nn.Module,
         name: str,
+        use: int = 0,
     ) -> None:
-        """Build layer `number`, the one that uses blocks for the `use`-th time."""
+        """Build layer `number`.
+
+        Args:
+            config: of the model.
+            kit: of the engine.
+            number: of the layer.
+            block: called as a `SharedBlock`.
+            mixer: tokens ``[T, hidden]`` to the same.
+            name: of the layer.
+            use: how many layers before it use a block.
+        """
         super().__init__()
         self.shared_transformer = block
         self._use = use
@@ -126,7 +140,7 @@ class SharedLayer(nn.Module):
         self.linear = kit.replicated(
             config.hidden_size, config.hidden_size, name=f"{name}.linear"
         )
-        self.mamba_decoder = StateLayer(config, kit, number, f"{name}.mamba_decoder")
+        self.mamba_decoder = StateLayer(config, kit, mixer)
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, first: torch.Tensor

@@ -230,9 +230,31 @@ STATE_HOOKS: tuple[Contract, ...] = (
 )
 """What `states` and `configs` rely on."""
 
+STATES_ALONE_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        f"{_SRT}.configs.model_config:ModelConfig._derive_model_shapes",
+        ("self",),
+        mentions=("PURE_SSM_ARCHITECTURES", "SSM"),
+    ),
+    HookPoint(f"{_SRT}.configs.model_config:PURE_SSM_ARCHITECTURES"),
+    HookPoint(
+        f"{_RUNNER_PARTS}.attention_backend_setup:build_attention_backends",
+        mentions=("SSM", "Mamba2AttnBackend"),
+    ),
+    HookPoint(
+        f"{_HYBRID}:Mamba2AttnBackend.init_forward_metadata",
+        mentions=("forward_metadata",),
+    ),
+    HookPoint(
+        f"{_HYBRID}:Mamba2AttnBackend.forward",
+        mentions=("req_to_token_pool", "mamba2_layer_cache"),
+    ),
+)
+"""What models without attention rely on: looked at where one is asked for."""
+
 BUILD_HOOKS = (*REGISTRY_HOOKS, *LAYER_HOOKS, *PATCH_HOOKS, *STATE_HOOKS)
 """What a model needs, once SGLang asks for its class."""
-HOOKS = (*CONFIG_HOOKS, *BUILD_HOOKS)
+HOOKS = (*CONFIG_HOOKS, *BUILD_HOOKS, *STATES_ALONE_HOOKS)
 """All of them."""
 
 

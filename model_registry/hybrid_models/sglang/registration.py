@@ -20,6 +20,7 @@ from hybrid_models import fitting
 from hybrid_models.catalogue import BY_NAME, CATALOGUE, Entry, check_names
 from hybrid_models.own_configs import register_configs
 from hybrid_models.sglang import contracts
+from hybrid_models.sglang.patches import patch_shapes
 from hybrid_plugin.config import ConfigError, HybridConfig, environment_options
 from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.log import logger
@@ -52,6 +53,7 @@ def register_missing() -> None:
     register_configs()
     _choose_by_options()
     _offer_classes()
+    patch_shapes(chosen)
     # This process reads its options before its command line.
     activation.when_taken(_choose_by_options)
 

@@ -20,7 +20,7 @@ class StateLayer(nn.Module):
     """Keeps `tensors` of each sequence, and has `mix` run passes on them.
 
     SGLang's backend for short convolutions keeps slots, and says which: nothing of it
-    looks at shapes.
+    looks at shapes.  Models without attention have the one for Mamba-2 instead.
     """
 
     def __init__(
@@ -37,14 +37,16 @@ class StateLayer(nn.Module):
         out = inputs[0].new_zeros(inputs[0].shape[0], self.width)
         if batch.forward_mode.is_idle():
             return out
-        handle = backend.conv_state_metadata(self.layer, batch)
-        state_pass = pass_of(
-            backend.short_conv_backend.forward_metadata,
-            batch,
-            handle.cache_indices,
-            len(out),
-        )
-        self.mix(state_pass, inputs, list(self._pools(handle.layer_cache)), out)
+        if hasattr(backend, "short_conv_backend"):
+            metadata = backend.short_conv_backend.forward_metadata
+            handle = backend.conv_state_metadata(self.layer, batch)
+            slots, cache = handle.cache_indices, handle.layer_cache
+        else:
+            metadata = backend.forward_metadata
+            slots = metadata.mamba_cache_indices
+            cache = backend.req_to_token_pool.mamba2_layer_cache(self.layer)
+        state_pass = pass_of(metadata, batch, slots, len(out))
+        self.mix(state_pass, inputs, list(self._pools(cache)), out)
         return out
 
     def _pools(self, cache: Any) -> Iterator[torch.Tensor]:

@@ -36,6 +36,14 @@ REGISTRY_HOOKS: tuple[Contract, ...] = (
         HookPoint(f"{_CONVERTORS}:ModelArchConfigConvertorBase.{name}", ("self",))
         for name in ("is_deepseek_mla", "get_head_size", "get_total_num_kv_heads")
     ),
+    HookPoint(f"{_CONVERTORS}:MambaModelArchConfigConvertor"),
+    HookPoint("vllm.model_executor.models.config:MambaModelConfig"),
+    HookPoint("vllm.model_executor.models.config:MODELS_CONFIG_MAP"),
+    HookPoint(
+        "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
+        ("self",),
+        mentions=("MODELS_CONFIG_MAP",),
+    ),
     HookPoint(
         "vllm.config.compilation:CompilationConfig.set_splitting_ops_for_v1",
         mentions=("_attention_ops",),
@@ -214,7 +222,13 @@ MODEL_HOOKS: tuple[Contract, ...] = (
     ),
     *(
         HookPoint(f"vllm.model_executor.models.interfaces:{name}")
-        for name in ("HasInnerState", "IsHybrid", "SupportsLoRA", "SupportsQuant")
+        for name in (
+            "HasInnerState",
+            "IsAttentionFree",
+            "IsHybrid",
+            "SupportsLoRA",
+            "SupportsQuant",
+        )
     ),
     HookPoint(
         "vllm.model_executor.models.interfaces"

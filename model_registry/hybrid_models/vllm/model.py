@@ -14,6 +14,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import (
     HasInnerState,
+    IsAttentionFree,
     IsHybrid,
     SupportsLoRA,
     SupportsQuant,
@@ -33,9 +34,10 @@ def model_class(entry: Entry) -> type[nn.Module]:
     fitting.require("vLLM", contracts.problems(contracts.BUILD_HOOKS))
     architecture = entry.load()
     backbone = _backbone(architecture)
+    kind: Any = IsAttentionFree if entry.has_states_alone else IsHybrid
 
     class Model(
-        nn.Module, HasInnerState, IsHybrid, SupportsLoRA, SupportsQuant
+        nn.Module, HasInnerState, kind, SupportsLoRA, SupportsQuant
     ):  # their methods and attributes are below
         """A model of `hybrid_models` in vLLM."""
 

@@ -101,12 +101,15 @@ def is_ours(name: str) -> bool:
 def _name(names: Iterable[str]) -> None:
     from vllm import ModelRegistry
 
-    from hybrid_models.vllm import convertor
+    from hybrid_models.vllm import convertor, states_alone
 
     for name in names:
+        entry = BY_NAME[name]
         ModelRegistry.register_model(name, f"{_OURS}:{name}")
-        if BY_NAME[name].is_latent:
-            convertor.register(BY_NAME[name])
+        if entry.is_latent:
+            convertor.register(entry)
+        if entry.has_states_alone:
+            states_alone.register(entry)
 
 
 def _patch_arguments() -> None:
