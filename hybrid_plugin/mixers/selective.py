@@ -49,7 +49,7 @@ def prefill(
     weights: Weights,
     prefills: Prefills,
     x: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     conv_states: torch.Tensor,
     states: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -60,7 +60,8 @@ def prefill(
         weights: of the layer.
         prefills: the sequences.
         x: ``[T, I]``, before the convolution.
-        gate: ``[T, *C]``, whose SiLU multiplies the output.
+        gate: ``[T, *C]``, whose SiLU multiplies the output; None for no gate, where
+            `C` is ``[I]``.
         conv_states: ``[S, I, W - 1]``, with any strides.
         states: ``[S, *C, K]``, with any strides.
         out: ``[T, *C]``, written if given.
@@ -74,7 +75,7 @@ def prefill(
     convolved = convolution.prefill(weights, prefills, x, conv_states)
     dt, b, c = weights.select(convolved)
     result: torch.Tensor = weights.kernels.prefill(
-        convolved.view(gate.shape),
+        convolved if gate is None else convolved.view(gate.shape),
         dt,
         weights.A,
         b,
@@ -98,7 +99,7 @@ def decode(
     weights: Weights,
     slots: torch.Tensor,
     x: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     conv_states: torch.Tensor,
     states: torch.Tensor,
     out: torch.Tensor | None = None,
@@ -120,7 +121,7 @@ def decode(
     convolved = convolution.decode(weights, slots, x, conv_states)
     dt, b, c = weights.select(convolved)
     result: torch.Tensor = weights.kernels.update(
-        convolved.view(gate.shape),
+        convolved if gate is None else convolved.view(gate.shape),
         dt,
         weights.A,
         b,

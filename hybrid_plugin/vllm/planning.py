@@ -92,9 +92,21 @@ class HybridKVCacheConfig(KVCacheConfig):
         """The same without vLLM's types."""
         layout = self.shared.layout if self.shared else self.largest
         if layout is None:
-            layout = make_layout(self.kv_cache_groups, page_size=self.page_size)
+            layout = make_layout(self._owners(), page_size=self.page_size)
         sizes = PoolSizes(self.pages, self.slots, self.windows)
         return CachePlan(layout, sizes, self.shared, self.host)
+
+    def _owners(self) -> list[KVCacheGroupSpec]:
+        """The groups without layers that read another one's KV, which vLLM's workers
+        add to them."""
+        owners = {name for tensor in self.kv_cache_tensors for name in tensor.layers}
+        return [
+            KVCacheGroupSpec(
+                [name for name in group.layer_names if name in owners],
+                group.kv_cache_spec,
+            )
+            for group in self.kv_cache_groups
+        ]
 
     def num_blocks_of(self, tensor: KVCacheTensor) -> int:
         assert isinstance(tensor, PoolTensor)

@@ -68,6 +68,7 @@ CATALOGUE = (
     Entry("MiniMaxText01ForCausalLM", "minimax_text_01", "minimax:MiniMaxText01", True),
     Entry("MiniMaxM1ForCausalLM", "minimax_m1", "minimax:MiniMaxM1", True),
     Entry("OlmoHybridForCausalLM", "olmo_hybrid", "olmo_hybrid:OlmoHybrid"),
+    Entry("Phi4FlashForCausalLM", "phi4flash", "phi4flash:Phi4Flash", own_config=True),
     Entry("Plamo2ForCausalLM", "plamo2", "plamo2:Plamo2", own_config=True),
     Entry(
         "RecurrentGemmaForCausalLM", "recurrent_gemma", "recurrent_gemma:RecurrentGemma"

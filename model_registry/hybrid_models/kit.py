@@ -238,6 +238,7 @@ class Kit(Placement, Protocol):
         scale: float,
         name: str,
         window: int | None = None,
+        source: nn.Module | None = None,
     ) -> nn.Module:
         """Causal attention over the engine's cache: queries ``[T, heads * head]``, keys
         and values, of this rank, to ``[T, heads * head]``.
@@ -250,6 +251,13 @@ class Kit(Placement, Protocol):
             scale: of the products.
             name: of the module.
             window: tokens that a token sees, itself counted; None for all.
+            source: attention of an earlier layer, with as many heads of keys, whose
+                cache this layer reads; it keeps nothing itself, and its `forward` is
+                given the keys and values that `source` was given in the pass.  None
+                for a cache of its own.
+
+        Raises:
+            ValueError: if the engine's options forbid a shared cache.
         """
 
     def latent_attention(

@@ -586,6 +586,27 @@ def write_plamo2(folder: Path, seed: int = 0) -> Path:
     return _write_reference("plamo2", config, folder, seed)
 
 
+def write_phi4flash(folder: Path, seed: int = 0) -> Path:
+    """Write a Phi-4-mini-flash (Mamba-1, windows, and layers that read others')."""
+    small = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    config = small | {
+        "architectures": ["Phi4FlashForCausalLM"],
+        "model_type": "phi4flash",
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": WINDOW,
+        "mb_per_layer": 2,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "hidden_act": "silu",
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    return _write_reference("phi4flash", config, folder, seed)
+
+
 def write_jet_nemotron(folder: Path, seed: int = 0) -> Path:
     """Write a Jet-Nemotron (delta nets with taps of each token, windows, attention)."""
     small = {name: value for name, value in SMALL.items() if name != "head_dim"}

@@ -129,6 +129,7 @@ KINDS = (
         engines=(),
     ),
     Kind("olmo_hybrid", "OlmoHybridForCausalLM", ("vllm",)),
+    Kind("phi4flash", "Phi4FlashForCausalLM", has_reference=True),
     Kind("plamo2", "Plamo2ForCausalLM", has_reference=True),
     Kind("recurrent_gemma", "RecurrentGemmaForCausalLM"),
     Kind("zamba", "ZambaForCausalLM"),

@@ -178,8 +178,11 @@ class Attention(nn.Module):
         scale: float,
         window: int | None,
         rank: Rank,
+        source: Attention | None = None,
     ) -> None:
         super().__init__()
+        # Not a module of this one, too.
+        self._source = [] if source is None else [source]
         self._layer, self._heads, self._kv_heads = layer, heads, kv_heads
         self._head, self._scale, self._window = head, scale, window
         self._rank = rank
@@ -197,10 +200,7 @@ class Attention(nn.Module):
     def _sequence(
         self, slot: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        known = self._rank.keys.get((self._layer, slot))
-        if known is not None:
-            k, v = torch.cat([known[0], k]), torch.cat([known[1], v])
-        self._rank.keys[self._layer, slot] = k, v
+        k, v = self._known(slot, k, v)
         split = (
             x.view(len(x), heads, -1).transpose(0, 1)
             for x, heads in ((q, self._heads), (k, self._kv_heads), (v, self._kv_heads))
@@ -213,6 +213,22 @@ class Attention(nn.Module):
             *split, attn_mask=mask, scale=self._scale, enable_gqa=True
         )
         return result.transpose(0, 1).flatten(1)
+
+    def _known(
+        self, slot: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a sequence, those given among them."""
+        keys = self._rank.keys
+        for source in self._source:
+            known = keys[source._layer, slot]
+            assert all(
+                torch.equal(kept[len(kept) - len(new) :], new)
+                for kept, new in zip(known, (k, v), strict=True)
+            ), "not those that the other layer was given"
+            return known
+        known = keys.get((self._layer, slot), (k[:0], v[:0]))
+        keys[self._layer, slot] = torch.cat([known[0], k]), torch.cat([known[1], v])
+        return keys[self._layer, slot]
 
 
 class Expanded(nn.Module):
@@ -435,10 +451,11 @@ class PlainKit:
         scale: float,
         name: str,
         window: int | None = None,
+        source: Any = None,
     ) -> nn.Module:
         own = max(kv_heads // self.ranks, 1)
         heads = part(self, heads)
-        return Attention(layer, heads, own, head, scale, window, self._rank)
+        return Attention(layer, heads, own, head, scale, window, self._rank, source)
 
     def latent_attention(
         self,

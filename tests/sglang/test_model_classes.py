@@ -17,10 +17,13 @@ pytest.importorskip("sglang")
 import torch
 from hybrid_models.catalogue import BY_NAME, CATALOGUE
 from hybrid_models.sglang import configs, contracts, registration
+from hybrid_models.sglang import kit as kits
 from hybrid_models.sglang.kit import refuse_adapters, refuse_padding
 from hybrid_models.sglang.model import one_window
 from hybrid_models.sglang.patches import patch_shapes
 from sglang.srt.configs import linear_attn_model_registry as hybrids
+from sglang.srt.layers import radix_attention
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
 from sglang.srt.utils.hf_transformers import common
 from transformers import BambaConfig
 
@@ -292,3 +295,40 @@ def test_a_model_that_captures_no_prefills_has_no_layers_in_graphs(
 @pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
 def test_no_class_captures_prefills(entry: Any) -> None:
     assert not entry.load().captures_prefills
+
+
+def test_attention_over_another_layers_keys_writes_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Backend:
+        """Takes down what it is asked for."""
+
+        def forward(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool
+        ) -> Any:
+            shapes = [tuple(x.shape) for x in (k, v)]
+            asked.append(
+                {"layer": layer.layer_id, "keeps": save_kv_cache, "shapes": shapes}
+            )
+            return q
+
+    monkeypatch.setattr(radix_attention, "get_attn_backend", Backend)
+    monkeypatch.setattr(
+        radix_attention, "padded_extend_real_tokens", lambda q, batch: None
+    )
+    kit: Any = object.__new__(kits.SglangKit)  # without SGLang's arguments
+    kit.ranks, kit.windows, kit._quantisation = 1, set(), None
+    source = kit.attention(1, 4, 2, 8, scale=1.0, name="first", window=64)
+    reader = kit.attention(3, 8, 2, 8, scale=1.0, name="second", source=source)
+    k = v = torch.zeros(5, 16)
+    with set_forward_batch(SimpleNamespace()):
+        source(torch.zeros(5, 32), k, v)
+        reader(torch.zeros(5, 64), k, v)
+    shapes = [(5, 2, 8)] * 2
+    assert asked == [
+        {"layer": 1, "keeps": True, "shapes": shapes},
+        {"layer": 1, "keeps": False, "shapes": shapes},
+    ]
+    assert kit.windows == {63}

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybrid_models.catalogue import CATALOGUE
 from hybrid_models.engine_kit import EngineKit
 from hybrid_models.kit import Placed, own_part_of_keys
 from hybrid_models.vllm import adapters, contracts, registration
-from hybrid_models.vllm.kit import LAYERS
+from hybrid_models.vllm.kit import LAYERS, VllmKit
 from hybrid_models.vllm.states import pass_of
 from hybrid_models.weights import EXPERTS, TILES
 from vllm import ModelRegistry
@@ -32,6 +33,7 @@ from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.vllm import model_sources
 
 OURS = "BambaForCausalLM"
+TINY = Path(__file__).parents[1] / "assets" / "tiny-qwen3-next"
 
 
 @pytest.fixture(autouse=True)
@@ -262,3 +264,45 @@ def test_what_adapters_cannot_change_is_refused(attribute: str, sentence: str) -
     with pytest.raises(ValueError, match=sentence):
         adapters.check(served, model)
     adapters.check(SimpleNamespace(lora_config=None), model)
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    """A configuration of vLLM, in which layers enter themselves."""
+    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+
+    given = VllmConfig()
+    given.model_config = ModelConfig(
+        model=str(TINY), dtype="float32", skip_tokenizer_init=True
+    )
+    with set_current_vllm_config(given):
+        yield given
+
+
+def reading(engine: Any) -> tuple[Any, Any]:
+    """Attention with a cache, and attention of other heads that reads it."""
+    kit: Any = object.__new__(VllmKit)  # without processes for ranks
+    kit._config, kit.ranks, kit._quantisation = engine, 1, None
+    source = kit.attention(1, 4, 2, 32, scale=1.0, name="model.layers.1.attn")
+    name = "model.layers.3.attn"
+    return source, kit.attention(3, 8, 2, 32, scale=1.0, name=name, source=source)
+
+
+def test_attention_over_another_layers_keys_has_no_cache(engine: Any) -> None:
+    from vllm.v1.worker.gpu import attn_utils
+
+    source, reader = reading(engine)
+    assert source.kv_sharing_target_layer_name is None
+    assert reader.impl.kv_sharing_target_layer_name == "model.layers.1.attn"
+    assert set(attn_utils.get_kv_cache_spec(engine)) == {"model.layers.1.attn"}
+    assert attn_utils.get_shared_kv_cache_layers(engine) == {
+        "model.layers.3.attn": "model.layers.1.attn"
+    }
+
+
+def test_it_is_refused_where_vllm_would_hand_it_the_last_tokens_alone(
+    engine: Any,
+) -> None:
+    engine.cache_config.kv_sharing_fast_prefill = True
+    with pytest.raises(ValueError, match="without --kv-sharing-fast-prefill"):
+        reading(engine)

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, PoolId
@@ -176,9 +177,13 @@ def test_pages_that_are_numbers_alone_can_be_copied() -> None:
 
 def test_layers_that_vllm_adds_to_a_group_own_no_memory() -> None:
     """It adds those that read another layer's KV before it allocates."""
-    config = config_of({"f0": FULL, "w0": NEAR})
-    config.kv_cache_groups[1].layer_names.append("reads w0")
-    assert set(views(config)) == {"f0", "w0"}
+    config = config_of({"f0": FULL, "w0": NEAR, "s0": STATE})
+    planned = config.plan
+    readers = {"reads w0": "w0", "reads f0": "f0", "reads it too": "f0"}
+    add_kv_sharing_layers_to_kv_cache_groups(readers, config.kv_cache_groups)
+    assert config.kv_cache_groups[0].layer_names == ["f0", "reads f0", "reads it too"]
+    assert config.plan == planned, "rows in files and on other servers are that long"
+    assert set(views(config)) == {"f0", "w0", "s0"}
 
 
 # -------------------------------------------------------------------- manager

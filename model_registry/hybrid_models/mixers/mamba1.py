@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -55,6 +56,8 @@ class Mamba1(nn.Module):
     `dt_proj`, `A_log`, `D` and `out_proj`; `RENAMES` has what they are called here.
     """
 
+    MIXER: ClassVar[ModuleType] = selective
+    """What runs a pass, of what `forward` gives the state layer."""
     RENAMES: ClassVar[Mapping[str, str]] = {".A_log": ".A", ".dt_proj.bias": ".dt_bias"}
 
     def __init__(self, shape: Mamba1Shape, kit: Kit, layer: int, name: str) -> None:
@@ -112,7 +115,7 @@ class Mamba1(nn.Module):
         pools: Sequence[torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        """`kit.Mix` of inputs and gates, ``[T, I]``."""
+        """`kit.Mix` of inputs and gates, ``[T, I]``, or what else `MIXER` takes."""
         select: Select = self._select
         if self._goes_by_rows:
             select = in_place(select, len(out))
@@ -126,4 +129,4 @@ class Mamba1(nn.Module):
             dt_bias=self.dt_bias,
             select=select,
         )
-        mix(selective, weights, state_pass, inputs, pools, out)
+        mix(self.MIXER, weights, state_pass, inputs, pools, out)

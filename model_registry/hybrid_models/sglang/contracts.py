@@ -109,10 +109,12 @@ LAYER_HOOKS: tuple[Contract, ...] = (
             "quant_config",
             "prefix",
         ),
+        mentions=("layer_id",),
     ),
     HookPoint(
         f"{_LAYERS}.radix_attention:RadixAttention.forward",
-        ("self", "q", "k", "v", "forward_batch"),
+        ("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
+        mentions=("save_kv_cache",),
     ),
     HookPoint(f"{_LAYERS}.moe.ep_moe.layer:get_moe_impl_class", ("quant_config",)),
     HookPoint(

@@ -53,11 +53,16 @@ LAYERS = EngineLayers(
 class Attention(RadixAttention):
     """SGLang's, of the pass that runs."""
 
+    keeps = True
+    """Whether it writes keys and values to the cache, too."""
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Queries, keys and values ``[T, heads * head]`` to the output."""
-        result: torch.Tensor = super().forward(q, k, v, get_forward_batch())
+        result: torch.Tensor = super().forward(
+            q, k, v, get_forward_batch(), save_kv_cache=self.keeps
+        )
         return result
 
 
@@ -136,20 +141,26 @@ class SglangKit(EngineKit):
         scale: float,
         name: str,
         window: int | None = None,
+        source: nn.Module | None = None,
     ) -> nn.Module:
-        """SGLang's, whose windows do not count the token itself."""
+        """SGLang's, whose windows do not count the token itself.
+
+        Where it reads the cache of another layer, it goes by that layer's number.
+        """
         if window is not None:
             self.windows.add(window - 1)
-        return Attention(
+        attention = Attention(
             part(self, heads),
             head,
             scale,
             own_part_of_keys(self, kv_heads),
-            layer,
+            layer if source is None else source.layer_id,
             sliding_window_size=-1 if window is None else window - 1,
             quant_config=self._quantisation,
             prefix=name,
         )
+        attention.keeps = source is None
+        return attention
 
     def latent_attention(
         self,

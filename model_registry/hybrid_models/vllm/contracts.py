@@ -113,8 +113,24 @@ LAYER_HOOKS: tuple[Contract, ...] = (
             "quant_config",
             "per_layer_sliding_window",
             "prefix",
+            "kv_sharing_target_layer_name",
         ),
+        mentions=("layer_name",),
     ),
+    HookPoint(
+        "vllm.model_executor.layers.attention.attention:Attention.forward",
+        ("self", "query", "key", "value"),
+        mentions=("kv_sharing_target_layer_name", "unified_kv_cache_update"),
+    ),
+    *(
+        HookPoint(target, mentions=("kv_sharing_target_layer_name",))
+        for target in (
+            "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
+            "vllm.v1.worker.gpu.attn_utils:get_shared_kv_cache_layers",
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec",
+        )
+    ),
+    HookPoint("vllm.config.cache:CacheConfig.kv_sharing_fast_prefill"),
     HookPoint("vllm.model_executor.layers.attention:Attention"),
     HookPoint(
         "vllm.model_executor.layers.attention.mla_attention:MLAAttention.__init__",

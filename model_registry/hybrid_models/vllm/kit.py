@@ -133,8 +133,19 @@ class VllmKit(EngineKit):
         scale: float,
         name: str,
         window: int | None = None,
+        source: nn.Module | None = None,
     ) -> nn.Module:
-        """vLLM's, whose windows count the token itself, as a kit's do."""
+        """vLLM's, whose windows count the token itself, as a kit's do.
+
+        Raises:
+            ValueError: if layers that read another one's cache would be given the last
+                tokens of prompts alone, which no architecture here does.
+        """
+        if source is not None and self._config.cache_config.kv_sharing_fast_prefill:
+            raise ValueError(
+                "model classes of hybrid-plugin compute every layer for all tokens: "
+                "start the server without --kv-sharing-fast-prefill"
+            )
         return Attention(
             part(self, heads),
             head,
@@ -144,6 +155,7 @@ class VllmKit(EngineKit):
             quant_config=self._quantisation,
             per_layer_sliding_window=window,
             prefix=name,
+            kv_sharing_target_layer_name=None if source is None else source.layer_name,
         )
 
     def latent_attention(
