@@ -16,4 +16,7 @@ NEEDED = {
             mentions=("compute_attention_and_moe_layers",),
         )
     ),
+    "patches.patch_shapes": Need(
+        HookPoint("sglang.srt.configs.model_config:PURE_SSM_ARCHITECTURES")
+    ),
 }
