@@ -55,6 +55,46 @@ def gated_norm(
     return (normal * opened).to(x.dtype)
 
 
+class GatedRmsNorm(Protocol):
+    """What `norm_then_gate` reads of SGLang's module."""
+
+    eps: float
+    activation: str
+    weight: torch.Tensor
+    norm_before_gate: bool
+    group_size: int | None
+
+
+def norm_then_gate(
+    self: GatedRmsNorm, x: torch.Tensor, z: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Normalise by the root mean square, then gate (Qwen3.5).
+
+    Args:
+        self: SGLang's `RMSNorm` of `layernorm_gated`, without groups.
+        x: ``[..., D]``.
+        z: as many elements; passed through `self.activation`.  None for no gate.
+
+    Returns:
+        As `x`, computed in float32.
+
+    Raises:
+        NotImplementedError: for groups, and for a gate before the norm.
+    """
+    refuse(
+        "groups in the gated norm",
+        group_size=self.group_size,
+        gate_before_norm=not self.norm_before_gate,
+    )
+    weight = self.weight.float()
+    normal = functional.rms_norm(x.float(), (x.shape[-1],), weight, self.eps)
+    if z is None:
+        return normal.to(x.dtype)
+    gate = z.reshape(x.shape).float()
+    opened = gate.sigmoid() if self.activation == "sigmoid" else functional.silu(gate)
+    return (normal * opened).to(x.dtype)
+
+
 def add_shared_expert(
     hidden_states: torch.Tensor,
     gate_weight: torch.Tensor,

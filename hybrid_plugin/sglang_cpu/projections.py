@@ -43,3 +43,31 @@ def split_interleaved(
         b.reshape(tokens, num_heads_v),
         a.reshape(tokens, num_heads_v),
     )
+
+
+def split_kinds(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split projections that are stored kind by kind (Qwen3.5).
+
+    Args:
+        mixed_qkvz: ``[T, 2 * H * K + 2 * HV * V]``; all queries, keys, values, gates.
+        mixed_ba: ``[T, 2 * HV]``; all `b`, then all `a`.
+        num_heads_qk: `H`.
+        num_heads_v: `HV`.
+        head_qk: `K`.
+        head_v: `V`.
+
+    Returns:
+        As `split_interleaved`.
+    """
+    tokens, gates = mixed_qkvz.shape[0], num_heads_v * head_v
+    qkv, z = torch.split(mixed_qkvz, [2 * num_heads_qk * head_qk + gates, gates], -1)
+    b, a = mixed_ba.chunk(2, dim=-1)
+    z = z.contiguous().view(tokens, num_heads_v, head_v)
+    return qkv.contiguous(), z, b.contiguous(), a.contiguous()

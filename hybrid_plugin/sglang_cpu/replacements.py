@@ -154,6 +154,16 @@ REPLACEMENTS = (
         "head_v",
     ),
     _replace(
+        "attention.triton_gdn_fused_proj:fused_qkvzba_split_reshape_cat_contiguous",
+        "projections:split_kinds",
+        "mixed_qkvz",
+        "mixed_ba",
+        "num_heads_qk",
+        "num_heads_v",
+        "head_qk",
+        "head_v",
+    ),
+    _replace(
         "attention.fla.fused_norm_gate:FusedRMSNormGated.forward",
         "gates:gated_norm",
         "self",
@@ -162,6 +172,13 @@ REPLACEMENTS = (
         "residual",
         "prenorm",
         "residual_in_fp32",
+    ),
+    _replace(
+        "attention.fla.layernorm_gated:RMSNorm.forward",
+        "gates:norm_then_gate",
+        "self",
+        "x",
+        "z",
     ),
     _replace(
         "elementwise.elementwise:fused_gate_sigmoid_mul_add",

@@ -67,6 +67,17 @@ def test_projections_are_sorted_by_head() -> None:
     assert torch.equal(a, row("Aa0", "Aa1", "Ba0", "Ba1"))
 
 
+def test_projections_are_split_by_kind() -> None:
+    """Two key heads of three channels, four value heads of two; two tokens."""
+    rows = torch.arange(2.0 * 28).view(2, 28)
+    gates_rows = torch.arange(2.0 * 8).view(2, 8)
+    qkv, z, b, a = projections.split_kinds(rows, gates_rows, 2, 4, 3, 2)
+    assert torch.equal(qkv, rows[:, :20])
+    assert torch.equal(z, rows[:, 20:].view(2, 4, 2))
+    assert torch.equal(b, gates_rows[:, :4]) and torch.equal(a, gates_rows[:, 4:])
+    assert all(part.is_contiguous() for part in (qkv, z, b, a))
+
+
 @pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
 def test_gated_norm(activation: str) -> None:
     torch.manual_seed(0)
@@ -80,6 +91,27 @@ def test_gated_norm(activation: str) -> None:
     torch.testing.assert_close(got, normal * gate)
     with pytest.raises(NotImplementedError, match="residual"):
         gates.gated_norm(module, x, g, residual=x)
+
+
+@pytest.mark.parametrize("activation", ["swish", "sigmoid"])
+def test_norm_then_gate(activation: str) -> None:
+    torch.manual_seed(0)
+    x, z, weight = torch.randn(6, 8), torch.randn(2, 3, 8), torch.randn(8)
+    module = SimpleNamespace(
+        eps=1e-6,
+        activation=activation,
+        weight=weight,
+        norm_before_gate=True,
+        group_size=None,
+    )
+    normal = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(gates.norm_then_gate(module, x), normal)
+    flat = z.view(6, 8)
+    gate = flat.sigmoid() if activation == "sigmoid" else flat * flat.sigmoid()
+    torch.testing.assert_close(gates.norm_then_gate(module, x, z), normal * gate)
+    module.group_size = 4
+    with pytest.raises(NotImplementedError, match="groups"):
+        gates.norm_then_gate(module, x, z)
 
 
 def test_shared_expert_is_added_in_place() -> None:
