@@ -21,6 +21,8 @@ from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 from tests.sglang.test_architectures import OTHERWISE
 
 EXPECTED = {
+    "KimiK3ForConditionalGeneration": Mixer.KDA,
+    "NemotronH_Nano_Omni_Reasoning_V3": Mixer.MAMBA2,
     "BailingMoeV2_5ForCausalLM": Mixer.LIGHTNING,
     "BailingMoeV3ForCausalLM": Mixer.KDA,
     "FalconH1ForCausalLM": Mixer.MAMBA2,
