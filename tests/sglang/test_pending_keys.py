@@ -53,8 +53,8 @@ class Pools:
         self.pending = PendingKeys()
         self.pending.give_to_slots(self.pool, slots)
         self.pending.slots = SLOTS.__getitem__
-        torch.manual_seed(0)
-        self.keys = torch.randn(2, LENGTH, 1, WIDTH).bfloat16()
+        generator = torch.Generator().manual_seed(0)
+        self.keys = torch.randn(2, LENGTH, 1, WIDTH, generator=generator).bfloat16()
 
     def prefill(self, starts: list[int], ends: list[int], *, forget: int = -1) -> None:
         """A pass of both; the ring of slot `forget` is lost before it."""
