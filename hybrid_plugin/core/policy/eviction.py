@@ -108,10 +108,9 @@ class ExpectedSaving(LeastRecentlyUsed):
     A snapshot saves the prefill from the nearest snapshot before it to its own
     position.  It holds its slot, and the KV in between: without the snapshot this KV is
     useless, and the snapshot without the KV.  KV that several snapshots need is divided
-    among them (`Node.share`).  How often it is
-    used is learned (`ReuseModel`) by class (`reuse_classes`).  A use that an
-    application promised within a TTL counts as certain, as far as promises were kept
-    lately.
+    among them (`Node.share`).  How often a snapshot is used is learned (`ReuseModel`)
+    by class (`reuse_classes`).  A use that an application promised within a TTL counts
+    as certain, as far as promises were kept lately.
 
     KV without a snapshot behind it saves nothing itself, but shows where the next
     sequence branches off, which then takes a snapshot there.  Where a token has no KV

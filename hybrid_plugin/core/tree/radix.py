@@ -262,11 +262,12 @@ class MambaRadixCache:
         node.snapshot = snapshot
         node.has_lost_state = False
         snapshot.used_at = self._tick()
+        # First: the counts do not fall in between where it takes another's place.
+        self._recount(node)
         before = node.resumed_before()
         old = None if before is None else before.snapshot
         if old is not None and old.is_superseded_by(snapshot):
             self._supersede(before)
-        self._recount(node)
         self.rank(node)
         self._rank_below(node)
         self.version += 1
