@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("sglang")
+
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Command, Copy, Map, Pool, Zero
 from hybrid_plugin.device.executor import Executor
