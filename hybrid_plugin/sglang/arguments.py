@@ -19,7 +19,12 @@ from hybrid_plugin.config import (
 )
 from hybrid_plugin.engine import host_memory, sizing
 from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
-from hybrid_plugin.sglang import compressed_keys, deterministic, known_pools
+from hybrid_plugin.sglang import (
+    compressed_keys,
+    deterministic,
+    known_pools,
+    pipeline,
+)
 from hybrid_plugin.sglang.activation import FLAG, read_options, requested
 from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
 from hybrid_plugin.sglang.index_keys import ring_group
@@ -121,7 +126,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
             "drafts for a model without attention layers are not supported yet; drop "
             "--speculative-algorithm."
         )
-    conflict = next(chain(_conflicts(view), drafts), None)
+    stages = pipeline.obstacles(view, options, model, windows=has_windows(model))
+    conflict = next(chain(_conflicts(view), stages, drafts), None)
     if conflict is not None:
         raise cannot_serve(conflict)
     unknown = known_pools.side_memory(model)
@@ -267,8 +273,6 @@ def _conflicts(view: Any) -> Iterator[str]:
         yield (
             "releasing memory has been tried on CPUs only; drop --enable-memory-saver."
         )
-    if view.pp_size > 1:
-        yield "pipeline parallelism is not supported yet; use tensor parallelism."
     if view.dcp_size > 1:
         yield "decode context parallelism is not supported yet; drop --dcp-size."
     if view.dllm_algorithm is not None:

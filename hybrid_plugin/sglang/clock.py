@@ -4,7 +4,7 @@
 SGLang runs a scheduler on each rank, and what they do must be equal.  Its requests
 carry no time that is: the front end's stamps stay there, and each rank takes its own.
 So the rank that receives the requests sends its time along when it broadcasts them,
-and how long its prefills take.
+and how long its prefills take; with pipeline parallelism, each stage passes both on.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class RankClock:
         """
         self._source = source
         self._sent: float | None = None
+        self._came: list[TimeStamp] = []
+        """With the last broadcast, for the next stage of a pipeline."""
         self._now = 0.0
         self.is_fine = False
         """Whether somebody waits for a moment: then every broadcast has the time."""
@@ -56,6 +58,8 @@ class RankClock:
         original: Callable[..., list[Any]],
         requests: list[Any] | None,
         local: list[Any] | None = None,
+        *,
+        first_stage: bool = True,
     ) -> list[Any]:
         """Broadcast requests with the time, and read the time that came.
 
@@ -65,16 +69,25 @@ class RankClock:
             local: what that rank adds for those that share its queue.  With
                 data-parallel attention, only the first of all ranks can send anything
                 but new requests otherwise.
+            first_stage: of a pipeline.  Later ones get the time with the requests that
+                the stage before them sends (`relayed`).
         """
         if requests is not None:
+            stamps = [one for one in requests if isinstance(one, TimeStamp)]
+            requests = [one for one in requests if not isinstance(one, TimeStamp)]
             local = list(local or ())
-            local += self._stamps(requests or local)
+            local += self._stamps(requests or local) if first_stage else stamps
         received = original(requests, local)
-        for one in received:
-            if isinstance(one, TimeStamp):
-                self._now = max(self._now, one.seconds)
-                self.token_seconds = one.token_seconds
+        self._came = [one for one in received if isinstance(one, TimeStamp)]
+        for stamp in self._came:
+            self._now = max(self._now, stamp.seconds)
+            self.token_seconds = stamp.token_seconds
         return [one for one in received if not isinstance(one, TimeStamp)]
+
+    def relayed(self, requests: list[Any]) -> list[Any]:
+        """Requests that go on to the next stage, with the time that came with them."""
+        stamps, self._came = self._came, []
+        return [*requests, *stamps]
 
     def _stamps(self, others: list[Any]) -> list[TimeStamp]:
         now = self._source()

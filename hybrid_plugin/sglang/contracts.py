@@ -89,6 +89,10 @@ MEMORY_HOOKS = (
     ),
     HookPoint(f"{_SIZES}:create_memory_pool_configurator"),
     HookPoint(f"{_SIZES}:DefaultPoolConfigurator", mentions=("_cell_size",)),
+    HookPoint(
+        f"{_SRT}.model_executor.model_runner_components.layer_setup:ModelLayerInfo",
+        mentions=("start_layer", "end_layer"),
+    ),
     HookPoint(f"{_ALLOCATOR}.__init__", ("size", "page_size", "kvcache", "need_sort")),
     HookPoint(f"{_ALLOCATOR}.create_prefill_budget", ("tree_cache",)),
     HookPoint(f"{_ALLOCATOR}.evict_to_free_tokens", ("tree_cache", "num_tokens")),
@@ -610,6 +614,19 @@ SCHEDULER_HOOKS = (
         f"{_COMPONENTS}.request_receiver:SchedulerRequestReceiver.recv_requests",
         mentions=("_broadcast_reqs_across_ranks",),
     ),
+    # What comes from the stage before, and goes on to the next one.
+    HookPoint(
+        f"{_SCHEDULER}._pp_send_pyobj_to_next_stage",
+        ("data", "async_send"),
+        mentions=("point_to_point_pyobj",),
+    ),
+    HookPoint(
+        f"{_SCHEDULER}.event_loop_pp",
+        mentions=(
+            "_pp_send_pyobj_to_next_stage",
+            "last_mbs",
+        ),
+    ),
     # Every request that leaves the queue without being run passes through here.
     HookPoint(
         f"{_SCHEDULER}._release_aborted_request",
@@ -662,7 +679,9 @@ SCHEDULER_HOOKS = (
     HookPoint(f"{_ADDER}._update_prefill_budget", ("prefix_len",)),
     HookPoint(f"{_ADDER}._account_prefill_cache_admission", ("req", "prefix_len")),
     HookPoint(
-        f"{_SCHEDULER}.get_num_allocatable_reqs", ("running_bs", "num_held_rows")
+        f"{_SCHEDULER}.get_num_allocatable_reqs",
+        ("running_bs", "num_held_rows"),
+        mentions=("pp_max_micro_batch_size",),
     ),
     HookPoint(
         f"{_SRT}.managers.schedule_policy:_PrefillAdmission",

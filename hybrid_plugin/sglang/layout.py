@@ -12,6 +12,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from hybrid_plugin.core.memory.layout import AttentionGroup, CacheLayout, StateGroup
 from hybrid_plugin.core.memory.scratch import ScratchLayout
 from hybrid_plugin.sglang import addressing, compressed_keys, index_keys, side_states
+from hybrid_plugin.sglang.pipeline import StageLayers, all_layers
 from hybrid_plugin.sglang.slots import slot_bytes
 
 
@@ -22,6 +23,7 @@ def make_layout(
     page_size: int,
     device_type: str,
     elastic: bool,
+    layers: StageLayers | None = None,
     packed: bool = False,
     draft: AttentionGroup | None = None,
     scratch: ScratchLayout | None = None,
@@ -34,22 +36,24 @@ def make_layout(
 
     Args:
         model: SGLang's `ModelConfig`.
-        token_bytes: KV of one token, over all attention layers; of fixed pools with
+        token_bytes: KV of one token, over these attention layers; of fixed pools with
             those of a draft model.  Index keys are not counted.
         page_size: tokens in a page.
         device_type: "cpu" or "cuda", as torch calls it.
         elastic: whether slots are elastic pools' own: all states of a slot side by
             side, each aligned.  SGLang's are layer-major, without padding.
+        layers: of the model; None for all of them.
         packed: whether all layers of a page of elastic pools lie side by side.
         draft: of elastic pools, the layers of a draft model.
         scratch: of elastic pools, the rows in which drafts are verified.
     """
     hybrid = mambaish_config(model)
     params = hybrid.mamba2_cache_params
-    tensors = tuple(map(str, hybrid.full_attention_layer_ids))
+    layers = layers or all_layers(model)
+    tensors = tuple(map(str, layers.attention))
     if elastic:
-        tensors = kv_tensors(model)
-    states = tuple(map(str, params.layers))
+        tensors = kv_tensors(model, layers)
+    states = tuple(map(str, layers.states))
     slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
     keys, ring = index_keys.page_group(model, page_size), index_keys.ring_group(model)
     keys = keys or compressed_keys.page_group(model, page_size)
@@ -60,7 +64,7 @@ def make_layout(
             *(() if keys is None else (keys,)),
         ),
         states=(
-            StateGroup(states, slot // len(states)),
+            StateGroup(states, slot // len(params.layers)),
             *(() if ring is None else (ring,)),
             *compressed_keys.ring_groups(model),
             *side_states.groups(hybrid),
@@ -93,16 +97,17 @@ def _attention(tensors: tuple[str, ...], page_bytes: int) -> tuple[AttentionGrou
     return (AttentionGroup(tensors, page_bytes // len(tensors)),)
 
 
-def kv_tensors(model: Any) -> tuple[str, ...]:
+def kv_tensors(model: Any, layers: StageLayers) -> tuple[str, ...]:
     """Names of the tensors in which SGLang keeps KV of full attention.
 
     Args:
         model: SGLang's `ModelConfig`.
+        layers: of it.
     """
-    layers = tuple(map(str, mambaish_config(model).full_attention_layer_ids))
+    names = tuple(map(str, layers.attention))
     if is_latent(model):
-        return layers
-    return tuple(f"{n} {half}" for n in layers for half in ("keys", "values"))
+        return names
+    return tuple(f"{n} {half}" for n in names for half in ("keys", "values"))
 
 
 def is_latent(model: Any) -> bool:

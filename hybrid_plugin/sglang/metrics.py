@@ -13,13 +13,14 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
+from hybrid_plugin.sglang import pipeline
 
 INTERVAL_S = 0.1
 """Steps take less: most need not be published one by one."""
 
 
 class StepMetrics:
-    """Publishes one scheduler's cache; every tensor-parallel rank's is equal."""
+    """Publishes one scheduler's cache; every rank's of a replica is equal."""
 
     def __init__(self, cache: HybridCache) -> None:
         """Register the collectors, on the first rank of each replica."""
@@ -27,7 +28,7 @@ class StepMetrics:
         self._due = 0.0
         self._last: dict[str, int] = {}
         self._metrics: CacheMetrics | None = None
-        if get_parallel().tp_rank == 0:
+        if pipeline.speaks():
             rank = get_parallel().dp_rank or 0
             self._metrics = CacheMetrics(
                 {"model_name": get_serving().served_model_name, "engine": str(rank)}

@@ -16,6 +16,7 @@ import torch
 from hybrid_plugin.core.memory.layout import AttentionGroup
 from hybrid_plugin.sglang.layout import kv_tensors
 from hybrid_plugin.sglang.log import logger
+from hybrid_plugin.sglang.pipeline import StageLayers, all_layers
 
 _STRIDED = ("fa3", "flashinfer", "torch_native", "triton")
 """Of those that SGLang names, and PyTorch's, the ones that multiply a token's number by
@@ -30,17 +31,20 @@ def can_pack(
     token_bytes: int,
     draft: AttentionGroup | None = None,
     page_size: int = 1,
+    layers: StageLayers | None = None,
 ) -> bool:
     """Whether the layers of a page can lie side by side; the log says if they cannot.
 
     Args:
         model: SGLang's `ModelConfig`.
         backends: names of its attention backends.
-        token_bytes: KV of one token, over all attention layers.
+        token_bytes: KV of one token, over these attention layers.
         draft: layers of a draft model, if there is one.
         page_size: tokens in a page.
+        layers: of the model; None for all of them.
     """
-    found = obstacle(backends, token_bytes // len(kv_tensors(model)))
+    tensors = kv_tensors(model, layers or all_layers(model))
+    found = obstacle(backends, token_bytes // len(tensors))
     if draft is not None:
         found = found or obstacle(backends, draft.page_bytes // page_size)
     if found is not None:

@@ -30,15 +30,9 @@ def park_paused(scheduler: Any, running: ScheduleBatch, last: Any) -> None:
         last: the batch it launched last, or None.
     """
     cache: HybridPrefixCache = scheduler.tree_cache
-    paused = cache.take_paused()
-    if not paused or last is None:
+    begun = cache.take_paused(last)
+    if not begun:
         return
-    present = {id(req) for req in last.reqs}
-    begun = [
-        req
-        for req in paused
-        if id(req) in present and cache.is_live(req) and not req.finished()
-    ]
     last.filter_batch(reqs_to_exclude=begun)
     running.batch_is_full = False
     parked = [req for req in begun if req.to_finish is None]

@@ -464,22 +464,45 @@ def _send_time(clock: RankClock) -> None:
 
     Cause: SGLang's ranks share no clock, and its requests bring no time along.
     Fix: the rank that receives requests sends its time with them, and how long its
-    prefills take.
+    prefills take; stages of a pipeline pass both on.
     Delete when: a request carries a time that is equal on all ranks.
     """
 
     def broadcast(
         original: Callable[..., Any], receiver: Any, requests: Any, *rest: Any
     ) -> Any:
+        from sglang.srt.runtime_context import get_parallel
+
         if not _is_ours():
             return original(receiver, requests, *rest)
-        return clock.broadcast(partial(original, receiver), requests, *rest)
+        return clock.broadcast(
+            partial(original, receiver),
+            requests,
+            *rest,
+            first_stage=get_parallel().pp_rank == 0,
+        )
+
+    def relay(
+        original: Callable[..., Any],
+        scheduler: Any,
+        requests: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        if _served_by(scheduler.tree_cache):
+            requests = clock.relayed(requests)
+        return original(scheduler, requests, *args, **kw)
 
     receiver = f"{_SRT}.managers.scheduler_components.request_receiver"
     _hook(
         f"{receiver}.SchedulerRequestReceiver._broadcast_reqs_across_ranks",
         "AROUND",
         broadcast,
+    )
+    _hook(
+        f"{_SRT}.managers.scheduler.Scheduler._pp_send_pyobj_to_next_stage",
+        "AROUND",
+        relay,
     )
 
 
@@ -499,13 +522,21 @@ def _admit_by_demand() -> None:
         return HybridPrefillAdder if _served_by(scheduler.tree_cache) else result
 
     def rows(
-        result: int, scheduler: Any, *_: Any, num_held_rows: int = 0, **__: Any
+        result: int,
+        scheduler: Any,
+        running: int,
+        *_: Any,
+        num_held_rows: int = 0,
+        **__: Any,
     ) -> int:
+        from sglang.srt.runtime_context import get_parallel
+
         from hybrid_plugin.sglang.scheduling import more_rows
 
         if not _served_by(scheduler.tree_cache):
             return result
-        return more_rows(result, scheduler, num_held_rows)
+        places = get_parallel().pp_max_micro_batch_size - running
+        return more_rows(result, scheduler, num_held_rows, places)
 
     def retracted(result: bool, *, tree_cache: Any, **_: Any) -> None:
         if _served_by(tree_cache):

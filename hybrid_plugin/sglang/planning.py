@@ -17,6 +17,7 @@ from sglang.srt.model_executor.pool_configurator import create_memory_pool_confi
 from sglang.srt.runtime_context import (
     attention_backends,
     get_context,
+    get_parallel,
     get_schedule,
     get_server_args,
 )
@@ -40,6 +41,7 @@ from hybrid_plugin.sglang import (
     index_keys,
     known_pools,
     page_layout,
+    pipeline,
     side_states,
 )
 from hybrid_plugin.sglang.allocator import (
@@ -51,6 +53,7 @@ from hybrid_plugin.sglang.elastic import SharedPools
 from hybrid_plugin.sglang.layout import make_layout
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.pending_keys import pending_tensors
+from hybrid_plugin.sglang.pipeline import StageLayers
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.pool_rows import index_tensors, kv_tensors, page_rows
 from hybrid_plugin.sglang.rings import ring_tensors
@@ -92,6 +95,10 @@ def reserve_slots(
     device = torch.empty(0, device=configurator.device).device
     hindrance = elastic.hindrance(device.type)
     hindrance = hindrance or elastic.hindrance_of_pools(configurator)
+    ranks = pipeline.layers_of_ranks(configurator)
+    if not pipeline.are_alike(ranks):
+        hindrance = hindrance or pipeline.STAGES_DIFFER
+    layers = pipeline.largest(ranks)
     available = int(memory_gib * _GIB) - host_copies.device_bytes(options, device)
     available = elastic_memory.limited(available, options)
     available = elastic.least_of_all_ranks(available)
@@ -101,12 +108,20 @@ def reserve_slots(
     )
     page_size = get_schedule().page_size
     kv = create_memory_pool_configurator(configurator)
-    lay_out = partial(make_layout, model, page_size=page_size, device_type=device.type)
-    fixed_layout = lay_out(token_bytes=_token_bytes(configurator, kv), elastic=False)
+    lay_out = partial(
+        make_layout,
+        model,
+        page_size=page_size,
+        device_type=device.type,
+        layers=layers,
+    )
+    fixed_layout = lay_out(
+        token_bytes=_token_bytes(configurator, kv, layers), elastic=False
+    )
     layout, taken = fixed_layout, None
     states_alone = layout.has_states_alone
     if elastic_memory.is_wanted(options, hindrance, states_alone=states_alone):
-        layout = elastic_layout(configurator, kv, lay_out, options, limits)
+        layout = elastic_layout(configurator, kv, lay_out, options, limits, layers)
         taken = elastic_memory.take(
             available, options, device, block_bytes=limits.block_bytes, log=logger
         )
@@ -122,7 +137,9 @@ def reserve_slots(
     )
     if plan.shared is None and scratch.drafts_per_step():
         # SGLang does not count all KV of a draft model, and rows must hold it.
-        pages = elastic_layout(configurator, kv, lay_out, options, limits).attention
+        pages = elastic_layout(
+            configurator, kv, lay_out, options, limits, layers
+        ).attention
         rows = replace(plan.layout, attention=pages)
         plan = replace(plan, host=plan_tier(rows, options))
     for line in plan.describe():
@@ -147,21 +164,23 @@ def reserve_slots(
     return max(plan.sizes.pages * page_bytes, 1) / _GIB
 
 
-def _token_bytes(configurator: Any, kv: Any) -> int:
-    """KV of one token over all attention layers, of a draft model's too.
+def _token_bytes(configurator: Any, kv: Any, layers: StageLayers) -> int:
+    """KV of one token over these attention layers, of a draft model's too.
 
-    SGLang counts index keys as well, and rounds them up to whole bytes for a token.
+    SGLang counts index keys as well, and rounds them up to whole bytes for a token; of
+    a pipeline, it counts the layers of this stage.
     """
     model = configurator.model_config
+    if get_parallel().pp_size > 1:
+        return int(kv._compute_cell_size(configurator, len(layers.attention)))
     if compressed_keys.has_compressed_keys(model):
         return int(kv._cell_size) - compressed_keys.token_bytes(model, kv)
     if not index_keys.has_index_keys(model):
         return int(kv._cell_size)
-    layers = mambaish_config(model).full_attention_layer_ids
     dim = calculate_mla_kv_cache_dim(
         model_config=model, kv_cache_dtype=configurator.kv_cache_dtype
     )
-    return int(dim * configurator.kv_cache_dtype.itemsize * len(layers))
+    return int(dim * configurator.kv_cache_dtype.itemsize * len(layers.attention))
 
 
 def elastic_layout(
@@ -170,6 +189,7 @@ def elastic_layout(
     lay_out: Callable[..., CacheLayout],
     options: HybridConfig,
     limits: EngineLimits,
+    layers: StageLayers,
 ) -> CacheLayout:
     """How elastic pools lie.
 
@@ -179,6 +199,7 @@ def elastic_layout(
         lay_out: `make_layout`, but for what is found here.
         options: of the plugin.
         limits: of the engine.
+        layers: the most of each kind that any rank has.
     """
     model, page_size = configurator.model_config, get_schedule().page_size
     hybrid = mambaish_config(model)
@@ -193,7 +214,9 @@ def elastic_layout(
     return lay_out(
         token_bytes=token_bytes,
         elastic=True,
-        packed=page_layout.can_pack(model, backends, token_bytes, draft, page_size),
+        packed=page_layout.can_pack(
+            model, backends, token_bytes, draft, page_size, layers
+        ),
         draft=draft,
         scratch=scratch_layout(
             hybrid.mamba2_cache_params,

@@ -110,14 +110,17 @@ class PoolMemory:
             return self.shared.start(interior)
         pages = page_rows(kv_pool.full_kv_pool, page_size)
         pages += [rows_of(one) for one in key_tensors(kv_pool)]
-        if not pages:  # no layer has KV, and pages are but numbers
+        if not pages:  # no layer of this rank has KV, and pages are but numbers
             count = kv_pool.size // page_size + 1
             pages = [torch.zeros((count, 0), dtype=torch.int8)]
         if state_pool is None:
             windows = page_rows(kv_pool.swa_kv_pool, page_size)
             return Executor({Pool.KV: Arena(pages), Pool.window(0): Arena(windows)})
+        slots = [*slot_rows(state_pool), *rings]
+        if not slots:  # other stages of the pipeline have all layers with states
+            slots = [torch.zeros((state_pool.size + 1, 0), dtype=torch.int8)]
         arenas: dict[PoolId, Arena] = {
             Pool.KV: Arena(pages),
-            Pool.STATE: Arena([*slot_rows(state_pool), *rings]),
+            Pool.STATE: Arena(slots),
         }
         return Executor(arenas, interior)

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Command
@@ -33,6 +32,7 @@ from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.engine.front_door import FrontDoor
 from hybrid_plugin.engine.session_desk import Answer, without_disk
+from hybrid_plugin.sglang import pipeline
 from hybrid_plugin.sglang.clock import RankClock
 from hybrid_plugin.sglang.hit_checks import HitChecking
 from hybrid_plugin.sglang.host_steps import HostSteps
@@ -295,10 +295,18 @@ class HybridPrefixCache(BasePrefixCache):
         req.inflight_middle_chunks += 1
         self._paused.append(req)
 
-    def take_paused(self) -> list[Req]:
-        """The requests paused since the last call."""
-        paused, self._paused = self._paused, []
-        return paused
+    def take_paused(self, batch: ScheduleBatch | None) -> list[Req]:
+        """The paused requests of a batch, taken out; those of others stay.
+
+        With pipeline parallelism other batches are under way meanwhile.
+
+        Args:
+            batch: whose results were handled, or None.
+        """
+        present = set() if batch is None else set(map(id, batch.reqs))
+        taken = [req for req in self._paused if id(req) in present]
+        self._paused = [req for req in self._paused if id(req) not in present]
+        return taken
 
     def park(self, req: Req) -> None:
         """Note that a paused request went from its batch to the queue."""
@@ -349,7 +357,7 @@ class HybridPrefixCache(BasePrefixCache):
         broker = self.cache.broker
         broker.stats.device_seconds = self._executor.moves.seconds
         notice = broker.notice()
-        if notice is not None and get_parallel().tp_rank == 0:
+        if notice is not None and pipeline.speaks():
             logger.info("hybrid-plugin: %s.", notice)
 
     def step_launched(self, batch: ScheduleBatch) -> None:
@@ -401,6 +409,7 @@ class HybridPrefixCache(BasePrefixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """End the request's sequence: finished, aborted or retracted."""
         self._parked.discard(_id(req))
+        self._paused = [paused for paused in self._paused if paused is not req]
         if req.finished():
             self._told.discard(_id(req))
         self._requests.pop(_id(req), None)
@@ -458,7 +467,7 @@ class HybridPrefixCache(BasePrefixCache):
         """
         self.reset()
         freed = self._executor.release()
-        if freed and get_parallel().tp_rank == 0:
+        if freed and pipeline.speaks():
             logger.info("hybrid-plugin released %s of its pools.", gib(freed))
 
     def restore_memory(self) -> None:

@@ -100,7 +100,7 @@ class HybridPrefillAdder(PrefillAdder):
         return 0 if self._resumes else prefix_len
 
 
-def more_rows(result: int, scheduler: Any, num_held_rows: int) -> int:
+def more_rows(result: int, scheduler: Any, num_held_rows: int, places: int) -> int:
     """Requests that a pass may run, given what SGLang counts: free rows.
 
     Parked requests in the queue hold rows of their own.
@@ -109,9 +109,10 @@ def more_rows(result: int, scheduler: Any, num_held_rows: int) -> int:
         result: SGLang's count.
         scheduler: SGLang's scheduler.
         num_held_rows: rows that it counted in for requests of the pass.
+        places: in the batch, for as many as may run at once.
     """
     held = sum(req.kv.holds_kv for req in scheduler.waiting_queue)
-    return result + held - num_held_rows
+    return min(result + held - num_held_rows, places)
 
 
 def owes_first_tokens(

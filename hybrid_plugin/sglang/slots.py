@@ -24,14 +24,18 @@ def slot_bytes(params: Any) -> int:
     return sum(size * len(params.layers) for _, _, size in _states(params))
 
 
-def state_views(rows: torch.Tensor, params: Any) -> list[torch.Tensor]:
+def state_views(
+    rows: torch.Tensor, params: Any, layers: int | None = None
+) -> list[torch.Tensor]:
     """Views `[layers, slots, *state]` of each kind of state; the temporal one last.
 
     Args:
         rows: `[slots, bytes]` int8 with contiguous rows of at least `slot_bytes`.
         params: SGLang's `BaseLinearStateParams`.
+        layers: with states on this stage of a pipeline; None for all of the model.
     """
-    slots, layers, views, start = len(rows), len(params.layers), [], 0
+    slots, views, start = len(rows), [], 0
+    layers = len(params.layers) if layers is None else layers
     for shape, dtype, size in _states(params):
         part = rows[:, start : start + layers * size].view(dtype)
         padded = part.view(slots, layers, size // dtype.itemsize)
@@ -77,7 +81,8 @@ class SlotMajorPool(MambaPool):
             ValueError: if SGLang's scratch has other tensors.
         """
         super().__init__(size=1, **{**kwargs, "spec_state_size": 0})
-        *conv, temporal = state_views(rows, kwargs["cache_params"])
+        layers = len(kwargs["mamba_layer_ids"])
+        *conv, temporal = state_views(rows, kwargs["cache_params"], layers)
         if scratch:
             self._place_scratch(conv, temporal, scratch)
         else:

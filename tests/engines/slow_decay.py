@@ -198,6 +198,29 @@ def write_xlstm(folder: Path, seed: int = 0) -> Path:
     return _write(xLSTMConfig(**_STATES_ALONE, num_heads=4), folder, seed)
 
 
+def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
+    """Write a Qwen3.5 (gated delta nets, attention, dense layers) of that size."""
+    from transformers import Qwen3_5TextConfig
+
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    config = Qwen3_5TextConfig(
+        **SMALL,
+        num_hidden_layers=8,
+        layer_types=[*kinds, "linear_attention", *kinds, "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        tie_word_embeddings=False,
+    )
+    return _write(config, folder, seed)
+
+
 def write_bamba(folder: Path, seed: int = 0) -> Path:
     """Write a Bamba (Mamba-2, and attention in some places) of that size."""
     from transformers import BambaConfig

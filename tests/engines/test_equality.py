@@ -23,6 +23,8 @@ def pairs() -> Iterator[Any]:
         return
     for name, model in DRIVER.models.items():
         for title, variant in DRIVER.variants.items():
+            if title in model.unserved:
+                continue
             if EVERYTHING or model.quick is None or title in model.quick:
                 yield pytest.param(name, variant, id=f"{name}: {title}")
 

@@ -18,7 +18,7 @@ from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool
 from hybrid_plugin.core.memory.layout import CacheLayout, PoolSizes
 from hybrid_plugin.device import host_arena
-from hybrid_plugin.sglang import addressing, elastic, layout, planning
+from hybrid_plugin.sglang import addressing, elastic, layout, pipeline, planning
 from hybrid_plugin.sglang.pool_memory import PoolMemory
 from hybrid_plugin.sglang.speculation import draft_pages, scratch_layout
 
@@ -61,7 +61,8 @@ def model(arch: AttentionArch = AttentionArch.MHA) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "mambaish_config", lambda of: of.states)
+    for module in (layout, pipeline):
+        monkeypatch.setattr(module, "mambaish_config", lambda of: of.states)
     monkeypatch.setattr(addressing, "addressable_bytes", lambda *_: 1 << 32)
 
 
@@ -134,13 +135,14 @@ class Running:
             name = f"get_{kind}_max_batch_size"
             monkeypatch.setattr(planning.records, name, lambda count: count)
         features = SimpleNamespace(enable_memory_saver=False)
-        alone = SimpleNamespace(launch_world_size=1)
+        alone = SimpleNamespace(launch_world_size=1, pp_size=1)
         for module in (planning, elastic):
             monkeypatch.setattr(module, "get_schedule", lambda: self.schedule)
         monkeypatch.setattr(
             elastic, "get_exec", lambda: SimpleNamespace(features=features)
         )
-        monkeypatch.setattr(elastic, "get_parallel", lambda: alone)
+        for module in (elastic, pipeline, planning):
+            monkeypatch.setattr(module, "get_parallel", lambda: alone)
         monkeypatch.setattr(planning, "get_context", lambda: self)
         monkeypatch.setattr(
             planning,

@@ -76,8 +76,8 @@ def test_a_request_without_a_row_waits() -> None:
 def test_parked_requests_count_among_the_rows_a_pass_may_use() -> None:
     bench = Bench(rows=2)
     bench.park(pausing("parked", range(20), at=8))
-    assert more_rows(0, bench.scheduler, 0) == 1
-    assert more_rows(0, bench.scheduler, 1) == 0
+    assert more_rows(0, bench.scheduler, 0, 2) == 1
+    assert more_rows(0, bench.scheduler, 1, 2) == 0
 
 
 def test_a_parked_request_goes_on_before_one_that_waits_for_its_pages() -> None:

@@ -53,6 +53,8 @@ class Model:
     """Answers beyond the bound that are let pass: as many as the engine alone gives."""
     quick: tuple[str, ...] | None = None
     """Variants that it is tested with unless HYBRID_TEST_ALL is set; None for all."""
+    unserved: tuple[str, ...] = ()
+    """Variants that the engine does not serve it in."""
 
     def checkpoint(self, folder: Path) -> Path:
         """The bundled model, or one that is written to the folder."""

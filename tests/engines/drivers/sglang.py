@@ -73,15 +73,28 @@ SINGLE_TOKENS = "page of 1, no overlap"
 ELASTIC = "elastic"
 OUR_KERNELS = "our kernels"
 OUR_KERNELS_ELASTIC = "our kernels, elastic"
+STAGES = "elastic, stages of a pipeline"
+OTHER_STAGES = "stages that differ, preemption"
+IN_STAGES = (STAGES, OTHER_STAGES)
 
 MODELS = {
     "gated delta net, bfloat16": Model(
-        "bundled", "bfloat16", NEAR_TIE, quick=(PREEMPTION, ELASTIC, OUR_KERNELS)
+        "bundled",
+        "bfloat16",
+        NEAR_TIE,
+        quick=(PREEMPTION, ELASTIC, OUR_KERNELS),
+        unserved=IN_STAGES,
     ),
     "mamba-2, float32": Model(
         "nemotron_h", "float32", 0.0, quick=(SINGLE_TOKENS, OUR_KERNELS)
     ),
-    "mamba-2 beside attention, float32": Model("falcon_h1", "float32", 0.0, quick=()),
+    "mamba-2 beside attention, float32": Model(
+        "falcon_h1", "float32", 0.0, quick=(), unserved=IN_STAGES
+    ),
+    # SGLang divides none of the others among stages.
+    "gated delta net in stages, float32": Model(
+        "qwen3_5", "float32", 0.0, quick=IN_STAGES
+    ),
 }
 if ON_GPU:
     # SGLang's norms take no float32 there, and its bfloat16 answers depend on what
@@ -133,6 +146,28 @@ VARIANTS = {
         0.3,
     ),
 }
+if not ON_GPU:
+    TWO_STAGES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    VARIANTS[STAGES] = Variant(
+        {"kernels": "ours", "elastic": True, "gpu_memory_budget": 8 << 20},
+        0.3,
+        # Three batches take turns, of at most four requests.
+        (
+            "--pp-size=2",
+            "--pp-async-batch-depth=1",
+            "--pp-max-micro-batch-size=4",
+        ),
+        TWO_STAGES,
+    )
+    VARIANTS[OTHER_STAGES] = Variant(
+        {},
+        0.05,
+        ("--pp-size=2",),
+        # One attention layer and five with states, then one and one.
+        TWO_STAGES | RETRACTING | {"SGLANG_PP_LAYER_PARTITION": "6,2"},
+        pools=(1280 // PAGE_SIZE, 12),
+        preempts=True,
+    )
 PREFILL_GRAPHS = "prefill graphs"
 if ON_GPU:
     VARIANTS[PREFILL_GRAPHS] = Variant(
@@ -162,9 +197,10 @@ REFUSALS = {
 
 
 CONFLICTS = {
-    "pipeline parallel": (
-        ("--pp-size=2",),
-        "pipeline parallelism is not supported yet; use tensor parallelism.",
+    "drafts in stages": (
+        ("--pp-size=2", "--speculative-algorithm=NGRAM"),
+        "drafts are not served with pipeline parallelism yet; drop "
+        "--speculative-algorithm.",
     ),
     "unknown drafts": (
         ("--speculative-algorithm=DFLASH",),

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a pipeline: which layers each has, and what is not served in stages.
+
+A scheduler runs on each stage and decides by itself, so all that it decides by must be
+equal: pools have as many ids everywhere as fit beside the most layers of each kind, and
+requests bring the time of the first stage along (`clock`).  Several batches are under
+way at once, each at another stage; every stage launches them, and handles their
+results, in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.runtime_context import get_parallel
+
+from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
+from hybrid_plugin.sglang.index_keys import has_index_keys
+from hybrid_plugin.sglang.side_states import has_side_states
+
+STAGES_DIFFER = (
+    "need stages of the pipeline with equally many layers of each kind; let "
+    "SGLANG_PP_LAYER_PARTITION say so, or set elastic to false."
+)
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The numbers of the layers that one rank has."""
+
+    attention: tuple[int, ...]
+    """With KV of full attention."""
+    states: tuple[int, ...]
+
+
+def all_layers(model: Any) -> StageLayers:
+    """Those of the whole model.
+
+    Args:
+        model: SGLang's `ModelConfig`, of a model with states.
+    """
+    hybrid = mambaish_config(model)
+    return StageLayers(
+        tuple(hybrid.full_attention_layer_ids), tuple(hybrid.mamba2_cache_params.layers)
+    )
+
+
+def layers_of_ranks(configurator: Any) -> list[StageLayers]:
+    """The layers that SGLang builds pools for on each rank, the same list on each.
+
+    Some classes (Nemotron-H) do not say which layers a stage has, and every stage gets
+    memory for all of them.
+
+    Args:
+        configurator: SGLang's `KVCacheConfigurator`.
+    """
+    whole, parallel = all_layers(configurator.model_config), get_parallel()
+    if parallel.pp_size == 1:
+        return [whole]
+    own = range(configurator.layer_info.start_layer, configurator.layer_info.end_layer)
+    here = StageLayers(
+        tuple(n for n in whole.attention if n in own),
+        tuple(n for n in whole.states if n in own),
+    )
+    found: list[Any] = [None] * parallel.launch_world_size
+    torch.distributed.all_gather_object(found, here, parallel.world_group.cpu_group)
+    return found
+
+
+def largest(ranks: Sequence[StageLayers]) -> StageLayers:
+    """As many layers of each kind as any rank has, the same on all of them."""
+    return StageLayers(
+        max((rank.attention for rank in ranks), key=len),
+        max((rank.states for rank in ranks), key=len),
+    )
+
+
+def are_alike(ranks: Sequence[StageLayers]) -> bool:
+    """Whether pages and slots are as large on every rank."""
+    counts = {(len(rank.attention), len(rank.states)) for rank in ranks}
+    return len(counts) == 1
+
+
+def speaks() -> bool:
+    """Whether this rank logs and counts for its replica, whose ranks are all equal."""
+    return bool(get_parallel().tp_rank == 0 and get_parallel().pp_rank == 0)
+
+
+def obstacles(
+    view: Any, options: HybridConfig, model: Any, *, windows: bool
+) -> Iterator[str]:
+    """Sentences about what the plugin does not serve in stages, with the way out.
+
+    Args:
+        view: of SGLang's arguments.
+        options: of the plugin.
+        model: SGLang's `ModelConfig`.
+        windows: whether the model has a pool for attention with windows.
+    """
+    if view.pp_size == 1:
+        return
+    if view.device != "cpu":
+        yield "pipeline parallelism has run on CPUs only; use tensor parallelism."
+    if view.speculative_algorithm is not None:
+        yield (
+            "drafts are not served with pipeline parallelism yet; drop "
+            "--speculative-algorithm."
+        )
+    kept = (
+        ("attention windows", windows),
+        ("index keys", has_index_keys(model)),
+        ("compressed keys", has_compressed_keys(model)),
+        ("states of n-grams", has_side_states(mambaish_config(model))),
+    )
+    for name in (name for name, found in kept if found):
+        yield f"{name} are not served with pipeline parallelism yet; drop --pp-size."
+    if max(view.dp_size, view.attn_dp_size or 1) > 1:
+        yield (
+            "data parallelism was not tested with pipeline parallelism; drop --dp-size "
+            "or --pp-size."
+        )
+    if options.is_deterministic:
+        yield "deterministic was not tested with pipeline parallelism; drop one."
+    for option in ("host_memory", "verify_fraction"):
+        if getattr(options, option):
+            yield (
+                f"{option} is not served with pipeline parallelism yet: leave it out."
+            )
