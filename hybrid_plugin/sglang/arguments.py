@@ -275,6 +275,11 @@ def _conflicts(view: Any) -> Iterator[str]:
         )
     if view.dcp_size > 1:
         yield "decode context parallelism is not supported yet; drop --dcp-size."
+    if view.attn_cp_size > 1 or view.enable_prefill_cp:
+        yield (
+            "context parallelism is not supported yet; drop --attn-cp-size and "
+            "--enable-prefill-cp."
+        )
     if view.dllm_algorithm is not None:
         yield "diffusion language models are not supported; drop --dllm-algorithm."
     if view.enable_two_batch_overlap or view.enable_pdmux:

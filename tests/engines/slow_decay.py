@@ -202,11 +202,10 @@ def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
     """Write a Qwen3.5 (gated delta nets, attention, dense layers) of that size."""
     from transformers import Qwen3_5TextConfig
 
-    kinds = ["linear_attention", "full_attention", "linear_attention"]
     config = Qwen3_5TextConfig(
         **SMALL,
         num_hidden_layers=8,
-        layer_types=[*kinds, "linear_attention", *kinds, "linear_attention"],
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * 2,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=32,
@@ -218,7 +217,7 @@ def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
         },
         tie_word_embeddings=False,
     )
-    return _write(config, folder, seed)
+    return _write(config, folder, seed, full_attention_interval=4)
 
 
 def write_bamba(folder: Path, seed: int = 0) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ci.features import Standing, refusals
 from tests.engines.conftest import DRIVER
 from tests.engines.drivers import Driver, Setup
 
@@ -27,6 +28,7 @@ DENSE = {
 }
 
 CONFLICTS = {} if DRIVER is None else DRIVER.conflicts
+REFUSED = {} if DRIVER is None else dict(refusals(DRIVER.name))
 
 
 def test_hybrid_model_activates_it(driver: Driver) -> None:
@@ -69,6 +71,15 @@ def test_conflict_is_refused_if_the_plugin_was_demanded(
     refusal = driver.decide(Setup(flags=flags), demanded=True).refusal
     assert refusal is not None
     assert "cannot serve this: " + sentence in refusal
+
+
+@pytest.mark.parametrize("standing", REFUSED.values(), ids=REFUSED)
+def test_the_table_of_features_has_what_is_said(
+    driver: Driver, standing: Standing
+) -> None:
+    refusal = driver.decide(Setup(flags=standing.flags), demanded=True).refusal
+    assert refusal is not None
+    assert "cannot serve this: " + standing.refused in refusal
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may serve it")

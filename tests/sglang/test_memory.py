@@ -142,6 +142,18 @@ def test_an_unknown_kv_pool_is_refused() -> None:
         kv_tensors(object())
 
 
+def test_scales_are_refused() -> None:
+    pool: Any = MHATokenToKVPool(PAGES * PAGE)
+    pool.k_scale_buffer = [torch.ones(1)]
+    sentence = (
+        "quantised KV with scales beside it is not supported yet; drop "
+        "--kv-cache-dtype."
+    )
+    with pytest.raises(ConfigError) as refusal:
+        kv_tensors(pool)
+    assert str(refusal.value) == sentence
+
+
 def test_states_with_something_beside_them_are_refused() -> None:
     class NGramPool:
         """One of SGLang's, for Qwen4-Exp."""

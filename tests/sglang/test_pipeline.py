@@ -302,7 +302,12 @@ def view(**flags: Any) -> Any:
     [
         ({}, {}, False, None),
         ({"pp_size": 1, "device": "cuda"}, {"host_memory": 1 << 20}, True, None),
-        ({"device": "cuda"}, {}, False, "pipeline parallelism has run on CPUs only;"),
+        (
+            {"device": "cuda"},
+            {},
+            False,
+            "pipeline parallelism has run on CPUs only; use tensor parallelism.",
+        ),
         ({"speculative_algorithm": "NGRAM"}, {}, False, "drafts are not served with"),
         ({}, {}, True, "attention windows are not served with pipeline"),
         ({"dp_size": 2}, {}, False, "data parallelism was not tested with pipeline"),

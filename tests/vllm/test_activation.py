@@ -20,6 +20,7 @@ from hybrid_plugin.vllm import page_size
 from hybrid_plugin.vllm.activation import (
     SCHEDULER,
     TEMPLATE_KEY,
+    conflicts,
     is_active,
     read_options,
 )
@@ -48,6 +49,14 @@ def test_marks_of_an_active_plugin() -> None:
     assert config.cache_config.mamba_cache_mode == "none"
     assert config.cache_config.mamba_block_size == 1024
     assert ".Hybrid" in config.parallel_config.worker_cls
+
+
+def test_sleep_mode_is_refused() -> None:
+    """vLLM itself takes the flag on a GPU only."""
+    config = config_of()
+    config.model_config.enable_sleep_mode = True
+    sentence = "sleep mode is not supported yet; drop --enable-sleep-mode."
+    assert sentence in list(conflicts(config))
 
 
 def test_option_and_environment_switch_it_off_alike() -> None:

@@ -197,11 +197,6 @@ REFUSALS = {
 
 
 CONFLICTS = {
-    "drafts in stages": (
-        ("--pp-size=2", "--speculative-algorithm=NGRAM"),
-        "drafts are not served with pipeline parallelism yet; drop "
-        "--speculative-algorithm.",
-    ),
     "unknown drafts": (
         ("--speculative-algorithm=DFLASH",),
         "--speculative-algorithm DFLASH is not supported yet; use NEXTN, EAGLE, "
