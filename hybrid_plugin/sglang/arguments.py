@@ -273,6 +273,11 @@ def _conflicts(view: Any) -> Iterator[str]:
         yield (
             "releasing memory has been tried on CPUs only; drop --enable-memory-saver."
         )
+    if view.device == "cpu" and (view.attn_dp_size or 1) > 1:
+        yield (
+            "data-parallel attention pads batches, for which SGLang's attention in "
+            "PyTorch has no lengths; drop --enable-dp-attention and --attn-dp-size."
+        )
     if view.dcp_size > 1:
         yield "decode context parallelism is not supported yet; drop --dcp-size."
     if view.attn_cp_size > 1 or view.enable_prefill_cp:

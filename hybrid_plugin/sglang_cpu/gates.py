@@ -100,6 +100,31 @@ def norm_then_gate(
     return normal.to(x.dtype)
 
 
+def gate_output(
+    attn_output: torch.Tensor,
+    gate: torch.Tensor,
+    inplace: bool = False,
+    quant: bool = False,
+) -> torch.Tensor:
+    """Multiply what attention gives by the logistic function of its gates (Qwen3.5).
+
+    Args:
+        attn_output: ``[T, H * D]``.
+        gate: ``[T, H, D]``, with any strides, or as `attn_output`.
+        inplace: whether to change `attn_output`.
+        quant: refused.
+
+    Returns:
+        As `attn_output`, computed in float32.
+
+    Raises:
+        NotImplementedError: for an output of 8 bits.
+    """
+    refuse("8-bit outputs of gated attention", quant=quant)
+    gated = attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()
+    return attn_output.copy_(gated) if inplace else gated.to(attn_output.dtype)
+
+
 def add_shared_expert(
     hidden_states: torch.Tensor,
     gate_weight: torch.Tensor,

@@ -184,6 +184,14 @@ REPLACEMENTS = (
         "activation",
     ),
     _replace(
+        "elementwise.elementwise:fused_sigmoid_mul",
+        "gates:gate_output",
+        "attn_output",
+        "gate",
+        "inplace",
+        "quant",
+    ),
+    _replace(
         "elementwise.elementwise:fused_gate_sigmoid_mul_add",
         "gates:add_shared_expert",
         "hidden_states",

@@ -82,6 +82,20 @@ def test_gated_norm(activation: str) -> None:
         gates.gated_norm(module, x, g, residual=x)
 
 
+def test_attention_is_gated_in_place_or_not() -> None:
+    torch.manual_seed(0)
+    output, wide = torch.randn(3, 8), torch.randn(3, 2, 8)
+    gate = wide[..., 4:]  # beside the queries, as SGLang's models have it
+    expected = output * gate.reshape(3, 8).sigmoid()
+    before = output.clone()
+    torch.testing.assert_close(gates.gate_output(output, gate), expected)
+    assert torch.equal(output, before)
+    assert gates.gate_output(output, gate, inplace=True) is output
+    torch.testing.assert_close(output, expected)
+    with pytest.raises(NotImplementedError, match="8-bit"):
+        gates.gate_output(output, gate, quant=True)
+
+
 def test_shared_expert_is_added_in_place() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 8), torch.randn(8)
