@@ -341,7 +341,7 @@ def test_host_memory_is_free_for_every_rank_of_the_machine(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--tp-size=2", "--dp-size=2", "--enable-dp-attention"), "one replica"),
+        (("--dp-size=2",), "one replica"),
         (
             ("--tp-size=2", "--nnodes=2", "--dist-init-addr=127.0.0.1:5"),
             "one machine",

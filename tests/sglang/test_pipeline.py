@@ -297,6 +297,14 @@ def view(**flags: Any) -> Any:
     return SimpleNamespace(**served | flags)
 
 
+@pytest.fixture
+def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose layers keep KV and states, and nothing beside them."""
+    for kind in ("has_index_keys", "has_compressed_keys", "has_side_states"):
+        monkeypatch.setattr(pipeline, kind, lambda _: False)
+    monkeypatch.setattr(pipeline, "mambaish_config", lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("flags", "options", "windows", "sentence"),
     [
@@ -317,12 +325,15 @@ def view(**flags: Any) -> Any:
     ],
 )
 def test_what_is_not_served_in_stages(
-    flags: dict[str, Any], options: dict[str, Any], windows: bool, sentence: str | None
+    flags: dict[str, Any],
+    options: dict[str, Any],
+    windows: bool,
+    sentence: str | None,
+    no_kind: None,
 ) -> None:
-    model = SimpleNamespace(hf_config=SimpleNamespace(architectures=["SomeModel"]))
     found = list(
         pipeline.obstacles(
-            view(**flags), HybridConfig.from_mapping(options), model, windows=windows
+            view(**flags), HybridConfig.from_mapping(options), None, windows=windows
         )
     )
     if sentence is None:
@@ -332,9 +343,19 @@ def test_what_is_not_served_in_stages(
         assert only.startswith(sentence)
 
 
-def test_index_keys_are_not_served_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "has_index_keys", lambda _: True)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("has_index_keys", "index keys"),
+        ("has_compressed_keys", "compressed keys"),
+        ("has_side_states", "states of n-grams"),
+    ],
+)
+def test_what_layers_keep_beside_is_not_served_in_stages(
+    kind: str, name: str, no_kind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, kind, lambda _: True)
     (found,) = pipeline.obstacles(view(), HybridConfig(), None, windows=False)
     assert found == (
-        "index keys are not served with pipeline parallelism yet; drop --pp-size."
+        f"{name} are not served with pipeline parallelism yet; drop --pp-size."
     )
