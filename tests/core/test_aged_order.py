@@ -96,14 +96,14 @@ def test_the_order_turns_as_time_goes_by() -> None:
     assert first(order, 20) == "fast", "10/17 against 3/4.1"
 
 
-def test_what_is_learned_meanwhile_counts_from_the_next_interval_on() -> None:
+def test_what_is_learned_meanwhile_counts_when_it_is_an_eighth_older() -> None:
     rates = Falling()
     order: AgedOrder[str] = AgedOrder(rates)
     order.put("a", Rank("fast", 0, 1.0), 0)
-    assert order.first(4) == ("a", 1 / 5)
+    assert order.first(64) == ("a", 1 / 65)
     rates.scale = 2.0
-    assert order.first(7) == ("a", 1 / 5)
-    assert order.first(8) == ("a", 2 / 9)
+    assert order.first(71) == ("a", 1 / 65)
+    assert order.first(72) == ("a", 2 / 65)
 
 
 def test_of_one_age_and_kind_the_order_is_exact_for_ever() -> None:

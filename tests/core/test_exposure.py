@@ -11,6 +11,7 @@ from hybrid_plugin.core.policy.exposure import (
     Exposure,
     interval_of,
     interval_start,
+    next_step,
 )
 
 
@@ -19,6 +20,16 @@ def test_intervals_double() -> None:
     assert interval_of(1 << 60) == INTERVALS - 1
     for index in range(INTERVALS):
         assert interval_of(interval_start(index)) == index
+
+
+def test_steps_are_an_eighth_at_most() -> None:
+    steps = [0]
+    while steps[-1] < 40:
+        steps.append(next_step(steps[-1]))
+    assert steps == [*range(16), *range(16, 32, 2), *range(32, 41, 4)]
+    assert next_step(17) == 18
+    for age in (100, 1000, 123456):
+        assert age < next_step(age) <= age * 9 / 8
 
 
 def test_one_piece() -> None:

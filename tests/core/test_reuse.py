@@ -61,6 +61,19 @@ def test_it_looks_ahead() -> None:
     assert reuse.rate("tool call", 64) < reuse.rate("tool call", 0)
 
 
+def test_within_an_interval_the_older_is_worth_less() -> None:
+    """As many uses come in each interval, and most content is never used."""
+    reuse = model()
+    for now in range(2000):
+        see(reuse, "chat", 1 << now % 7, now, used=True)
+        for _ in range(3):
+            see(reuse, "chat", 128, now, used=False)
+    rates = [reuse.rate("chat", age) for age in range(4, 25)]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == len(rates)
+    assert reuse.rate("chat", 8) == pytest.approx(2 * reuse.rate("chat", 16), rel=0.2)
+
+
 def test_what_was_evicted_early_does_not_count_as_useless() -> None:
     """Half is evicted at age 4, and of the rest all is used at age 9."""
     reuse = model()

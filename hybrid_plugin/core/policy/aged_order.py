@@ -6,10 +6,10 @@ on its kind and age.  Members of one kind and about one age therefore keep their
 however old they get: they share a heap, and to find the least of all members only the
 heaps' first ones are compared.
 
-The rate of a heap is looked up when its age enters another interval, and kept until
-then, whatever is learned meanwhile.  What was worth keeping so far is not given up for
-one observation more: a cache that changes its mind faster than its content is used
-again saves nothing.
+The rate of a heap is looked up when its age has grown by about an eighth, and kept
+until then, whatever is learned meanwhile.  What was worth keeping so far is not given
+up for one observation more: a cache that changes its mind faster than its content is
+used again saves nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from hybrid_plugin.core.policy.exposure import (
     are_of_one_age,
-    interval_of,
-    interval_start,
+    next_step,
 )
 
 T = TypeVar("T", bound=Hashable)
@@ -74,9 +73,9 @@ class _Heap(Generic[T]):
     """Since when the oldest of them was there."""
     last: int
     """Since when the newest was."""
-    interval: int = -1
-    """Of its age, when `rate` was looked up."""
     rate: float = 0.0
+    until: int = 0
+    """Admission until which `rate` is kept."""
     entries: list[_Entry[T]] = field(default_factory=list)
 
 
@@ -91,7 +90,7 @@ class _Series(Generic[T]):
     """The member that is worth least, as long as what follows holds."""
     worth: float = math.inf
     until: int = 0
-    """Admission at which a heap's age enters another interval."""
+    """Admission at which the rate of a heap is looked up again."""
 
     def heap_for(self, since: int, now: int) -> _Heap[T]:
         """The heap of members that came at `since`; a new one if there is none."""
@@ -231,10 +230,10 @@ class AgedOrder(Generic[T]):
                 emptied = True
                 continue
             age = now - heap.last
-            interval = interval_of(age)
-            if interval != heap.interval:
-                heap.interval, heap.rate = interval, self._rates.rate(kind, age)
-            until = min(until, heap.last + interval_start(interval + 1))
+            if now >= heap.until:
+                heap.until = heap.last + next_step(age)
+                heap.rate = self._rates.rate(kind, age)
+            until = min(until, heap.until)
             worth = entries[0].value * heap.rate
             if worth < series.worth:
                 series.least, series.worth = entries[0], worth

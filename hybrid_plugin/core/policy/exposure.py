@@ -27,6 +27,16 @@ def interval_start(index: int) -> int:
     return 0 if index == 0 else 1 << (index - 1)
 
 
+def next_step(age: int) -> int:
+    """The age at which what grows older has grown so by an eighth at most.
+
+    It is the next multiple of a sixteenth of the power of two above: 16 after 15, 18
+    after 16, 20 after 18 and so on.
+    """
+    shift = max(age.bit_length() - 4, 0)
+    return ((age >> shift) + 1) << shift
+
+
 def are_of_one_age(oldest: int, newest: int, now: int) -> bool:
     """Whether content that entered at two times may be treated as of one age.
 

@@ -12,7 +12,9 @@ looks ahead, so that content which is never used within its first moments, but a
 later, is not given up in its first moments.  (LHD, Beckmann et al., NSDI 2018, ranks
 objects by a similar quotient.)
 
-Time is counted in admissions.  Ages are divided into intervals that double in length.
+Time is counted in admissions.  Ages are divided into intervals that double in length;
+between the middles of two, the index is interpolated.  Otherwise all content of one
+class in an interval would be worth the same, and its size decide, not its age.
 """
 
 from __future__ import annotations
@@ -138,6 +140,18 @@ class _Observations:
             )
         return found
 
+    def index_at(self, age: int) -> float:
+        """The Gittins index at an age, a mean of those of the intervals around it."""
+        interval = interval_of(age)
+        here = self.index(interval)
+        if interval == 0:
+            return here
+        part = math.log2(age / interval_start(interval)) - 0.5
+        other = interval + (1 if part > 0 else -1)
+        if not 0 < other < INTERVALS:
+            return here
+        return float(here * (self.index(other) / here) ** abs(part))
+
 
 def _average_of_power_laws(
     uses: list[float], held: list[float], assumed: float
@@ -238,7 +252,7 @@ class ReuseModel:
 
     def rate(self, kind: Hashable, age: int) -> float:
         """Expected uses per admission of content of a class: its Gittins index."""
-        return self._fresh(kind).index(interval_of(age))
+        return self._fresh(kind).index_at(age)
 
     def rate_if_certain(self, kind: Hashable, age: int, within: float) -> float:
         """The Gittins index of content that is certain to be used in time.
