@@ -265,9 +265,13 @@ class ReuseModel:
             within: admissions in which it will be used, at least 1.
 
         Returns:
-            Expected uses per admission, at least 1 / `within` and at most 1.
+            Expected uses per admission, at most 1, and at least 1 / `within` and those
+            of an uncertain use.
         """
-        return index_if_certain(self._fresh(kind).rates, age, within)
+        seen = self._fresh(kind)
+        # Between intervals the uncertain use is interpolated, and may be worth more.
+        uncertain = min(seen.index_at(age), 1.0)
+        return max(index_if_certain(seen.rates, age, within), uncertain)
 
     def chance(self, kind: Hashable) -> float:
         """Probability that content of a class is used at all, if it is kept."""
