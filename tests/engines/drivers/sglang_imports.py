@@ -8,8 +8,10 @@ SGLang looks for one.  Nothing is hooked here.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
-from sglang.srt.models.registry import import_model_classes
+from sglang.srt.environ import envs
+from sglang.srt.models import registry
 from sglang.srt.plugins import hook_registry
 
 from hybrid_plugin.sglang.contracts import ENGINE_HOOKS
@@ -29,9 +31,27 @@ def propagate_unless_method(original: object, wrapped: object, source: object) -
     return propagate(original, wrapped, source)
 
 
+def load_models(models: Any) -> None:
+    """Have SGLang's models, and those of the package that the environment names now.
+
+    SGLang looks for that package as it imports its registry, for a process of its own
+    after the plugin has named it.
+    """
+    if models._default_models_loaded:
+        return
+    package = envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get()
+    others = registry.import_model_classes(package) if package else {}
+    own = registry.import_model_classes("sglang.srt.models")
+    models.models = own | others | models.models
+    models._default_models_loaded = True
+
+
 hook_registry._propagate_patch = propagate_unless_method
 problems(ENGINE_HOOKS, LiveView("sglang"))
-import_model_classes("sglang.srt.models")
+registry.import_model_classes("sglang.srt.models")
+registry._ModelRegistry._load_default_models = load_models
+registry.ModelRegistry.models = {}
+registry.ModelRegistry._default_models_loaded = False
 # What is here for good is not looked through in each process again.
 gc.collect()
 gc.freeze()
