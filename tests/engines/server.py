@@ -24,6 +24,8 @@ from tests.engines.warm_start import WarmProcess
 START_LIMIT_S = 420.0
 ANSWER_LIMIT_S = 900.0
 """A request may wait behind 63 others on a slow machine."""
+PATIENCE_S = 20.0
+"""In which a server ends after a signal."""
 TAKE_IN_S = 3.0
 """A server takes in a handful of requests in less, on a slow machine too."""
 
@@ -67,10 +69,10 @@ class Server:
         process = self._process
         if process is None:
             return
-        for kind, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+        for kind in (self._driver.last_signal, signal.SIGKILL):
             try:
                 os.killpg(process.pid, kind)
-                process.wait(patience)
+                process.wait(PATIENCE_S)
             except ProcessLookupError:
                 break
             except subprocess.TimeoutExpired:
@@ -173,7 +175,7 @@ class Server:
                     return
             except httpx.TransportError:
                 pass
-            time.sleep(0.5)
+            time.sleep(0.1)
         raise TimeoutError(f"the server did not start:\n{self.log_text()[-6000:]}")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any, Protocol
 
 import httpx
@@ -111,6 +112,10 @@ class Driver(Protocol):
     @property
     def name(self) -> str:
         """Of the engine."""
+
+    @property
+    def last_signal(self) -> Signals:
+        """What ends a server's processes without a delay."""
 
     @property
     def page_size(self) -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import httpx
@@ -180,6 +181,7 @@ class VllmDriver:
     """A `Driver`."""
 
     name = "vllm"
+    last_signal = SIGTERM
     page_size = PAGE_SIZE
     elastic_budget = (14 << 20) if ON_GPU else (7 << 19)
     models = MODELS

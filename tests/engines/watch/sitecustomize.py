@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks at the memory of elastic pools, in the process that moves it.
 
-Loaded through PYTHONPATH.  After every move, and every now and then, it writes
-what is mapped, and what the kernel says is resident, to a file.  With
+Loaded through PYTHONPATH.  Before memory is taken away, when that is most, after all
+moves of a step, and every now and then, it writes what is mapped, and what the kernel
+says is resident, to a file.  With
 HYBRID_TEST_PAGES_APART no pages are packed, as with a backend that does not take it.
 """
 
@@ -23,13 +24,16 @@ def _watch(report: str) -> None:
     seen = []
 
     def look() -> None:
-        from tests.core.resident import resident
+        from tests.core.resident import resident_each
 
         arenas = seen[0]._arenas
         memory = arenas[Pool.KV]._memory
         there = [pool for pool in pools if pool in arenas]
-        found = {f"resident_{p}": resident(arenas[p]._place) for p in there}
-        resident_now = sum(found.values())
+        sizes = resident_each([arenas[pool]._place for pool in there])
+        found = {
+            f"resident_{pool}": size for pool, size in zip(there, sizes, strict=True)
+        }
+        resident_now = sum(sizes)
         for pool in there:
             mapped = sum(arenas[pool]._place.backed) * memory.block_bytes
             found[f"mapped_{pool}"] = mapped
@@ -54,10 +58,12 @@ def _watch(report: str) -> None:
                 kind = type(command).__name__
                 if kind == "Map":
                     most[f"grown_{command.pool}"] += len(command.granules)
-                run(executor, [command])
-                if seen:
+                elif kind == "Unmap" and seen:
                     look()
-            if not seen:
+                run(executor, [command])
+            if seen and commands:
+                look()
+            elif not seen:
                 seen.append(executor)
                 look()
                 threading.Thread(target=now_and_then, daemon=True).start()
