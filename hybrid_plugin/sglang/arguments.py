@@ -280,7 +280,7 @@ def _conflicts(view: Any) -> Iterator[str]:
         )
     if view.dcp_size > 1:
         yield "decode context parallelism is not supported yet; drop --dcp-size."
-    if view.attn_cp_size > 1 or view.enable_prefill_cp:
+    if (view.attn_cp_size or 1) > 1 or view.enable_prefill_cp:
         yield (
             "context parallelism is not supported yet; drop --attn-cp-size and "
             "--enable-prefill-cp."
