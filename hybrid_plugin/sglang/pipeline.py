@@ -19,14 +19,12 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.engine.stages import stages_differ, unserved_options
 from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
 from hybrid_plugin.sglang.index_keys import has_index_keys
 from hybrid_plugin.sglang.side_states import has_side_states
 
-STAGES_DIFFER = (
-    "need stages of the pipeline with equally many layers of each kind; let "
-    "SGLANG_PP_LAYER_PARTITION say so, or set elastic to false."
-)
+STAGES_DIFFER = stages_differ("SGLANG_PP_LAYER_PARTITION")
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,4 @@ def obstacles(
             "data parallelism was not tested with pipeline parallelism; drop --dp-size "
             "or --pp-size."
         )
-    if options.is_deterministic:
-        yield "deterministic was not tested with pipeline parallelism; drop one."
-    for option in ("host_memory", "verify_fraction"):
-        if getattr(options, option):
-            yield (
-                f"{option} is not served with pipeline parallelism yet: leave it out."
-            )
+    yield from unserved_options(options)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hybrid_plugin.engine.stages import unserved_options
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -33,10 +35,4 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "drafts are not served with pipeline parallelism yet; drop "
             "--speculative-config."
         )
-    if options.is_deterministic:
-        yield "deterministic was not tested with pipeline parallelism; drop one."
-    for option in ("host_memory", "verify_fraction"):
-        if getattr(options, option):
-            yield (
-                f"{option} is not served with pipeline parallelism yet: leave it out."
-            )
+    yield from unserved_options(options)

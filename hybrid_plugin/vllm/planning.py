@@ -28,6 +28,7 @@ from hybrid_plugin.core.memory.layout import (
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine import elastic_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
+from hybrid_plugin.engine.stages import stages_differ
 from hybrid_plugin.vllm import addressing, elastic, page_layout, page_size
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.kernels import agreement
@@ -44,10 +45,7 @@ _STATE_ALIGNMENT = 128
 _WARM_UP_STEPS = 5
 """Decode steps of vLLM's warm-up."""
 
-_STAGES_DIFFER = (
-    "need stages of the pipeline with equally many layers of each kind; let "
-    "VLLM_PP_LAYER_PARTITION say so, or set elastic to false."
-)
+_STAGES_DIFFER = stages_differ("VLLM_PP_LAYER_PARTITION")
 
 _AUTO = -1
 """`--max-model-len auto`, as vLLM keeps it."""
