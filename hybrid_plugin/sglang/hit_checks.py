@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from hybrid_plugin.core.stats import CacheStats
 from hybrid_plugin.engine.hit_checks import TOP, HitChecks, Run, report
+from hybrid_plugin.sglang import pipeline
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.requests import RUN
 
@@ -101,8 +101,7 @@ class HitChecking:
             + req.cached_tokens_storage
         )
         verdict = self._checks.take(run, hit, likeliest)
-        first = get_parallel().tp_rank == 0
-        if first and verdict is not None and not verdict.is_ok:
+        if pipeline.speaks() and verdict is not None and not verdict.is_ok:
             logger.error("%s", report(check, check.request.origin_input_ids, verdict))
 
 

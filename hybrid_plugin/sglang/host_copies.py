@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host.ring import rings_for
-from hybrid_plugin.sglang import elastic
+from hybrid_plugin.sglang import elastic, pipeline
 from hybrid_plugin.sglang.log import logger
 
 
@@ -45,7 +44,7 @@ def attach(cache: HybridCache, executor: Executor) -> None:
     except ValueError as error:
         raise ConfigError(f"host_memory: {error}; leave it out.") from error
     found = copies.measure()
-    if get_parallel().tp_rank == 0:
+    if pipeline.speaks():
         logger.info(
             "hybrid-plugin copies %.1f GB to host memory in a second, and %.1f GB "
             "back.",

@@ -41,7 +41,7 @@ from hybrid_plugin.engine.rank_store import describe as describe_store
 from hybrid_plugin.engine.rank_tiers import RankTiers
 from hybrid_plugin.engine.session_desk import Serving
 from hybrid_plugin.engine.store import Store
-from hybrid_plugin.sglang import bundle_layouts
+from hybrid_plugin.sglang import bundle_layouts, pipeline
 from hybrid_plugin.sglang.bundle_identity import KeptLayers, identity_of, kept_layers
 from hybrid_plugin.sglang.log import logger
 from hybrid_plugin.sglang.outer_steps import OuterSteps, greatest_of_all_ranks
@@ -140,7 +140,7 @@ class _Rank:
             gather=of_all_ranks,
             make=partial(TextOnly, vocabulary=model.vocab_size),
         )
-        if get_parallel().tp_rank == 0:
+        if pipeline.speaks():
             logger.info("%s", describe(options, least, len(ranks)))
             logger.info("hybrid-plugin: %s.", disk.found())
         return files_of(self.host, options, identity, self.layouts), disk
@@ -170,7 +170,7 @@ class _Rank:
         identity = identity_of(model, self.context.server_args, options, self.kept)
         peers = RankPeers(self.host, options, identity, self.layouts)
         ports = tuple(of_all_ranks(peers.port))
-        if get_parallel().tp_rank == 0:
+        if pipeline.speaks():
             logger.info("%s", describe_peers(options, ports))
         ranks = RanksWithPeers(identity, options.host, ports, mark)
         make = partial(TextOnlyPeers, vocabulary=model.vocab_size)

@@ -303,7 +303,9 @@ class HybridPrefixCache(BasePrefixCache):
         Args:
             batch: whose results were handled, or None.
         """
-        present = set() if batch is None else set(map(id, batch.reqs))
+        if batch is None or not self._paused:
+            return []
+        present = set(map(id, batch.reqs))
         taken = [req for req in self._paused if id(req) in present]
         self._paused = [req for req in self._paused if id(req) not in present]
         return taken

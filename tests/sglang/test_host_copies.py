@@ -39,8 +39,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, slowest: int | None = None) -> None:
     monkeypatch.setattr(
         host_copies.elastic, "least_of_all_ranks", lambda own: slowest or own
     )
-    first = SimpleNamespace(tp_rank=0)
-    monkeypatch.setattr(host_copies, "get_parallel", lambda: first)
+    first = SimpleNamespace(tp_rank=0, pp_rank=0)
+    monkeypatch.setattr(host_copies.pipeline, "get_parallel", lambda: first)
 
 
 def parts(**rows: int) -> tuple[HybridCache, Executor]:
