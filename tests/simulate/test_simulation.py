@@ -92,7 +92,7 @@ class TestStates:
         outcome = simulate([*requests, *requests], pages=100, slots=3)
         assert outcome.peak_snapshots == 2  # beside the one that runs
         left = outcome.series.snapshots[-1]
-        assert left == 2  # the third was there when its request ended
+        assert left == 2  # that of the last request was there already
         assert outcome.snapshot_evictions == outcome.snapshots_taken - left
 
     def test_evictions_of_pages_and_snapshots_add_up(self) -> None:

@@ -28,10 +28,9 @@ def interval_start(index: int) -> int:
 
 
 def next_step(age: int) -> int:
-    """The age at which what grows older has grown so by an eighth at most.
+    """The next higher age of four significant bits: an eighth higher at most.
 
-    It is the next multiple of a sixteenth of the power of two above: 16 after 15, 18
-    after 16, 20 after 18 and so on.
+    From 0 they are 1, 2, 3 to 16, then 18, 20 to 32, then 36, 40 and so on.
     """
     shift = max(age.bit_length() - 4, 0)
     return ((age >> shift) + 1) << shift

@@ -24,7 +24,7 @@ def propagate_unless_method(original: object, wrapped: object, source: object) -
     """Bind a hook wherever a module has imported what it wraps.
 
     For each of a hundred hooks, SGLang looks through all names of all modules, which
-    takes seconds.  None of them is a method, and most hooks wrap methods.
+    takes seconds.  Most hooks wrap methods, and no module has a method as a name.
     """
     if "." in getattr(original, "__qualname__", ""):
         return 0
