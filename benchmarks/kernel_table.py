@@ -2,9 +2,11 @@
 """The table `AS_FAST` of `hybrid_plugin/engine/kernel_choice.py`, from measurements.
 
 A kind of layer and a phase are in it if ours took no longer than each engine's at every
-measured size.  Prints the table for that file, and the ratios as Markdown.
+measured size, prefills also up to the largest size before the first that took longer.
+Prints the table for that file, and the ratios as Markdown.
 
-    python -m benchmarks.kernel_table benchmarks/results/kernels-h200.json
+    python -m benchmarks.kernel_table benchmarks/results/kernels-h200.json \
+        benchmarks/results/kernels-flashinfer-h200.json
 """
 
 from __future__ import annotations

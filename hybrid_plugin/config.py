@@ -117,11 +117,12 @@ class HybridConfig:
         "in a crowd, cold and from the cache, however prompts are split. It needs our "
         "kernels in all state layers and the engine's own batch-invariant mode.",
     )
-    prefill_graphs: bool = _option(
-        False,
-        "Short prefills replay CUDA graphs that hold our kernels, where the engine can "
-        "capture them; what does not fit a graph runs as without. It needs our kernels "
-        "in the prefill of all state layers.",
+    prefill_graphs: bool | None = _option(
+        None,
+        "Short prefills replay CUDA graphs that hold our kernels; what does not fit a "
+        "graph runs as without. It needs our kernels in the prefill of all state "
+        "layers. By default where the engine can capture them and where it was "
+        "measured on a GPU, with the same answers.",
     )
 
     draft_states: str = _option(
@@ -255,6 +256,11 @@ class HybridConfig:
     def is_deterministic(self) -> bool:
         """Whether the cache may hold canonical content only."""
         return self.deterministic != "off"
+
+    @property
+    def wants_prefill_graphs(self) -> bool | None:
+        """Whether short prefills are to replay graphs; None if they may."""
+        return False if self.is_deterministic else self.prefill_graphs
 
     @property
     def wanted_kernels(self) -> str:

@@ -10,14 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import (
+    EVERY,
+    FLASHINFER,
+    TRITON,
+    Mixer,
+    Phase,
+)
 
 OURS = "hybrid_kernels"
 ENGINES: Mapping[str, str] = {"vLLM": "vllm", "SGLang": "sglang"}
 """What the names of an engine's own kernels begin with, which are in Triton."""
-OTHERS = ("flashinfer",)
+OTHERS = (FLASHINFER,)
 """Libraries that both engines can take a layer's rule from, and not its convolution."""
 _CONVOLUTION = {
     Phase.PREFILL: "causal_conv1d.prefill",
@@ -60,17 +67,27 @@ class Compared:
     """The same."""
 
     @property
+    def tokens(self) -> int:
+        """Of a pass of this size: sequences by tokens of each, or sequences."""
+        return prod(int(part) for part in self.size.split(" x "))
+
+    @property
     def ratio(self) -> float:
         """Their time over ours: above 1 ours is faster."""
         return self.theirs / self.ours
 
 
 def compared(rows: Iterable[Row]) -> Iterator[Compared]:
-    """Every layer at every size that was measured for us and for an engine."""
+    """Every layer at every size that was measured for us and for an engine.
+
+    Args:
+        rows: of one run, and behind them those of others for libraries that it lacks.
+    """
     points: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for row in rows:
         sizes = points.setdefault((row["op"], row["size"]), {})
-        sizes.setdefault(row["shape"], {})[row["library"]] = row["microseconds"]
+        times = sizes.setdefault(row["shape"], {})
+        times.setdefault(row["library"], row["microseconds"])
     for mixer, rules in _RULES.items():
         for phase, convolution in _CONVOLUTION.items():
             own = rules.get(phase, convolution)
@@ -129,29 +146,47 @@ def worst(
     return least
 
 
-Table = dict[Mixer, dict[Phase, list[str]]]
+Table = dict[Mixer, dict[Phase, dict[str, int]]]
 
 
 def as_fast(found: Iterable[Compared], least: float) -> Table:
-    """The table `AS_FAST`: libraries beside which no ratio is below `least`."""
+    """The table `AS_FAST`: where no ratio to a library is below `least`.
+
+    A phase counts at all sizes, or, a prefill, at all up to the largest measured one
+    before the first that is slower.
+    """
+    groups: dict[tuple[Mixer, Phase, str], list[Compared]] = {}
+    for one in found:
+        groups.setdefault((one.mixer, one.phase, one.library), []).append(one)
     table: Table = {}
-    for (mixer, phase, library), one in worst(found).items():
-        if one.ratio >= least:
-            table.setdefault(mixer, {}).setdefault(phase, []).append(library)
+    for (mixer, phase, library), group in groups.items():
+        reach = _reach(group, least)
+        if reach == EVERY or (reach and phase is Phase.PREFILL):
+            table.setdefault(mixer, {}).setdefault(phase, {})[library] = reach
     return table
+
+
+def _reach(group: Sequence[Compared], least: float) -> int:
+    """Tokens of the largest size before the first slow one; 0 if that is the first."""
+    slow = [one.tokens for one in group if one.ratio < least]
+    if not slow:
+        return EVERY
+    return max((one.tokens for one in group if one.tokens < min(slow)), default=0)
 
 
 def as_python(table: Table) -> str:
     """The table as it stands in `kernel_choice.py`."""
-    lines = ["AS_FAST: Mapping[Mixer, Mapping[Phase, frozenset[str]]] = {"]
+    lines = ["AS_FAST: Mapping[Mixer, Mapping[Phase, Mapping[str, int]]] = {"]
+    names = {TRITON: "TRITON", FLASHINFER: "FLASHINFER"}
     for mixer, phases in table.items():
         lines.append(f"    Mixer.{mixer.name}: {{")
         for phase, libraries in phases.items():
-            names = ", ".join(
-                library.upper() if library == TRITON else repr(library)
-                for library in libraries
+            entries = ", ".join(
+                f"{names.get(library, repr(library))}: "
+                f"{'EVERY' if tokens == EVERY else tokens}"
+                for library, tokens in libraries.items()
             )
-            lines.append(f"        Phase.{phase.name}: frozenset({{{names}}}),")
+            lines.append(f"        Phase.{phase.name}: {{{entries}}},")
         lines.append("    },")
     return "\n".join([*lines, "}"])
 

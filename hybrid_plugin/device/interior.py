@@ -34,6 +34,11 @@ class InteriorSnapshots:
         self._orders += orders
         self._sources = self._table = None
 
+    @property
+    def are_ordered(self) -> bool:
+        """Whether the next pass is to keep any."""
+        return bool(self._orders)
+
     def clear(self) -> None:
         """Forget the orders of the last pass.
 

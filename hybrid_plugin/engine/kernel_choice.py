@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
@@ -29,16 +30,27 @@ class Phase(StrEnum):
 
 TRITON = "triton"
 """The engines' name for kernels in Triton, their own."""
+FLASHINFER = "flashinfer"
+"""Their name for FlashInfer's."""
 
-AS_FAST: Mapping[Mixer, Mapping[Phase, frozenset[str]]] = {
+EVERY = sys.maxsize
+"""A reach without end."""
+
+AS_FAST: Mapping[Mixer, Mapping[Phase, Mapping[str, int]]] = {
     Mixer.GATED_DELTA_NET: {
-        Phase.PREFILL: frozenset({TRITON}),
-        Phase.DECODE: frozenset({TRITON}),
+        Phase.PREFILL: {TRITON: EVERY, FLASHINFER: 128},
+        Phase.DECODE: {TRITON: EVERY},
     },
 }
 """Libraries beside which ours took no longer at any size that was measured on a GPU
-(`benchmarks/kernel_table.py` prints it): of the layers that ran there in both engines,
-with the same answers."""
+(`benchmarks/kernel_table.py` prints it), and up to which number of a pass's tokens: of
+the layers that ran there in both engines, with the same answers."""
+GRAPHED: Mapping[str, frozenset[Mixer]] = {
+    "sglang": frozenset(),
+    "vllm": frozenset({Mixer.GATED_DELTA_NET, Mixer.MAMBA2}),
+}
+"""By engine, layers whose short prefills were replayed in CUDA graphs on a GPU, with
+answers that were compared there, and in less time (`benchmarks/low_concurrency.py`)."""
 RECORDS_AS_FAST: Mapping[str, frozenset[Mixer]] = {
     "sglang": frozenset(),
     "vllm": frozenset(),
@@ -59,14 +71,18 @@ def measured_here() -> bool:
     return is_nvidia and torch.cuda.get_device_capability() == MEASURED_ON
 
 
-def are_ours(
+def reach(
     option: str,
     mixer: Mixer,
     phase: Phase,
     device_type: str,
     theirs: Callable[[], str],
-) -> bool:
-    """Whether our kernels may run a kind of layer; they run all its phases or none.
+) -> int:
+    """Tokens of a pass up to which our kernels run a kind of layer; 0 for never.
+
+    Longer passes are the engine's.  Passes that keep states in the middle of a prompt
+    are ours however long they are: the engine's kernels keep none, and to pause a
+    prompt costs a pass more.
 
     Args:
         option: `wanted_kernels` of `HybridConfig`.
@@ -78,11 +94,21 @@ def are_ours(
             "triton", "flashinfer", "cutedsl" ...; asked where that decides.
     """
     if option != "auto":
-        return option == "ours"
+        return EVERY if option == "ours" else 0
     beaten = AS_FAST.get(mixer, {}).get(phase)
     if device_type == "cpu" or not beaten or not measured_here():
-        return False
-    return theirs() in beaten
+        return 0
+    return beaten.get(theirs(), 0)
+
+
+def are_graphed(engine: str, mixers: frozenset[Mixer]) -> bool:
+    """Whether short prefills replay graphs where no option says.
+
+    Args:
+        engine: "vllm" or "sglang".
+        mixers: of the model's state layers, all on our kernels.
+    """
+    return bool(mixers) and mixers <= GRAPHED[engine] and measured_here()
 
 
 def are_recorded(

@@ -197,7 +197,7 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers, replay: Replay) -> N
                 options.wanted_kernels,
                 self.device,
                 round_states=options.is_deterministic,
-                prefill_graphs=options.prefill_graphs,
+                prefill_graphs=options.wants_prefill_graphs,
             )
             replay.settle(options, self.model_config)
         with memory.building():

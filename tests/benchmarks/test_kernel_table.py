@@ -12,7 +12,13 @@ import pytest
 from benchmarks import kernel_table
 from benchmarks.kernel_speed.verdict import as_fast, as_python, compared, worst
 from hybrid_plugin.engine import kernel_choice
-from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import (
+    EVERY,
+    FLASHINFER,
+    TRITON,
+    Mixer,
+    Phase,
+)
 
 RULE, CONV = "gated_delta_rule.prefill", "causal_conv1d.prefill"
 
@@ -52,9 +58,9 @@ def test_a_layer_is_the_sum_of_its_operations() -> None:
 
 def test_a_slow_convolution_counts_for_itself_too() -> None:
     table = as_fast(compared(delta(90, 25)), 1.0)
-    assert table == {Mixer.GATED_DELTA_NET: {Phase.PREFILL: [TRITON]}}
+    assert table == {Mixer.GATED_DELTA_NET: {Phase.PREFILL: {TRITON: EVERY}}}
     assert as_fast(compared(delta(90, 20)), 1.0)[Mixer.SHORT_CONV] == {
-        Phase.PREFILL: [TRITON]
+        Phase.PREFILL: {TRITON: EVERY}
     }
 
 
@@ -66,18 +72,20 @@ def test_a_library_that_is_faster_stays_an_engines_choice() -> None:
         ("flashinfer", ("flashinfer", "vllm"), 80),
     ]
     prefill = {least: as_fast(found, least) for least in (1.0, 0.7)}
-    assert prefill[1.0][Mixer.GATED_DELTA_NET] == {Phase.PREFILL: [TRITON]}
+    assert prefill[1.0][Mixer.GATED_DELTA_NET] == {Phase.PREFILL: {TRITON: EVERY}}
     assert prefill[0.7][Mixer.GATED_DELTA_NET] == {
-        Phase.PREFILL: [TRITON, "flashinfer"]
+        Phase.PREFILL: {TRITON: EVERY, FLASHINFER: EVERY}
     }
 
 
-def test_one_slow_size_keeps_a_phase_out() -> None:
+def test_a_slow_size_keeps_longer_prefills_out() -> None:
     more = [
         *rows(RULE, "8 x 64", hybrid_kernels=200, vllm=100),
         *rows(CONV, "8 x 64", "D=8192", hybrid_kernels=20, vllm=20),
     ]
     found = list(compared([*delta(90, 20), *more]))
+    assert as_fast(found, 1.0)[Mixer.GATED_DELTA_NET] == {Phase.PREFILL: {TRITON: 64}}
+    found = list(compared([*delta(110, 20), *more]))
     assert Mixer.GATED_DELTA_NET not in as_fast(found, 1.0)
     slow = worst(found)[Mixer.GATED_DELTA_NET, Phase.PREFILL, TRITON]
     assert slow.size == "8 x 64" and slow.ratio == pytest.approx(120 / 220)
@@ -94,17 +102,30 @@ def test_what_was_not_measured_in_full_says_nothing() -> None:
     assert mixers(without_conv) == set()
 
 
+def test_one_slow_size_keeps_a_decode_out() -> None:
+    op = "gated_delta_rule.update, gates fused"
+    conv = "causal_conv1d.update"
+    measured = [
+        *rows(op, "1", hybrid_kernels=5, vllm=9),
+        *rows(conv, "1", "D=8192", hybrid_kernels=1, vllm=1),
+        *rows(op, "32", hybrid_kernels=9, vllm=5),
+        *rows(conv, "32", "D=8192", hybrid_kernels=1, vllm=1),
+    ]
+    assert Mixer.GATED_DELTA_NET not in as_fast(compared(measured), 1.0)
+    assert Mixer.GATED_DELTA_NET in as_fast(compared(measured[:4]), 1.0)
+
+
 def test_the_python_is_the_table() -> None:
     table = {
-        Mixer.KDA: {Phase.DECODE: [TRITON]},
-        Mixer.MAMBA2: {Phase.PREFILL: ["flashinfer"], Phase.DECODE: [TRITON, "x"]},
+        Mixer.KDA: {Phase.DECODE: {TRITON: EVERY}},
+        Mixer.MAMBA2: {
+            Phase.PREFILL: {FLASHINFER: 128},
+            Phase.DECODE: {TRITON: EVERY, "x": 3},
+        },
     }
     scope = dict(vars(kernel_choice))
     exec(as_python(table), scope)
-    assert scope["AS_FAST"] == {
-        mixer: {phase: set(names) for phase, names in phases.items()}
-        for mixer, phases in table.items()
-    }
+    assert scope["AS_FAST"] == table
 
 
 def test_results_become_text(
@@ -117,7 +138,7 @@ def test_results_become_text(
     text = capsys.readouterr().out
     assert "a GPU" in text
     assert "| gated_delta_net | prefill | vLLM | 1 | 0 | 1.04 | model, 1 x 64 |" in text
-    assert "        Phase.PREFILL: frozenset({TRITON}),\n" in text
+    assert "        Phase.PREFILL: {TRITON: EVERY},\n" in text
 
 
 def test_the_committed_results_can_be_read() -> None:
@@ -131,8 +152,17 @@ def test_the_committed_results_can_be_read() -> None:
 
 
 def test_what_auto_takes_was_measured() -> None:
-    path = Path(__file__).parents[2] / "benchmarks/results/kernels-h200.json"
-    measured = as_fast(compared(json.loads(path.read_text())["rows"]), 1.0)
+    results = Path(__file__).parents[2] / "benchmarks/results"
+    names = ("kernels-h200.json", "kernels-flashinfer-h200.json")
+    measured = as_fast(
+        compared(
+            row
+            for name in names
+            for row in json.loads((results / name).read_text())["rows"]
+        ),
+        1.0,
+    )
     for mixer, phases in kernel_choice.AS_FAST.items():
         for phase, libraries in phases.items():
-            assert libraries <= set(measured[mixer][phase])
+            for library, tokens in libraries.items():
+                assert tokens <= measured[mixer][phase][library]

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Pool, SaveInPass
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine import kernel_choice
-from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
 from hybrid_plugin.sglang.architectures import EXAMPLES, Example, model_of
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
@@ -149,29 +152,52 @@ def test_layers_are_ours_wholly_or_not_at_all(
 ) -> None:
     def decode_only(
         option: str, mixer: Mixer, phase: Phase, device: str, theirs: object
-    ) -> bool:
+    ) -> int:
         assert (option, mixer, device) == ("auto", Mixer.GATED_DELTA_NET, "cuda")
-        return phase is Phase.DECODE
+        return EVERY if phase is Phase.DECODE else 0
 
-    monkeypatch.setattr(state_layers, "are_ours", decode_only)
+    monkeypatch.setattr(state_layers, "reach", decode_only)
     layers = StateLayers()
     layers.settle(qwen(), "auto", "cuda:0")
     assert not any(layers.runs(Mixer.GATED_DELTA_NET, phase) for phase in Phase)
     assert layers.interior is None
 
 
-@pytest.mark.parametrize("available", [False, True])
-def test_auto_goes_by_what_sglang_takes_otherwise(
-    monkeypatch: pytest.MonkeyPatch, available: bool
+def test_auto_leaves_long_prefills_to_a_faster_library(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    available = False
     monkeypatch.setattr(
         choice, "is_flashinfer_gdn_prefill_available", lambda: available
     )
     monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+    monkeypatch.setattr(state_layers.passes, "is_plain_prefill", lambda *_: True)
+    monkeypatch.setattr(state_layers, "InteriorSnapshots", lambda _: interior)
+    interior = InteriorSnapshots(torch.device("cpu"))
+    mixer = Mixer.GATED_DELTA_NET
+
+    def run(layers: StateLayers, tokens: int, metadata: Any = None) -> bool:
+        batch = SimpleNamespace(extend_num_tokens=tokens)
+        return layers.run_prefill(mixer, batch, metadata or SimpleNamespace())
+
     layers = StateLayers()
     layers.settle(qwen(), "auto", "cuda:0")
-    assert layers.runs(Mixer.GATED_DELTA_NET, Phase.PREFILL) == (not available)
-    assert (layers.interior is None) == available
+    assert run(layers, 8192)
+    assert not layers.run_prefill(Mixer.KDA, None, None)
+    available = True
+    layers = StateLayers()
+    with caplog.at_level(logging.INFO, logger="sglang.hybrid_plugin"):
+        layers.settle(qwen(), "auto", "cuda:0")
+    assert "prefills of up to 128 tokens" in caplog.text
+    assert layers.interior is interior, "passes keep states, whoever runs the others"
+    assert run(layers, 128) and not run(layers, 129)
+    # A graph's pass is described before any layer runs.
+    described = SimpleNamespace()
+    state_layers.passes.keep(described, cast(Any, object()))
+    assert run(layers, 129, described)
+    order = SaveInPass(Pool.STATE, 1, 0, 2)
+    interior.order([order])
+    assert run(layers, 8192), "SGLang's kernels would keep nothing"
 
 
 def test_ours_without_kernels_is_refused() -> None:
@@ -233,6 +259,36 @@ def test_our_kernels_are_in_graphs_if_asked_for(
     assert not layers.in_prefill_graphs
     layers.settle(qwen(), "ours", "cpu", prefill_graphs=True)
     assert layers.in_prefill_graphs
+
+
+def test_by_default_layers_are_in_graphs_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def settled(model: Any, option: str = "ours") -> bool:
+        layers = StateLayers()
+        layers.settle(model, option, "cpu", prefill_graphs=None)
+        return layers.in_prefill_graphs
+
+    captures(monkeypatch, "breakable")
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+    both = frozenset({Mixer.GATED_DELTA_NET, Mixer.SHORT_CONV})
+    monkeypatch.setattr(kernel_choice, "GRAPHED", {"sglang": both})
+    assert settled(qwen())
+    assert not settled(qwen(), "engine")
+    assert not settled(lfm()), "SGLang breaks its graphs there"
+    captures(monkeypatch, "disabled")
+    assert not settled(qwen())
+    captures(monkeypatch, "full")
+    monkeypatch.setattr(state_layers, "attention_backends", lambda: ("fa3", "triton"))
+    with pytest.raises(ConfigError, match="outside of graphs of whole prefills"):
+        settled(qwen())
+    assert not settled(qwen(), "auto")
+    captures(monkeypatch, "breakable")
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: False)
+    assert not settled(qwen())
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+    monkeypatch.setattr(kernel_choice, "GRAPHED", {"sglang": frozenset()})
+    assert not settled(qwen())
 
 
 def test_our_kernels_are_in_graphs_of_the_whole_model_if_asked_for(

@@ -16,7 +16,9 @@ import torch
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.engine import kernel_choice
-from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
+from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels import agreement, layers
 from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
 from hybrid_plugin.vllm.kernels.layers import Kind, StateLayers
@@ -86,7 +88,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_foreign_layer_keeps_prompts_pausing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    every = dict.fromkeys(Phase, frozenset({TRITON}))
+    every = {phase: {TRITON: EVERY} for phase in Phase}
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: every})
     ours, foreign = Known(), Unknown()
     assert StateLayers({"a": ours}, "auto", "cuda").keep_interior
@@ -98,23 +100,66 @@ def test_one_foreign_layer_keeps_prompts_pausing(
 
 @pytest.mark.usefixtures("measured")
 def test_a_layer_is_ours_wholly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = {Phase.DECODE: frozenset({TRITON})}
+    decode = {Phase.DECODE: {TRITON: EVERY}}
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: decode})
     assert not StateLayers({"a": Known()}, "auto", "cuda").mixers
 
 
 @pytest.mark.usefixtures("measured")
 def test_what_vllm_takes_otherwise_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = dict.fromkeys(Phase, frozenset({TRITON}))
+    every = {phase: {TRITON: EVERY} for phase in Phase}
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: every})
     layer = Known()
-    layer.gdn_prefill_backend = "flashinfer"  # type: ignore[attr-defined]
+    layer.gdn_prefill_backend = "cutedsl"  # type: ignore[attr-defined]
     assert not StateLayers({"a": layer}, "auto", "cuda").mixers
     layer.gdn_prefill_backend = TRITON  # type: ignore[attr-defined]
     assert StateLayers({"a": layer}, "auto", "cuda").mixers
     monkeypatch.setattr(kernel_choice, "measured_here", lambda: False)
     assert not StateLayers({"a": layer}, "auto", "cuda").mixers
     assert StateLayers({"a": layer}, "ours", "cuda").mixers
+
+
+def beside_flashinfer(**settings: Any) -> StateLayers:
+    layer = Known()
+    layer.gdn_prefill_backend = "flashinfer"  # type: ignore[attr-defined]
+    return StateLayers({"a": layer}, "auto", "cuda", **settings)
+
+
+def prefill(tokens: int, *, decodes: int = 0, keeps: bool = False) -> StatePass:
+    """A pass with one prompt of so many tokens."""
+    none = torch.zeros(0, dtype=torch.int32)
+    prompt = Prefills(
+        cu_seqlens=torch.tensor([0, tokens]),
+        slots=torch.ones(1),
+        has_initial=torch.zeros(1, dtype=torch.bool),
+        offsets=torch.zeros(1),
+        boundary_slots=torch.zeros((1, 16)) if keeps else None,
+    )
+    return StatePass(decodes, decodes + tokens, none, prompt)
+
+
+@pytest.mark.usefixtures("measured")
+def test_long_prefills_are_the_faster_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    reaches = {Phase.PREFILL: {"flashinfer": 128}, Phase.DECODE: {TRITON: EVERY}}
+    monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: reaches})
+    found = beside_flashinfer()
+    assert found.keep_interior and found.is_whole
+    assert "prefill of up to 128 tokens" in found.describe()
+    found.hang()
+    (kernels,) = found._ours.values()
+    none = torch.zeros(0, dtype=torch.int32)
+    assert kernels.serve(StatePass(500, 500, none, None))
+    assert kernels.serve(prefill(128, decodes=500))
+    assert not kernels.serve(prefill(129))
+    assert kernels.serve(prefill(8192, keeps=True)), "vLLM's kernels would keep nothing"
+    # What vLLM does without metadata is to warm up its own kernels.
+    assert not layers.run(kernels.layer, None)
+    kernels.longest = EVERY
+    assert layers.run(kernels.layer, None)
+    # Ours keep the inputs of convolutions elsewhere where drafts are verified.
+    verifying = {**reaches, Phase.VERIFY: {TRITON: EVERY}}
+    monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: verifying})
+    assert not beside_flashinfer(drafts=3).mixers
 
 
 def test_a_layer_that_ours_cannot_run_is_refused_where_they_are_demanded() -> None:

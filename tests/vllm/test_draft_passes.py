@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import draft_passes, layers, passes
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
@@ -319,7 +319,7 @@ def test_kernels_with_drafts_are_all_ours_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = layer_with(DRAFTS)
-    phases = dict.fromkeys((Phase.PREFILL, Phase.DECODE), frozenset({TRITON}))
+    phases = {phase: {TRITON: EVERY} for phase in (Phase.PREFILL, Phase.DECODE)}
     measured = {Mixer.GATED_DELTA_NET: phases}
     monkeypatch.setattr("hybrid_plugin.engine.kernel_choice.AS_FAST", measured)
     monkeypatch.setattr(

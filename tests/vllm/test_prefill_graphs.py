@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import layers, prefill_graphs
@@ -50,7 +51,7 @@ class Attention(AttentionLayerBase):
         return object()
 
 
-def state_layers(*, wants_graphs: bool = True) -> tuple[Any, StateLayers]:
+def state_layers(*, wants_graphs: bool | None = True) -> tuple[Any, StateLayers]:
     layer = mamba2.layer_with()
     kind = layers.Kind(Mixer.MAMBA2, "mamba2")
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +65,7 @@ def manager_with(
     mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
     support: AttentionCGSupport = AttentionCGSupport.ALWAYS,
     *,
-    wants_graphs: bool = True,
+    wants_graphs: bool | None = True,
     budget: int = 8192,
     adapters: tuple[int, ...] = (0,),
 ) -> tuple[ModelCudaGraphManager, StateLayers]:
@@ -188,6 +189,53 @@ def test_without_graphs_of_decodes_it_is_refused(mode: CUDAGraphMode) -> None:
 def test_attention_that_cannot_be_captured_is_refused() -> None:
     with pytest.raises(ConfigError, match="and FLASH_ATTN here is not: try"):
         manager_with(support=AttentionCGSupport.UNIFORM_BATCH)
+
+
+def test_where_nobody_demands_it_what_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        prefill_graphs.activation.logger,
+        "info",
+        lambda text, *values: said.append(text % values),
+    )
+    manager, found = manager_with(wants_graphs=None)
+    assert found_by(manager, 1, 40)[0] == CUDAGraphMode.FULL and found.graphs
+    manager, found = manager_with(CUDAGraphMode.NONE, wants_graphs=None)
+    assert found.graphs is None
+    manager, found = manager_with(
+        support=AttentionCGSupport.UNIFORM_BATCH, wants_graphs=None
+    )
+    assert found_by(manager, 1, 40)[0] == CUDAGraphMode.PIECEWISE
+    assert found.graphs is None
+    assert said[0].startswith("passes with prefills of up to 128 tokens")
+    assert said[1].startswith("short prefills replay no CUDA graphs: prefill_graphs")
+    assert "vLLM's mode is NONE" in said[1] and "FLASH_ATTN here is not" in said[2]
+
+
+def wanted(option: bool | None, found: StateLayers, device: str = "cuda") -> Any:
+    found.wants_graphs = option
+    model = SimpleNamespace(multimodal_config=None)
+    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=True)
+    return prefill_graphs.are_wanted(config, found, device)
+
+
+def test_by_default_layers_replay_graphs_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, found = state_layers()
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+    assert wanted(None, found) is None and wanted(True, found) is True
+    assert wanted(False, found) is False
+    assert wanted(None, found, "cpu") is False
+    with pytest.raises(ConfigError, match="is for a GPU"):
+        wanted(True, found, "cpu")
+    monkeypatch.setattr(kernel_choice, "GRAPHED", {"vllm": frozenset()})
+    assert wanted(None, found) is False and wanted(True, found) is True
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: False)
+    assert wanted(None, found) is False
 
 
 def obstacles(found: StateLayers, device: str = "cuda", **changed: Any) -> list[str]:

@@ -133,10 +133,9 @@ def verify(
 
 def _extends(layers: StateLayers, backend: Any, batch: Any) -> bool:
     return (
-        layers.runs(_MIXER, Phase.PREFILL)
-        and _is_stock(backend)
+        _is_stock(backend)
         and backend.mis_metadata is None
-        and passes.is_plain_prefill(batch, backend.forward_metadata)
+        and layers.run_prefill(_MIXER, batch, backend.forward_metadata)
     )
 
 

@@ -39,9 +39,8 @@ def extend(
     """
     batch, metadata = kwargs["forward_batch"], backend.forward_metadata
     if not (
-        layers.runs(Mixer.KDA, Phase.PREFILL)
-        and _is_ours(backend, kwargs["layer"])
-        and passes.is_plain_prefill(batch, metadata)
+        _is_ours(backend, kwargs["layer"])
+        and layers.run_prefill(Mixer.KDA, batch, metadata)
     ):
         return original(backend, *args, **kwargs)
     mixed_qkv, layer = kwargs["mixed_qkv"], kwargs["layer"]

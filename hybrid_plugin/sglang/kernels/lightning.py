@@ -41,9 +41,8 @@ def extend(
     """
     batch, metadata = kwargs["forward_batch"], backend.forward_metadata
     if not (
-        layers.runs(Mixer.LIGHTNING, Phase.PREFILL)
-        and type(backend) is LightningAttentionBackend
-        and passes.is_plain_prefill(batch, metadata)
+        type(backend) is LightningAttentionBackend
+        and layers.run_prefill(Mixer.LIGHTNING, batch, metadata)
     ):
         return original(backend, *args, **kwargs)
     weights, q, k, v, states = _operands(backend, kwargs)

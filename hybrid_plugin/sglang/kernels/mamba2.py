@@ -194,9 +194,8 @@ def _is_ours(layers: StateLayers, backend: Any, mixer: Any, batch: Any) -> bool:
     metadata = backend.forward_metadata
     if type(mixer) is not MambaMixer2 or metadata.is_target_verify:
         return False
-    prefills = not metadata.num_prefills or (
-        layers.runs(Mixer.MAMBA2, Phase.PREFILL)
-        and passes.is_plain_prefill(batch, metadata)
+    prefills = not metadata.num_prefills or layers.run_prefill(
+        Mixer.MAMBA2, batch, metadata
     )
     decodes = not metadata.num_decodes or (
         layers.runs(Mixer.MAMBA2, Phase.DECODE)

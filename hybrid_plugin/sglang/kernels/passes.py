@@ -40,6 +40,15 @@ def prefills(
     return found
 
 
+def is_known(metadata: Any) -> bool:
+    """Whether the sequences of a pass were described: then our kernels run it.
+
+    Args:
+        metadata: SGLang's `ForwardMetadata` of the pass.
+    """
+    return getattr(metadata, _RECORD, None) is not None
+
+
 def keep(metadata: Any, found: Prefills) -> None:
     """Have the layers of a pass find its sequences.
 

@@ -15,14 +15,14 @@ from sglang.srt.runtime_context import attention_backends, get_exec
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.interior import InteriorSnapshots
-from hybrid_plugin.engine.kernel_choice import Mixer, Phase, are_ours
+from hybrid_plugin.engine.kernel_choice import EVERY, Mixer, Phase, are_graphed, reach
 from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.sglang.kernels import passes
 from hybrid_plugin.sglang.kernels.choice import (
     is_captured_as_it_is,
     library_of,
     mixer_of,
 )
-from hybrid_plugin.sglang.kernels.passes import prefills
 from hybrid_plugin.sglang.kernels.warm_up import few_and_many
 from hybrid_plugin.sglang.log import logger
 
@@ -38,6 +38,7 @@ class StateLayers:
         self._mixer: Mixer | None = None
         self._phases: frozenset[Phase] = frozenset()
         self._cold = False
+        self._longest = EVERY
         self.round_states = False
         """As in `Prefills`."""
         self.in_prefill_graphs = False
@@ -53,7 +54,7 @@ class StateLayers:
         device_name: str,
         *,
         round_states: bool = False,
-        prefill_graphs: bool = False,
+        prefill_graphs: bool | None = False,
     ) -> None:
         """Decide who runs the model's state layers.
 
@@ -62,16 +63,21 @@ class StateLayers:
             option: `wanted_kernels` of `HybridConfig`.
             device_name: on which they run, as SGLang names it.
             round_states: as in `Prefills`.
-            prefill_graphs: the option of that name.
+            prefill_graphs: whether the layers are to be in SGLang's graphs of prefills;
+                None if they may.
 
         Raises:
             ConfigError: if an option asks for what there is not.
         """
-        hindrance = _hindrance(model, prefill_graphs)
+        hindrance = _hindrance(model, prefill_graphs is True)
         self._choose(model, option, device_name, round_states, hindrance)
-        if prefill_graphs:
-            self._require_prefill_graphs()
-        self.in_prefill_graphs = prefill_graphs
+        if prefill_graphs is False:
+            return
+        missing = self._missing_for_graphs()
+        if missing is None:
+            self.in_prefill_graphs = prefill_graphs or self._are_measured_in_graphs()
+        elif prefill_graphs:
+            raise ConfigError(missing)
 
     def _choose(
         self,
@@ -89,52 +95,81 @@ class StateLayers:
             return
         self._mixer = mixer
         self.round_states = round_states
-        phases = (Phase.PREFILL, Phase.DECODE)
-        if all(
-            are_ours(
+        reaches = {
+            phase: reach(
                 option, mixer, phase, device.type, partial(library_of, mixer, phase)
             )
-            for phase in phases
-        ):
-            self._phases = frozenset(phases)
+            for phase in (Phase.PREFILL, Phase.DECODE)
+        }
+        if all(reaches.values()):
+            self._phases = frozenset(reaches)
+            self._longest = reaches[Phase.PREFILL]
         if self.runs(mixer, Phase.PREFILL):
             self.interior = InteriorSnapshots(device)
             self._cold = device.type != "cpu"
         if self._phases:
             logger.info(
-                "hybrid-plugin: its own kernels run %s of the %s layers.",
+                "hybrid-plugin: its own kernels run %s of the %s layers%s.",
                 " and ".join(sorted(self._phases, reverse=True)),
                 _words(mixer),
+                ""
+                if self._longest == EVERY
+                else f" (prefills of up to {self._longest} tokens, and those that keep "
+                "states in the middle of a prompt)",
             )
 
-    def _require_prefill_graphs(self) -> None:
+    def _missing_for_graphs(self) -> str | None:
+        """A sentence about what stands in the way of graphs of prefills."""
         if self.interior is None:
-            raise ConfigError(
+            return (
                 'the option "prefill_graphs" needs our kernels in the prefill: set '
                 '"kernels" to "ours", or leave it out.'
             )
         if self._mixer not in _IN_PREFILL_GRAPHS:
-            raise ConfigError(
+            return (
                 f'the option "prefill_graphs" is on, and SGLang keeps the '
                 f"{_words(self._mixer)} layers out of its graphs of prefills: leave it "
                 f"out."
             )
         whole = _captures(GraphBackend.FULL)
         if not whole and not _captures(GraphBackend.BREAKABLE):
-            raise ConfigError(
+            return (
                 'the option "prefill_graphs" is on, and SGLang captures none: use '
                 "--cuda-graph-backend-prefill breakable, or leave the option out."
             )
         if whole and attention_backends()[0] == "triton":
-            raise ConfigError(
+            return (
                 'the option "prefill_graphs" is on, and SGLang captures no whole '
                 "prefill with Triton's attention: use --attention-backend fa3, or "
                 "--cuda-graph-backend-prefill breakable."
             )
+        return None
+
+    def _are_measured_in_graphs(self) -> bool:
+        mixers = frozenset() if self._mixer is None else frozenset({self._mixer})
+        # Graphs of a whole prefill, which SGLang calls experimental, were not measured.
+        return _captures(GraphBackend.BREAKABLE) and are_graphed("sglang", mixers)
 
     def runs(self, mixer: Mixer, phase: Phase) -> bool:
         """Whether our kernels run layers of this kind."""
         return mixer is self._mixer and phase in self._phases
+
+    def run_prefill(self, mixer: Mixer, batch: Any, metadata: Any) -> bool:
+        """Whether our kernels run a pass over prompts: all of its sequences, or none.
+
+        Args:
+            mixer: the kind of layer.
+            batch: SGLang's `ForwardBatch` of the pass.
+            metadata: its `ForwardMetadata`.
+        """
+        if not self.runs(mixer, Phase.PREFILL):
+            return False
+        if not passes.is_plain_prefill(batch, metadata):
+            return False
+        if self._longest == EVERY or passes.is_known(metadata):
+            return True
+        keeps = self.interior is not None and self.interior.are_ordered
+        return keeps or batch.extend_num_tokens <= self._longest
 
     def prefills(
         self, metadata: Any, batch: Any, run: Callable[[Prefills], object]
@@ -147,7 +182,9 @@ class StateLayers:
             run: runs the layer that asks.  Before the first pass of all, it is called
                 with sequences that have no slots, to compile its kernels.
         """
-        found = prefills(metadata, batch, self.interior, round_states=self.round_states)
+        found = passes.prefills(
+            metadata, batch, self.interior, round_states=self.round_states
+        )
         if self._cold:
             self._cold = False
             for dummies in few_and_many(found):

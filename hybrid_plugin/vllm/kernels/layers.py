@@ -13,7 +13,7 @@ import torch
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.draft_records import DraftRecords
-from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase, are_ours
+from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase, reach
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels import draft_passes, passes, records
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
@@ -86,7 +86,7 @@ class StateLayers:
         drafts: int = 0,
         recorded_rows: int = 0,
         round_states: bool = False,
-        wants_graphs: bool = False,
+        wants_graphs: bool | None = False,
     ) -> None:
         """Decide whose kernels run each layer.
 
@@ -102,7 +102,8 @@ class StateLayers:
                 token leaves a state in a column of its own.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
-            wants_graphs: whether passes with prefills are to replay CUDA graphs.
+            wants_graphs: whether passes with prefills are to replay CUDA graphs; None
+                if they may.
 
         Raises:
             ConfigError: if ours are demanded for a layer that they cannot run, or
@@ -132,8 +133,8 @@ class StateLayers:
             if kind is None:
                 continue
             wanted = _PLAIN | (frozenset({Phase.VERIFY}) if drafts else frozenset())
-            if all(
-                are_ours(
+            reaches = {
+                phase: reach(
                     option,
                     kind.mixer,
                     phase,
@@ -141,8 +142,12 @@ class StateLayers:
                     partial(_theirs, layer, phase),
                 )
                 for phase in wanted
-            ):
-                self._ours[name] = OurKernels(layer, kind, wanted, self)
+            }
+            # Where drafts are verified, ours run a layer in every pass or in none.
+            least = EVERY if drafts else 1
+            if all(tokens >= least for tokens in reaches.values()):
+                longest = reaches[Phase.PREFILL]
+                self._ours[name] = OurKernels(layer, kind, wanted, self, longest)
         if recorded_rows:
             self._record(layers, recorded_rows)
 
@@ -190,12 +195,7 @@ class StateLayers:
         """A sentence about what runs on our kernels, for a log."""
         if not self._ours:
             return "vLLM's kernels run the state layers."
-        parts = sorted(
-            {
-                f"{ours.kind.mixer} ({' and '.join(sorted(ours.phases))})"
-                for ours in self._ours.values()
-            }
-        )
+        parts = sorted({ours.describe() for ours in self._ours.values()})
         return f"kernels of hybrid-plugin run {', '.join(parts)}."
 
     def hang(self) -> None:
@@ -239,8 +239,7 @@ class StateLayers:
                         recorded=self.records is not None,
                     )
                 for state_pass in tries:
-                    if ours.serve(state_pass):
-                        ours.adapter.warm_up(ours.layer, ours.weights, state_pass)
+                    ours.adapter.warm_up(ours.layer, ours.weights, state_pass)
         if self.records is not None:
             self.records.recorded(torch.full_like(self.records.tokens, -1))
             self.records.fold()
@@ -250,9 +249,22 @@ class OurKernels:
     """What the hooks find on a layer that our kernels run."""
 
     def __init__(
-        self, layer: Any, kind: Kind, phases: frozenset[Phase], all_layers: StateLayers
+        self,
+        layer: Any,
+        kind: Kind,
+        phases: frozenset[Phase],
+        all_layers: StateLayers,
+        longest: int = EVERY,
     ) -> None:
-        """Serve `phases` of a layer, one of `all_layers`, whose weights are loaded.
+        """Serve a layer whose weights are loaded.
+
+        Args:
+            layer: of vLLM.
+            kind: what it is.
+            phases: of it that our kernels run.
+            all_layers: of which it is one.
+            longest: tokens of prompts in a pass, up to which our kernels run its
+                prefill if it keeps no state in the middle of a prompt.
 
         Raises:
             ConfigError: if the layer is not as our kernels know its kind.
@@ -260,6 +272,7 @@ class OurKernels:
         self.layer = layer
         self.kind = kind
         self.phases = phases
+        self.longest = longest
         self.adapter = kind.adapter
         self.weights = self.adapter.weights_of(layer)
         """As the mixer takes them."""
@@ -307,14 +320,28 @@ class OurKernels:
         strides = [(t.shape, t.stride(), t.dtype) for t in states]
         return self.kind, *shapes, *strides
 
+    def describe(self) -> str:
+        """The kind of layer and what of it is ours, for a log."""
+        part = " and ".join(sorted(self.phases))
+        if self.longest < EVERY:
+            part += (
+                f"; prefill of up to {self.longest} tokens, and where states are kept "
+                "in the middle of a prompt"
+            )
+        return f"{self.kind.mixer} ({part})"
+
     def serve(self, state_pass: StatePass) -> bool:
         """Whether ours run a pass: all of its sequences, or none.
 
         Sequences with one token run beside prefills go with those: both read and
         write the same states.  Where drafts are verified, ours run everything.
         """
-        wanted = Phase.DECODE if state_pass.prefills is None else Phase.PREFILL
-        return wanted in self.phases
+        prefills = state_pass.prefills
+        if prefills is None:
+            return Phase.DECODE in self.phases
+        tokens = state_pass.tokens - state_pass.decodes
+        reached = tokens <= self.longest or prefills.boundary_slots is not None
+        return reached and Phase.PREFILL in self.phases
 
 
 def kind_of(layer: Any) -> Kind | None:
@@ -356,8 +383,8 @@ def run(layer: Any, metadata: Any, *tensors: torch.Tensor) -> bool:
     found = ours(layer)
     if found is None:
         return False
-    if metadata is None:
-        return Phase.PREFILL in found.phases
+    if metadata is None:  # where the engine's kernels serve too, it warms them up here
+        return Phase.PREFILL in found.phases and found.longest == EVERY
     state_pass = passes.of(metadata)
     if not found.serve(state_pass):
         return False

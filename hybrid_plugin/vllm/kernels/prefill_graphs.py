@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import CHUNK
-from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.engine.kernel_choice import Mixer, are_graphed
 from hybrid_plugin.vllm import activation
 from hybrid_plugin.vllm.kernels import layers
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
@@ -64,29 +64,58 @@ def obstacles(
         )
 
 
+def are_wanted(
+    vllm_config: VllmConfig, found: StateLayers, device_type: str
+) -> bool | None:
+    """Whether passes with prefills are to replay graphs, as far as the layers go.
+
+    Args:
+        vllm_config: of the worker.
+        found: its state layers.
+        device_type: "cpu" or "cuda", as torch calls it.
+
+    Returns:
+        As `StateLayers.wants_graphs`: None if no option says so, and nothing known yet
+        stands in the way.
+
+    Raises:
+        ConfigError: if the option demands them, and something stands in the way.
+    """
+    wanted = found.wants_graphs
+    if wanted is False:
+        return False
+    obstacle = next(obstacles(vllm_config, found, device_type), None)
+    if obstacle is None:
+        return wanted or (None if are_graphed("vllm", found.mixers) else False)
+    if wanted:
+        raise ConfigError(obstacle)
+    return False
+
+
 def add(manager: Any) -> None:
     """Have vLLM capture graphs for passes with prefills, and find them.
+
+    Where no option demands them, what vLLM cannot capture is said in the log.
 
     Args:
         manager: vLLM's `ModelCudaGraphManager`, with its own graphs' descriptions.
 
     Raises:
-        ConfigError: if vLLM captures no graphs of decodes, or its attention cannot be
-            captured beside a prefill.
+        ConfigError: if the option demands them, and vLLM captures no graphs of
+            decodes, or its attention cannot be captured beside a prefill.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     found = layers.all_of(manager.vllm_config)
-    if found is None or not found.wants_graphs:
+    if found is None or found.wants_graphs is False:
         return
-    mode = manager.cudagraph_mode
-    if not (mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL):
-        raise ConfigError(
-            f"prefill_graphs needs CUDA graphs of decodes, and vLLM's mode is "
-            f"{mode.name}: drop --enforce-eager and cudagraph_mode, or the option."
-        )
-    _check_attention(manager.vllm_config)
+    missing = _missing(manager)
+    if missing is not None:
+        if found.wants_graphs:
+            raise ConfigError(missing)
+        activation.logger.info("short prefills replay no CUDA graphs: %s", missing)
+        return
     sizes = sorted(manager.compilation_config.cudagraph_capture_sizes)
     limits = limits_of(manager.vllm_config, sizes[-1])
     captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
@@ -134,12 +163,32 @@ def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:
     return GraphLimits(min(most, scheduling.max_num_seqs), tokens)
 
 
-def _check_attention(vllm_config: VllmConfig) -> None:
-    """Require every layer that is not ours to be captured beside prefills.
+def _missing(manager: Any) -> str | None:
+    """A sentence about what vLLM does not capture; None if it captures all.
 
-    Raises:
-        ConfigError: naming the first backend that cannot.
+    Args:
+        manager: as in `add`.
     """
+    from vllm.config.compilation import CUDAGraphMode
+
+    mode = manager.cudagraph_mode
+    if not (mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL):
+        return (
+            f"prefill_graphs needs CUDA graphs of decodes, and vLLM's mode is "
+            f"{mode.name}: drop --enforce-eager and cudagraph_mode, or the option."
+        )
+    backend = _uncaptured_attention(manager.vllm_config)
+    if backend is None:
+        return None
+    return (
+        f"prefill_graphs needs attention that a CUDA graph can hold beside a prefill, "
+        f"and {backend} here is not: try --attention-backend TRITON_ATTN, or leave the "
+        "option out."
+    )
+
+
+def _uncaptured_attention(vllm_config: VllmConfig) -> str | None:
+    """The first backend that is not ours and is not captured beside prefills."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -152,8 +201,5 @@ def _check_attention(vllm_config: VllmConfig) -> None:
         backend = layer.get_attn_backend()
         support = backend.get_builder_cls().get_cudagraph_support(vllm_config, spec)
         if support != AttentionCGSupport.ALWAYS:
-            raise ConfigError(
-                f"prefill_graphs needs attention that a CUDA graph can hold beside a "
-                f"prefill, and {backend.get_name()} here is not: try "
-                "--attention-backend TRITON_ATTN, or leave the option out."
-            )
+            return str(backend.get_name())
+    return None

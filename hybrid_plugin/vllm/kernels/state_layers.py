@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from hybrid_plugin.config import ConfigError
 from hybrid_plugin.vllm import activation, elastic, patches
 from hybrid_plugin.vllm.kernels import prefill_graphs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
@@ -41,14 +40,12 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         drafts=vllm_config.num_speculative_tokens,
         recorded_rows=vllm_config.scheduler_config.max_num_seqs if replays else 0,
         round_states=options.is_deterministic,
-        wants_graphs=options.prefill_graphs,
+        wants_graphs=options.wants_prefill_graphs,
     )
-    if found.wants_graphs:
-        for obstacle in prefill_graphs.obstacles(vllm_config, found, device_type):
-            raise ConfigError(obstacle)
+    found.wants_graphs = prefill_graphs.are_wanted(vllm_config, found, device_type)
     if found.mixers:
         patches.patch_kernels(found.mixers, drafts=found.drafts > 0)
-        if found.wants_graphs:
+        if found.wants_graphs is not False:
             patches.patch_prefill_graphs(found.mixers)
         found.hang()
         activation.logger.info("%s", found.describe())
