@@ -58,7 +58,9 @@ class Run:
         self.on = args.on or ("cpu" if machine()["device"] == "CPU" else "gpu")
         self.setup = sides.setup(args.model, args.cache_mib, self.on == "gpu")
         self.configurations = sides.configurations(args.engine, args.model)
-        self.names = args.only or [n for n in self.configurations if n != sides.GRAPHS]
+        self.names = args.only or [
+            n for n in self.configurations if n not in (sides.GRAPHS, sides.DEFAULT)
+        ]
         check_known(self.names, self.configurations, "--only")
         self.cells = cells(args.plans, args.running, args.arrivals)
         earlier = rounds.read(args.out) if args.go_on else {}
@@ -67,12 +69,20 @@ class Run:
 
     def serve(self, name: str) -> None:
         """Be one side's engine."""
-        given = sides.arguments(self.args.engine, self.setup, self.configurations[name])
+        given = self._arguments(self.configurations[name])
 
         async def work(running: engines.Running) -> None:
             await answer_until_closed(running, self.args.requests, self.args.scale)
 
         engines.run(self.args.engine, given, work)
+
+    def _arguments(self, configuration: Configuration) -> dict[str, Any]:
+        return sides.arguments(
+            self.args.engine,
+            self.setup,
+            configuration,
+            libraries=self.args.libraries,
+        )
 
     def start(self, name: str, lane: int) -> Side:
         """Start one side's process, the `lane`-th of those that run."""
@@ -137,9 +147,10 @@ class Run:
             "cache_mib": self.args.cache_mib,
             "requests": self.args.requests,
             "scale": self.args.scale,
+            "libraries": self.args.libraries,
             "rates": self.rates,
             "flags": {
-                name: sides.arguments(self.args.engine, self.setup, configuration)
+                name: self._arguments(configuration)
                 | {"model": self.args.model, "model_path": self.args.model}
                 for name, configuration in self.configurations.items()
                 if name in self.results
@@ -176,6 +187,12 @@ def parse() -> argparse.Namespace:
         "--plans", nargs="+", choices=PLANS, default=list(PLANS), metavar="PLAN"
     )
     parser.add_argument("--only", nargs="+", metavar="SIDE", help="sides to run")
+    parser.add_argument(
+        "--libraries",
+        action="store_true",
+        help="let the engine prefill gated delta nets with what it takes by default, "
+        "FlashInfer where it is installed, not with its own Triton kernels",
+    )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of all lengths (%(default)s)"
     )

@@ -17,6 +17,8 @@ ENGINES: Mapping[str, ModuleType] = {"vllm": elastic_vllm, "sglang": elastic_sgl
 MAX_RUNNING = 64
 PLUGIN = "plugin"
 """Names of the plugin's sides begin with it."""
+DEFAULT = f"{PLUGIN}, default"
+"""With no option; runs only where it is named."""
 GRAPHS = f"{PLUGIN}, ours kernels, elastic, prefill graphs"
 """On a GPU, for models whose layers the engine lets into graphs; runs only where it is
 named."""
@@ -57,6 +59,7 @@ def configurations(engine: str, model: str) -> dict[str, Configuration]:
         for elastic in (True, False):
             options = {"enabled": True, "elastic": elastic, "kernels": kernels}
             found[plugin_name(kernels, elastic)] = Configuration(options=options)
+    found[DEFAULT] = Configuration(options={"enabled": True})
     options = {"enabled": True, "kernels": "ours", "prefill_graphs": True}
     found[GRAPHS] = Configuration(options={**options, "elastic": True})
     return found
@@ -84,16 +87,33 @@ def _stock_sglang(model: str) -> dict[str, Configuration]:
 
 
 def arguments(
-    engine: str, shared: Setup, configuration: Configuration
+    engine: str,
+    shared: Setup,
+    configuration: Configuration,
+    *,
+    libraries: bool = False,
 ) -> dict[str, Any]:
-    """Of one side's engine."""
+    """Of one side's engine.
+
+    Args:
+        engine: "vllm" or "sglang".
+        shared: of all sides.
+        configuration: the side's.
+        libraries: whether the engine prefills gated delta nets with what it takes by
+            default, FlashInfer where it is installed, and not with its own Triton
+            kernels.
+    """
     found: dict[str, Any] = ENGINES[engine].arguments(shared, configuration)
     if not shared.on_gpu:
         return found
     if engine == "vllm":
+        if libraries:
+            del found["gdn_prefill_backend"]
         return found | {
             "compilation_config": {"cudagraph_capture_sizes": CAPTURED_PASSES}
         }
+    if not libraries:
+        found["linear_attn_prefill_backend"] = "triton"
     return found | {
         "cuda_graph_bs_decode": CAPTURED_DECODES,
         "cuda_graph_bs_prefill": CAPTURED_PREFILLS,
