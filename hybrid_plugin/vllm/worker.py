@@ -64,6 +64,8 @@ class RunsCommands:
     """Whether anything that is cached may be in the pools."""
     _lost_content = False
     """Whether it went with their memory, and the scheduler has not said it knows."""
+    _is_scheduled = False
+    """Whether the last step came from our scheduler."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not patches.is_applied():
@@ -275,6 +277,7 @@ class RunsCommands:
         columns or rows.
         """
         commands = getattr(scheduler_output, COMMANDS, None)
+        self._is_scheduled = commands is not None
         if commands is not None:
             self._prepare(scheduler_output)
             self._pools.executor.run(commands)
@@ -291,7 +294,7 @@ class RunsCommands:
             with self._passes.pass_of(tokens):
                 output = super().execute_model(scheduler_output)  # type: ignore[misc]
         # A step without requests is over here; others are when they have sampled.
-        return self._with_report(output) if commands is not None else output
+        return self._with_report(output)
 
     def _prepare(self, scheduler_output: SchedulerOutput) -> None:
         """Note what a step says of the cache, before its commands run.
@@ -315,11 +318,18 @@ class RunsCommands:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and report what was measured, if there is news."""
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return output if self._stepped_aside is not None else self._with_report(output)
+        return self._with_report(
+            super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        )
 
     def _with_report(self, output: Any) -> Any:
-        """The same, with what is news; it is kept where there is no output yet."""
+        """The same, with what is news; it is kept where there is no output yet.
+
+        It is also kept in passes that no scheduler made, with which vLLM's second
+        model runner warms up: nobody reads their outputs.
+        """
+        if not self._is_scheduled:
+            return output
         report = self._measured()
         if report == self._reported or not reports.can_carry(output):
             return output

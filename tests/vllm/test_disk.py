@@ -307,6 +307,9 @@ class Stock:
     def execute_model(self, scheduler_output: Any) -> Any:
         return self.output
 
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
 
 class Worker(workers.RunsCommands, Stock):
     """One that is ready to serve."""
@@ -362,6 +365,17 @@ def test_news_wait_for_an_output() -> None:
     one.output = EMPTY_MODEL_RUNNER_OUTPUT
     report = reports.read(one.execute_model(step))
     assert report is not None and report.outcomes == (outcome(1), outcome(2))
+
+
+def test_passes_that_warm_up_take_no_news() -> None:
+    """vLLM's second model runner makes such of its own, and drops their outputs."""
+    one, step = ready([]), SimpleNamespace(total_num_scheduled_tokens=9)
+    one.output = None
+    assert one.execute_model(step) is None
+    assert reports.read(one.sample_tokens(None)) is None
+    one.execute_model(SimpleNamespace(hybrid_commands=[], total_num_scheduled_tokens=9))
+    report = reports.read(one.sample_tokens(None))
+    assert report is not None and report.disk is not None
 
 
 def test_ranks_learn_of_each_other(
