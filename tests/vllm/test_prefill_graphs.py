@@ -118,8 +118,8 @@ def test_a_pass_with_prefills_finds_a_whole_graph() -> None:
     whole = CUDAGraphMode.FULL
     assert found_by(manager, 1, 40) == (whole, 64, 12, None)
     assert found_by(manager, 12, 65) == (whole, 128, 12, None)
-    assert found_by(manager, 3, 4) == (whole, 4, 3, None)
-    assert found_by(manager, 1, 1) == (whole, 2, 1, None)  # a prompt of one token
+    assert found_by(manager, 3, 4) == (whole, 16, 12, None)
+    assert found_by(manager, 1, 1) == (whole, 16, 12, None)  # a prompt of one token
     assert found.graphs == GraphLimits(12, 128)
 
 
@@ -142,7 +142,7 @@ def test_shapes_tell_a_graph_of_decodes_from_one_with_prefills() -> None:
 def test_what_fits_none_runs_in_pieces_or_alone() -> None:
     manager, _ = manager_with()
     pieces = CUDAGraphMode.PIECEWISE
-    assert found_by(manager, 4, 4)[0] == pieces  # fresh prompts of one token each
+    assert found_by(manager, 13, 13)[0] == pieces  # more sequences than a graph has
     assert found_by(manager, 2, 129)[0] == CUDAGraphMode.NONE
     decodes_only, _ = manager_with(CUDAGraphMode.FULL_DECODE_ONLY)
     assert found_by(decodes_only, 1, 40)[:2] == (CUDAGraphMode.FULL, 64)
@@ -159,8 +159,16 @@ def test_the_largest_is_captured_first_and_each_once() -> None:
     for graph in graphs:
         if graph.uniform_token_count is None:
             of_adapters[graph.num_active_loras].append(graph.num_tokens)
-    assert of_adapters[0] == of_adapters[2] == [128, 64, 16, 8, 4, 2]
+    assert of_adapters[0] == of_adapters[2] == [128, 64, 16]
     assert manager.dispatch(1, 40, None, 2).num_active_loras == 2
+
+
+def test_there_is_a_graph_for_each_doubling() -> None:
+    every = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert prefill_graphs.doublings(every) == [16, 32, 64, 128, 256, 512]
+    assert prefill_graphs.doublings([1, 4, 16, 32, 64, 96]) == [16, 32, 96]
+    assert prefill_graphs.doublings([1, 2, 4]) == [4]
+    assert prefill_graphs.doublings([1]) == []
 
 
 def test_a_graph_needs_no_more_chunks_than_the_longest_pass() -> None:

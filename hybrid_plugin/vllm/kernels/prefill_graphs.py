@@ -8,7 +8,7 @@ captured, beside vLLM's own graphs of pieces, which run what fits no graph of ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
@@ -21,6 +21,10 @@ from hybrid_plugin.vllm.kernels.layers import StateLayers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+TILE = 16
+"""Rows of the least product of matrices that a GPU computes at a time."""
 
 
 def obstacles(
@@ -120,9 +124,9 @@ def add(manager: Any) -> None:
     limits = limits_of(manager.vllm_config, sizes[-1])
     captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     smallest = 0
-    for size in sizes:
+    for size in doublings(sizes):
         sequences = min(size - 1, limits.sequences)
-        for adapters in manager.lora_capture_cases if sequences else ():
+        for adapters in manager.lora_capture_cases:
             graph = BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
                 num_tokens=size,
@@ -134,8 +138,7 @@ def add(manager: Any) -> None:
                 candidates = manager._candidates.setdefault((tokens, adapters), [])
                 whole = [c for c in candidates if c.cg_mode == CUDAGraphMode.FULL]
                 candidates.insert(len(whole), graph)
-        if sequences:
-            smallest = size + 1
+        smallest = size + 1
     # vLLM estimates the memory of all by that of the first, the largest.
     captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
     found.graphs = limits
@@ -144,6 +147,24 @@ def add(manager: Any) -> None:
         limits.tokens,
         limits.sequences,
     )
+
+
+def doublings(sizes: Sequence[int]) -> list[int]:
+    """The sizes of graphs with prefills, rising.
+
+    Such a graph holds all kernels of the model, and takes as much memory and time to
+    capture whatever its size.  So there is one for each doubling: passes this short
+    read weights for longer than they compute with them, and padding costs little.
+    Under the tile of a matrix product it costs nothing.
+
+    Args:
+        sizes: tokens of the graphs that vLLM captures, rising.
+    """
+    found: list[int] = []
+    for size in reversed(sizes):
+        if size > 1 and (not found or (size >= TILE and 2 * size <= found[-1])):
+            found.append(size)
+    return found[::-1]
 
 
 def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:

@@ -64,6 +64,7 @@ IMPORTS = (
 PREEMPTION = "smallest page, preemption"
 DOUBLE_PAGE = "double page"
 OUR_KERNELS = "our kernels"
+IN_TURNS = "our kernels and the engine's in turns"
 STAGES = "elastic, stages of a pipeline"
 OTHER_STAGES = "stages that differ, preemption"
 
@@ -75,7 +76,14 @@ MODELS = {
         stray=1,
         quick=None if ON_GPU else (PREEMPTION, DOUBLE_PAGE, OUR_KERNELS),
     ),
-    "mamba-2, float32": Model("nemotron_h", "float32", 0.0),
+    "mamba-2, float32": Model(
+        "nemotron_h",
+        "float32",
+        0.0,
+        quick=None
+        if ON_GPU
+        else (PREEMPTION, DOUBLE_PAGE, IN_TURNS, STAGES, OTHER_STAGES),
+    ),
 }
 """vLLM's gated delta net kernels take bfloat16 only, whose logits are 0.0625 to
 0.125 apart; `control.py` prints how far stock vLLM is from itself there.  One of
@@ -93,6 +101,7 @@ VARIANTS = {
     ),
     DOUBLE_PAGE: Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
     OUR_KERNELS: Variant({"kernels": "ours"}, 0.4),
+    IN_TURNS: Variant({"kernels": "ours"}, 0.4, fault="short_prefills_are_ours"),
 }
 if not ON_GPU:
     IN_STAGES = ("--pipeline-parallel-size=2",)

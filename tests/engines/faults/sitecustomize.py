@@ -13,6 +13,8 @@ Under `zero_restored_states` what comes from host memory has no state, and under
 Under `slow_prefills` computing seems to take longer than any read, and under
 `fast_prefills` no time at all: what a peer has is always, or never, read.
 Under `patient_with_stores` what a store has is always read, however slowly it answers.
+Under `short_prefills_are_ours` our kernels run passes of few tokens, and those that
+keep states, as they do beside a library that is faster for long ones.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -79,6 +81,17 @@ def _refuse_pages() -> None:
         return grow(self, *args, **kwargs) if next(calls) % 97 else None
 
     HybridCache.grow = seldom  # type: ignore[method-assign]
+
+
+def _short_prefills_are_ours() -> None:
+    """As if the engine had a library that is faster for all but short prefills."""
+    from hybrid_plugin.engine import kernel_choice
+    from hybrid_plugin.engine.kernel_choice import EVERY, Phase
+
+    def reach(option, mixer, phase, device_type, theirs) -> int:  # type: ignore[no-untyped-def]
+        return 40 if phase is Phase.PREFILL else EVERY
+
+    kernel_choice.reach = reach  # type: ignore[assignment]
 
 
 def _wrong_drafts() -> None:
@@ -230,6 +243,7 @@ if "HYBRID_TEST_POOLS" in os.environ:
     "zero_snapshots": _zero_snapshots,
     "grid_of_16": _grid_of_16,
     "refuse_pages": _refuse_pages,
+    "short_prefills_are_ours": _short_prefills_are_ours,
     "wrong_column": _wrong_column,
     "wrong_drafts": _wrong_drafts,
     "exclude_workers": _exclude_workers,
