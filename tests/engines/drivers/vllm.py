@@ -58,6 +58,7 @@ IMPORTS = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "tests.engines.drivers.vllm_imports",
 )
 """What a server's processes import, and is not the model's."""
 
