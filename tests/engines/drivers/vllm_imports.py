@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's processes do first, and all alike: done once, in the fork server.
 
-They import the modules that the plugin hooks, and the plugin's own.  Nothing is hooked
-here.
+They import the modules that the plugin hooks, and put the CPU's functions in the place
+of Triton's kernels.  Nothing is hooked here.
 """
 
 from __future__ import annotations
 
 import gc
 
-import hybrid_plugin.vllm.cpu_worker
-import hybrid_plugin.vllm.scheduler
+from vllm.platforms.cpu import CpuPlatform
+
 from hybrid_plugin.vllm.contracts import (
     CPU_HOOKS,
     ENGINE_HOOKS,
@@ -19,6 +19,10 @@ from hybrid_plugin.vllm.contracts import (
 )
 
 problems((*ENGINE_HOOKS, *WORKER_HOOKS, *CPU_HOOKS))
-# What is here for good is not looked through in each process again.
+# To find who has imported a kernel, vLLM looks through all names of all modules.
+CpuPlatform.register_triton_kernel_overrides()
+CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+# vLLM collects garbage several times as it starts.  What is here for good is not looked
+# through each time.
 gc.collect()
 gc.freeze()
