@@ -8,7 +8,9 @@ of Triton's kernels.  Nothing is hooked here.
 from __future__ import annotations
 
 import gc
+import time
 
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms.cpu import CpuPlatform
 
 from hybrid_plugin.vllm.contracts import (
@@ -18,7 +20,21 @@ from hybrid_plugin.vllm.contracts import (
     problems,
 )
 
+NAP_S = 1e-4
+"""Less than a hundredth of a step."""
+
+
+def nap() -> None:
+    """Wait for another process, and leave the core to it, or to other tests.
+
+    For a second after each message, processes of vLLM look for the next one again and
+    again, which takes as much time of cores as the steps themselves.
+    """
+    time.sleep(NAP_S)
+
+
 problems((*ENGINE_HOOKS, *WORKER_HOOKS, *CPU_HOOKS))
+shm_broadcast.sched_yield = nap
 # To find who has imported a kernel, vLLM looks through all names of all modules.
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
