@@ -11,6 +11,7 @@ import gc
 import time
 
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 
 from hybrid_plugin.vllm.contracts import (
@@ -35,6 +36,9 @@ def nap() -> None:
 
 problems((*ENGINE_HOOKS, *WORKER_HOOKS, *CPU_HOOKS))
 shm_broadcast.sched_yield = nap
+# vLLM looks at a model's class in a process that first imports all of vLLM, unless this
+# machine has seen the model: so that no GPU is initialised, and here is none.
+registry._run_in_subprocess = lambda look: look()
 # To find who has imported a kernel, vLLM looks through all names of all modules.
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
