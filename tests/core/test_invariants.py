@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis drives a fake engine; everything is checked after every rule.
 
-In CI the machines take more than 100,000 steps together.
+In CI the machines take some 80,000 steps together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tests.core.setups import Setup
 from tests.core.support import Tokens
 from tests.core.traffic import fork
 
-EXAMPLES = 900
+EXAMPLES = 450
+"""Of the caches that `test_model_catches` breaks, a machine that catches one at all has
+done so by its 260th example."""
 INDEX = st.integers(0, 7)
 EXTRA = st.lists(st.integers(0, 2), max_size=20)
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import zmq
 
-QUIET_MS = 1500
-"""A scheduler publishes what it has no later than when it falls asleep."""
+QUIET_MS = 400
+"""In which a publisher's thread sends what the scheduler has given to it."""
 
 
 class Router:

@@ -52,6 +52,12 @@ class Chats:
                 yield prompt, history if goes_on else (), rng.randint(1, 30)
 
 
+def hear(router: Router, driver: Driver, server: Server) -> None:
+    """Take all events of what was answered."""
+    driver.publish(server.url)
+    router.listen()
+
+
 def test_events_say_what_can_be_restored(
     start_server: StartServer, driver: Driver, tmp_path: Path
 ) -> None:
@@ -73,7 +79,7 @@ def test_events_say_what_can_be_restored(
             answer = server.ask(prompt, length)
             assert answer.error is None
             chats.running.append(prompt + answer.tokens)
-            router.listen()
+            hear(router, driver, server)
             hit = answer.cached_tokens // PAGE_SIZE * PAGE_SIZE
             assert hit <= predicted
             # Its last token was never computed.
@@ -85,7 +91,7 @@ def test_events_say_what_can_be_restored(
         metrics = server.metrics()
         server.reset_prefix_cache()
         server.ask(encode("something else, and longer than a page is here"), 4)
-        router.listen()
+        hear(router, driver, server)
     assert exact > REQUESTS // 8
     if router.knows_states:
         # A prompt may still part from a chat within the page of that one's state.
@@ -96,12 +102,14 @@ def test_events_say_what_can_be_restored(
     assert router.announced_pages == 1
 
 
-def wait_until_it_hears(indexer: DynamoIndexer, server: Server, router: Router) -> None:
+def wait_until_it_hears(
+    indexer: DynamoIndexer, driver: Driver, server: Server, router: Router
+) -> None:
     """What is published before it has subscribed, it never hears; it begins empty."""
     prompt = encode(system_prompt(random.Random(1), 40))
     for _ in range(10):
         assert server.ask(prompt, 8).error is None
-        router.listen()
+        hear(router, driver, server)
         heard = indexer.score(prompt)
         server.reset_prefix_cache()
         if heard:
@@ -129,13 +137,13 @@ def test_dynamo_scores_what_can_be_restored(
             flags=driver.kv_events(endpoint),
         ) as server,
     ):
-        wait_until_it_hears(indexer, server, router)
+        wait_until_it_hears(indexer, driver, server, router)
         for prompt, history, length in chats.prompts():
             score = indexer.score(prompt)
             answer = server.ask(prompt, length)
             assert answer.error is None
             chats.running.append(prompt + answer.tokens)
-            router.listen()
+            hear(router, driver, server)
             hit = answer.cached_tokens // PAGE_SIZE * PAGE_SIZE
             assert hit <= score, "what is cached is not announced"
             over += hit < score
@@ -144,7 +152,7 @@ def test_dynamo_scores_what_can_be_restored(
                 exact += hit == score
         server.reset_prefix_cache()
         server.ask(encode("something else, and longer than a page is here"), 4)
-        router.listen()
+        hear(router, driver, server)
         assert not any(map(indexer.score, chats.running))
     print(f"{exact} of {turns} turns scored as restored, {over} of all scored higher")
     assert exact == turns > REQUESTS // 8

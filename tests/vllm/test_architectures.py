@@ -19,6 +19,12 @@ from hybrid_plugin.vllm.model_sources import ModelSources
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
+@pytest.fixture(scope="module")
+def sources() -> ModelSources:
+    """Of the vLLM that is here: each reads all of its models once."""
+    return model_sources.installed()
+
+
 def test_the_page_is_current() -> None:
     """`hybrid-plugin models --write docs/architectures.md` brings it up to date."""
     assert page.updated(PAGE.read_text(), table.of_installed_engines("vllm")) == (
@@ -26,8 +32,8 @@ def test_the_page_is_current() -> None:
     )
 
 
-def test_classes_are_known_by_what_they_derive_from() -> None:
-    found = {s.architecture: s for s in architectures.standings(["Ours"])}
+def test_classes_are_known_by_what_they_derive_from(sources: ModelSources) -> None:
+    found = {s.architecture: s for s in architectures.standings(["Ours"], sources)}
     assert found["Qwen3NextForCausalLM"].prospect == Prospect.SERVED
     # It derives from a class in another module that derives from a hybrid one.
     assert found["Qwen3_5MoeForConditionalGeneration"].provider == Provider.ENGINE
@@ -37,11 +43,13 @@ def test_classes_are_known_by_what_they_derive_from() -> None:
     assert "LlamaForCausalLM" not in found
 
 
-def test_caches_without_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_without_pools_are_named(
+    monkeypatch: pytest.MonkeyPatch, sources: ModelSources
+) -> None:
     monkeypatch.setattr(
         ModelSources, "kinds_without_pools", lambda self, module: ["RingSpec"]
     )
-    found = {s.architecture: s for s in architectures.standings([])}
+    found = {s.architecture: s for s in architectures.standings([], sources)}
     standing = found["Qwen3NextForCausalLM"]
     assert standing.prospect == Prospect.REFUSED and "RingSpec" in standing.reason
 
@@ -85,11 +93,11 @@ def test_source_says_what_vllm_says() -> None:
     assert found.kinds_of_caches == kinds
 
 
-def test_rings_are_seen_in_source() -> None:
+def test_rings_are_seen_in_source(sources: ModelSources) -> None:
+    found = {s.architecture: s for s in architectures.standings([], sources)}
     for name in ("Glm5NextForCausalLM", "Qwen4ExpForCausalLM"):
-        found = {s.architecture: s for s in architectures.standings([])}[name]
-        assert found.prospect == Prospect.REFUSED
-        assert "CircularBufferSpec" in found.reason
+        assert found[name].prospect == Prospect.REFUSED
+        assert "CircularBufferSpec" in found[name].reason
 
 
 _RELEASE = {

@@ -98,14 +98,18 @@ def test_unless_the_environment_names_it(
     assert registration.is_ours(OURS)
 
 
-def test_or_the_command_line(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_or_the_command_line(
+    registry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     registry.models[OURS] = registry.models["LlamaForCausalLM"]
     registration.register_missing()
     monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"page_size": 32}))
     options = {"hybrid_plugin": {"models": [OURS]}}
-    arguments = EngineArgs(model="nowhere", additional_config=options)
+    # A folder: a model's name would be looked up in the Hub.
+    model = str(tmp_path / "nowhere")
+    arguments = EngineArgs(model=model, additional_config=options)
     with pytest.raises(Exception, match="nowhere"):
         arguments.create_model_config()
     assert registration.is_ours(OURS)

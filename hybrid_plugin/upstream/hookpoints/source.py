@@ -28,6 +28,7 @@ class SourceView:
         self._root = root
         self._package = package
         self._version = version
+        self._modules: dict[str, Module] = {}
 
     @property
     def version(self) -> str:
@@ -65,11 +66,16 @@ class SourceView:
         return home, binding
 
     def module(self, name: str) -> Module:
-        """The parsed module.
+        """The parsed module, as it was when this view first looked at it.
 
         Raises:
             NotThereError: if there is no such file.
         """
+        if name not in self._modules:
+            self._modules[name] = self._read(name)
+        return self._modules[name]
+
+    def _read(self, name: str) -> Module:
         base = self._root.joinpath(*name.split("."))
         for file in (base.with_suffix(".py"), base / "__init__.py"):
             if file.is_file():

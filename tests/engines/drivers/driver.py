@@ -182,5 +182,8 @@ class Driver(Protocol):
     def kv_events(self, endpoint: str) -> tuple[str, ...]:
         """Flags that have a server publish KV cache events at a ZMQ endpoint."""
 
+    def publish(self, url: str) -> None:
+        """Have the server's publisher get the events of all that was answered."""
+
     def kv_event_batch(self) -> type[Any]:
         """The engine's type of what a message of its publisher encodes."""

@@ -388,6 +388,14 @@ class SglangDriver:
         config = {"publisher": "zmq", "endpoint": endpoint}
         return ("--kv-events-config", json.dumps(config))
 
+    def publish(self, url: str) -> None:
+        """The scheduler gives them to it when it has nothing to compute.
+
+        It has gone through its loop from one order to the next.
+        """
+        for _ in range(2):
+            _wake(url)
+
     def kv_event_batch(self) -> type[Any]:
         """Of SGLang."""
         from sglang.srt.disaggregation.kv_events import KVEventBatch
