@@ -85,6 +85,7 @@ def test_greedy_answers_equal_stock(
     ) as server:
         outcome, answers = replay(server, reference)
         metrics = server.metrics()
+        assert variant.says in server.log_text()
     print(variant, outcome)  # shown with -s: how near, not just whether
     assert len(outcome.wrong) <= reference.stray, outcome.wrong
     assert outcome.compared >= 0.8 * len(reference.asks)

@@ -81,6 +81,8 @@ class Variant:
     """The same."""
     preempts: bool = False
     """Whether sequences must be preempted."""
+    says: str = ""
+    """What the server's log must say."""
 
 
 @dataclass(frozen=True)

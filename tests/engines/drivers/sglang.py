@@ -140,7 +140,12 @@ VARIANTS = {
         {"elastic": True, "gpu_memory_budget": (26 if ON_GPU else 16) << 20}, 0.3
     ),
     OUR_KERNELS: Variant({"kernels": "ours"}, 0.4),
-    IN_TURNS: Variant({"kernels": "ours"}, 0.4, fault="short_prefills_are_ours"),
+    IN_TURNS: Variant(
+        {"kernels": "ours"},
+        0.4,
+        fault="short_prefills_are_ours",
+        says="prefills of up to 40 tokens",
+    ),
     OUR_KERNELS_ELASTIC: Variant(
         {
             "kernels": "ours",

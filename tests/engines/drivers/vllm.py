@@ -109,7 +109,12 @@ VARIANTS = {
     ),
     DOUBLE_PAGE: Variant({"page_size": 2 * PAGE_SIZE}, 0.4),
     OUR_KERNELS: Variant({"kernels": "ours"}, 0.4),
-    IN_TURNS: Variant({"kernels": "ours"}, 0.4, fault="short_prefills_are_ours"),
+    IN_TURNS: Variant(
+        {"kernels": "ours"},
+        0.4,
+        fault="short_prefills_are_ours",
+        says="prefill of up to 40 tokens",
+    ),
 }
 if not ON_GPU:
     IN_STAGES = ("--pipeline-parallel-size=2",)

@@ -92,6 +92,13 @@ def _short_prefills_are_ours() -> None:
         return 40 if phase is Phase.PREFILL else EVERY
 
     kernel_choice.reach = reach  # type: ignore[assignment]
+    # A fork server may have imported those that ask.
+    for name in (
+        "hybrid_plugin.vllm.kernels.layers",
+        "hybrid_plugin.sglang.kernels.state_layers",
+    ):
+        if name in sys.modules:
+            sys.modules[name].reach = reach  # type: ignore[attr-defined]
 
 
 def _wrong_drafts() -> None:
