@@ -278,8 +278,8 @@ def test_table_fits_a_narrow_terminal() -> None:
 
 
 def test_a_sentence_sums_up_all_workloads() -> None:
-    nothing = replace(STOCK, cached_tokens=0, ttft_ms_p50=None)
-    alone = replace(outcome(Tally()), stock=nothing, plugin=nothing)
+    little = replace(STOCK, cached_tokens=16, ttft_ms_p50=None)
+    alone = replace(outcome(Tally()), workload=BURST, stock=little, plugin=little)
     told = picture.sentence("vllm", [*[outcome(Tally(equal=40))] * 2, alone])
     assert told == (
         "Of prompts that have a beginning in common the plugin restored 80%, vllm "

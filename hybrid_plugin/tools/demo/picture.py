@@ -28,14 +28,14 @@ _BLACK, _WHITE = "#222222", "#ffffff"
 def sentence(engine: str, outcomes: Sequence[Outcome]) -> str:
     """What all workloads come to: the share restored, and the time to first tokens.
 
-    The share is of workloads of which anything was restored; the time is the geometric
-    mean over all of the medians' ratios.
+    The share is of workloads whose prompts have something in common; the time is the
+    geometric mean over all of the medians' ratios.
 
     Args:
         engine: its name.
         outcomes: one for each workload, at least one.
     """
-    sharing = [o for o in outcomes if o.stock.cached_tokens or o.plugin.cached_tokens]
+    sharing = [outcome for outcome in outcomes if outcome.workload.shares]
     stock = _restored([outcome.stock for outcome in sharing])
     plugin = _restored([outcome.plugin for outcome in sharing])
     told = (

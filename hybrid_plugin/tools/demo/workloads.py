@@ -62,6 +62,8 @@ class Workload:
     conversations: tuple[Conversation, ...]
     concurrency: int
     max_tokens: int = 16
+    shares: bool = True
+    """Whether prompts have a beginning in common."""
 
     @property
     def requests(self) -> int:
@@ -206,6 +208,7 @@ def burst(requests: int = 64, tokens: int = 1100) -> Workload:
         f"{requests} requests at once, a pool for few",
         tuple(conversations),
         concurrency=requests,
+        shares=False,
     )
 
 
