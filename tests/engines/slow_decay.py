@@ -332,7 +332,7 @@ def write_glm5_next(folder: Path, seed: int = 0) -> Path:
         "first_k_dense_replace": len(kinds),
         "num_nextn_predict_layers": 0,
     }
-    return _write_with_images(config, folder, seed, published)
+    return write_with_images(config, folder, seed, published)
 
 
 def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
@@ -385,7 +385,7 @@ def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
         "out_hidden_size": 128,
     }
     config = Qwen4ExpConfig(text_config=text, vision_config=vision)
-    return _write_with_images(config, folder, seed, {"full_attention_interval": 2})
+    return write_with_images(config, folder, seed, {"full_attention_interval": 2})
 
 
 def write_minimax(folder: Path, seed: int = 0) -> Path:
@@ -726,7 +726,7 @@ def _write_reference(
     return folder
 
 
-def _write_with_images(
+def write_with_images(
     config: PretrainedConfig, folder: Path, seed: int, published: dict[str, Any]
 ) -> Path:
     """Write a model that takes images, with its tower.
