@@ -30,6 +30,7 @@ def build_cache(
     *,
     keeps_states_inside: bool = False,
     records_drafts: bool = False,
+    passes_are_shared: bool = True,
 ) -> HybridCache:
     """The cache of one engine, empty.
 
@@ -41,6 +42,7 @@ def build_cache(
         keeps_states_inside: whether the kernels of all state layers write states at
             chunk boundaries inside a forward pass.
         records_drafts: as in `HybridCache`.
+        passes_are_shared: as in `ExpectedSaving`.
 
     Raises:
         ConfigError: for options that this model or these kernels cannot serve.
@@ -64,7 +66,7 @@ def build_cache(
         scratch=pools.scratch,
         page_size=layout.page_size,
         policy=policy,
-        eviction=eviction_for(layout, device_type),
+        eviction=eviction_for(layout, device_type, passes_are_shared=passes_are_shared),
         records_drafts=records_drafts,
         host=host_tier_for(plan, device_type),
         # Nothing is on the host before workers have measured.
@@ -123,12 +125,18 @@ def policy_for(
     return replace(policy, grid=grid, canonical=options.is_deterministic)
 
 
-def eviction_for(layout: CacheLayout, device_type: str = "cuda") -> ExpectedSaving:
+def eviction_for(
+    layout: CacheLayout,
+    device_type: str = "cuda",
+    *,
+    passes_are_shared: bool = True,
+) -> ExpectedSaving:
     """The eviction policy of a cache with that layout; it has learned nothing yet."""
     return ExpectedSaving(
         token_bytes=layout.page_bytes / layout.page_size,
         slot_bytes=layout.snapshot_bytes,
         pass_tokens=pass_tokens_of(device_type),
+        passes_are_shared=passes_are_shared,
     )
 
 

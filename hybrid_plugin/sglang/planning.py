@@ -452,6 +452,8 @@ def _build(
         delimiters(options),
         device,
         keeps_states_inside=keeps_states_inside,
+        # By default a pass over prompts does nothing for requests that decode.
+        passes_are_shared=bool(get_schedule().enable_mixed_chunk),
     )
     if plan.shared is not None:
         states.mamba_pool.count_with(lambda: most_slots(cache) + cache.slots.running)

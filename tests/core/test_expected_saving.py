@@ -198,6 +198,15 @@ def test_a_pass_is_repaid_by_all_uses_together(origin: SnapshotKind | None) -> N
     assert policy.repays_pass(BRANCH, int(least / 4) + 1, origin=origin, running=3)
 
 
+def test_a_pass_that_others_wait_for_is_not_divided_among_them() -> None:
+    policy = ExpectedSaving(token_bytes=1, slot_bytes=4, passes_are_shared=False)
+    first = policy.reuse.chance(unused_class(BRANCH, None))
+    again = policy.reuse.chance(used_class(BRANCH))
+    least = PASS_TOKENS * (1 - again) / first
+    assert policy.repays_pass(BRANCH, int(least) + 1, origin=None, running=7)
+    assert not policy.repays_pass(BRANCH, int(least) - 1, origin=None, running=7)
+
+
 def test_a_kind_that_is_never_used_is_not_paused_for() -> None:
     _, policy = tree_and_policy()
     assert policy.repays_pass(BODY, 10_000, origin=None, running=0)

@@ -124,6 +124,7 @@ class ExpectedSaving(LeastRecentlyUsed):
         token_bytes: float,
         slot_bytes: float,
         pass_tokens: int = PASS_TOKENS,
+        passes_are_shared: bool = True,
     ) -> None:
         """Create the policy.
 
@@ -131,8 +132,11 @@ class ExpectedSaving(LeastRecentlyUsed):
             token_bytes: KV of a token.
             slot_bytes: states of a sequence.
             pass_tokens: tokens whose prefill takes as long as a pass of few tokens.
+            passes_are_shared: whether a pass that prefills decodes for others as well,
+                so that a pass more for a pause is a step of theirs.
         """
         self.pass_tokens = pass_tokens
+        self._passes_are_shared = passes_are_shared
         self.token_bytes = token_bytes
         self.slot_bytes = slot_bytes
         self.ttls = Ttls()
@@ -180,12 +184,15 @@ class ExpectedSaving(LeastRecentlyUsed):
     ) -> bool:
         """Whether all uses of a snapshot are expected to save a pass's worth of tokens.
 
-        A snapshot that is used once may be used again, and so on.
+        A snapshot that is used once may be used again, and so on.  A pass that others
+        share costs each of them its part.  Where they wait meanwhile, all are delayed,
+        as all are spared the tokens that are saved.
         """
         again = min(self.reuse.chance(used_class(kind)), _MOST)
         first = self.reuse.chance(unused_class(kind, origin))
         uses = first / (1.0 - again)
-        return uses * saved * (1 + running) >= self.pass_tokens
+        sharing = 1 + running if self._passes_are_shared else 1
+        return uses * saved * sharing >= self.pass_tokens
 
     def used(self, node: Node, now: int) -> None:
         """Learn from a use."""
