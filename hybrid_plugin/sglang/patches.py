@@ -181,6 +181,7 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers, replay: Replay) -> N
     @named()
     def pools(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         from hybrid_plugin.sglang import planning, window_pools
+        from hybrid_plugin.sglang.kernels import prefill_graphs
 
         if not _is_ours():
             return original(self, **kwargs)
@@ -197,7 +198,7 @@ def _divide_memory(memory: PoolMemory, layers: StateLayers, replay: Replay) -> N
                 options.wanted_kernels,
                 self.device,
                 round_states=options.is_deterministic,
-                prefill_graphs=options.wants_prefill_graphs,
+                prefill_graphs=prefill_graphs.are_wanted(options, self),
             )
             replay.settle(options, self.model_config)
         with memory.building():

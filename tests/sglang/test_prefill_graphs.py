@@ -23,6 +23,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 
+from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.commands import COLUMNS, Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase
@@ -44,6 +45,30 @@ from tests.sglang.kernel_passes import (
 
 TOKENS, SEQUENCES = 256, 6
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("option", "drafts", "ranks", "wanted"),
+    [
+        (None, None, 1, None),
+        (None, "NEXTN", 1, False),
+        (None, None, 2, False),
+        (True, "NEXTN", 2, True),
+        (False, None, 1, False),
+    ],
+)
+def test_where_graphs_were_not_tried_an_option_demands_them(
+    option: bool | None,
+    drafts: str | None,
+    ranks: int,
+    wanted: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = SimpleNamespace(speculative_algorithm=drafts)
+    monkeypatch.setattr(prefill_graphs, "get_spec", lambda: spec)
+    options = HybridConfig(prefill_graphs=option)
+    server = SimpleNamespace(attn_dp_size=ranks)
+    assert prefill_graphs.are_wanted(options, server) is wanted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,10 +222,15 @@ def test_where_nobody_demands_it_what_is_missing_is_said(
     assert "vLLM's mode is NONE" in said[1] and "FLASH_ATTN here is not" in said[2]
 
 
-def wanted(option: bool | None, found: StateLayers, device: str = "cuda") -> Any:
+def wanted(
+    option: bool | None, found: StateLayers, device: str = "cuda", *, ranks: int = 1
+) -> Any:
     found.wants_graphs = option
-    model = SimpleNamespace(multimodal_config=None)
-    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=True)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        use_v2_model_runner=True,
+    )
     return prefill_graphs.are_wanted(config, found, device)
 
 
@@ -237,6 +242,7 @@ def test_by_default_layers_replay_graphs_that_were_measured(
     assert wanted(None, found) is None and wanted(True, found) is True
     assert wanted(False, found) is False
     assert wanted(None, found, "cpu") is False
+    assert wanted(None, found, ranks=2) is False and wanted(True, found, ranks=2)
     with pytest.raises(ConfigError, match="is for a GPU"):
         wanted(True, found, "cpu")
     monkeypatch.setattr(kernel_choice, "GRAPHED", {"vllm": frozenset()})

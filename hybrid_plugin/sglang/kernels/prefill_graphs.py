@@ -22,7 +22,9 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
 from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
+from sglang.srt.runtime_context import get_spec
 
+from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase
 from hybrid_plugin.mixers.fixed_prefills import FixedPrefills
 from hybrid_plugin.sglang.kernels import passes
@@ -42,6 +44,23 @@ class GraphMetadata(ForwardMetadata):
     """
 
     fixed: FixedPrefills
+
+
+def are_wanted(options: HybridConfig, configurator: Any) -> bool | None:
+    """Whether layers are to be in graphs of prefills, for `StateLayers.settle`.
+
+    With data-parallel attention, whose ranks share passes, and with drafts, graphs were
+    not tried: there an option has to demand them.
+
+    Args:
+        options: of the plugin.
+        configurator: SGLang's `KVCacheConfigurator`.
+    """
+    wanted = options.wants_prefill_graphs
+    drafts = get_spec().speculative_algorithm is not None
+    if wanted is None and (drafts or configurator.attn_dp_size > 1):
+        return False
+    return wanted
 
 
 def bound(result: None, backend: Any, *_: Any, **__: Any) -> None:

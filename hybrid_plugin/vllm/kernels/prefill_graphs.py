@@ -90,7 +90,10 @@ def are_wanted(
         return False
     obstacle = next(obstacles(vllm_config, found, device_type), None)
     if obstacle is None:
-        return wanted or (None if are_graphed("vllm", found.mixers) else False)
+        # Data-parallel ranks agree on a graph for each pass: that was not tried.
+        ranks = vllm_config.parallel_config.data_parallel_size
+        by_default = ranks == 1 and are_graphed("vllm", found.mixers)
+        return wanted or (None if by_default else False)
     if wanted:
         raise ConfigError(obstacle)
     return False
