@@ -51,6 +51,19 @@ _STATES_ALONE: dict[str, Any] = {
 }
 """Of models without attention, whose configurations know no longest sequence."""
 
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN3_5: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "tie_word_embeddings": False,
+}
+"""Its text model, but for how it turns positions."""
+
 WINDOW = 64
 """Tokens that layers with a window, or with chunks, look back at most."""
 
@@ -202,21 +215,8 @@ def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
     """Write a Qwen3.5 (gated delta nets, attention, dense layers) of that size."""
     from transformers import Qwen3_5TextConfig
 
-    config = Qwen3_5TextConfig(
-        **SMALL,
-        num_hidden_layers=8,
-        layer_types=[*["linear_attention"] * 3, "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-        },
-        tie_word_embeddings=False,
-    )
+    rope = ROPE | {"partial_rotary_factor": 0.25}
+    config = Qwen3_5TextConfig(**QWEN3_5, rope_parameters=rope)
     return _write(config, folder, seed, full_attention_interval=4)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.engines.slow_decay import SMALL, write_with_images
+from tests.engines.slow_decay import QWEN3_5, ROPE, SMALL, write_with_images
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Behind the 259 tokens that the tokenizer has."""
@@ -34,23 +34,12 @@ def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
     """Write a Qwen3.5 with a small tower, its processor and random weights."""
     from transformers import Qwen3_5Config
 
-    text = {
-        **SMALL,
-        "num_hidden_layers": 8,
-        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 1.0,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
-        "tie_word_embeddings": False,
+    turned = {
+        "partial_rotary_factor": 1.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
     }
+    text = QWEN3_5 | {"rope_parameters": ROPE | turned}
     tower = {
         "depth": 2,
         "hidden_size": 64,
