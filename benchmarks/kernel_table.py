@@ -3,8 +3,7 @@
 
 A kind of layer and a phase are in it if ours had at least `--least` of the speed of
 each engine's at every measured size, prefills also up to the largest size before the
-first that was slower.
-Prints the table for that file, and the ratios as Markdown.
+first that was slower.  Prints the table for that file, and the ratios as Markdown.
 
     python -m benchmarks.kernel_table benchmarks/results/kernels-h200.json \
         benchmarks/results/kernels-flashinfer-h200.json
@@ -18,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.kernel_speed.report import LEAST
 from benchmarks.kernel_speed.verdict import as_fast, as_markdown, as_python, compared
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--least",
         type=float,
-        default=0.95,
+        default=LEAST,
         help="ratio of an engine's time to ours that counts as fast (%(default)s)",
     )
     args = parser.parse_args(arguments)

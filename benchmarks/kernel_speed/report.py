@@ -27,7 +27,7 @@ NOTES = (
     "10 ms for each variant. What a peer prepares on the host once per step, chunk "
     "indices and the like, is not timed.",
 )
-_LEAST = 0.95
+LEAST = 0.95
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Report:
             "",
             *(f"- {note}" for note in notes),
             "",
-            f"## Below {_LEAST} of the best peer",
+            f"## Below {LEAST} of the best peer",
             "",
             *(list(self._behind()) or ["Nowhere."]),
             "",
@@ -87,7 +87,7 @@ class Report:
     def _behind(self) -> Iterator[str]:
         for ours, peers in self._points():
             best = min(peers, key=lambda row: row.microseconds, default=None)
-            if best and best.microseconds < _LEAST * ours.microseconds:
+            if best and best.microseconds < LEAST * ours.microseconds:
                 ratio = best.microseconds / ours.microseconds
                 place = f"{ours.op}, {ours.shape}, {ours.size}"
                 yield f"- {place}: {ratio:.2f} of {best.library}"

@@ -56,7 +56,8 @@ def state_layers(*, wants_graphs: bool | None = True) -> tuple[Any, StateLayers]
     kind = layers.Kind(Mixer.MAMBA2, "mamba2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "kind_of", lambda _: kind)
-        found = StateLayers({"0": layer}, "ours", "cpu", wants_graphs=wants_graphs)
+        found = StateLayers({"0": layer}, "ours", "cpu")
+    found.wants_graphs = wants_graphs
     found.hang()
     return layer, found
 
@@ -225,13 +226,12 @@ def test_where_nobody_demands_it_what_is_missing_is_said(
 def wanted(
     option: bool | None, found: StateLayers, device: str = "cuda", *, ranks: int = 1
 ) -> Any:
-    found.wants_graphs = option
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=None),
         parallel_config=SimpleNamespace(data_parallel_size=ranks),
         use_v2_model_runner=True,
     )
-    return prefill_graphs.are_wanted(config, found, device)
+    return prefill_graphs.are_wanted(option, config, found, device)
 
 
 def test_by_default_layers_replay_graphs_that_were_measured(

@@ -184,9 +184,9 @@ class ExpectedSaving(LeastRecentlyUsed):
     ) -> bool:
         """Whether all uses of a snapshot are expected to save a pass's worth of tokens.
 
-        A snapshot that is used once may be used again, and so on.  A pass that others
-        share costs each of them its part.  Where they wait meanwhile, all are delayed,
-        as all are spared the tokens that are saved.
+        A snapshot that is used once may be used again, and so on.  The cost of a pass
+        that also decodes for others is divided among them.  Where others wait for it,
+        it delays all of them, as the tokens would that a use saves.
         """
         again = min(self.reuse.chance(used_class(kind)), _MOST)
         first = self.reuse.chance(unused_class(kind, origin))

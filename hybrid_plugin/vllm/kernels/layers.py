@@ -86,7 +86,6 @@ class StateLayers:
         drafts: int = 0,
         recorded_rows: int = 0,
         round_states: bool = False,
-        wants_graphs: bool | None = False,
     ) -> None:
         """Decide whose kernels run each layer.
 
@@ -102,8 +101,6 @@ class StateLayers:
                 token leaves a state in a column of its own.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
-            wants_graphs: whether passes with prefills are to replay CUDA graphs; None
-                if they may.
 
         Raises:
             ConfigError: if ours are demanded for a layer that they cannot run, or
@@ -117,7 +114,8 @@ class StateLayers:
         """What the next pass keeps; None where passes keep nothing."""
         self.graphs: GraphLimits | None = None
         """Of graphs with prefills; None where vLLM captures none."""
-        self.wants_graphs = wants_graphs
+        self.wants_graphs: bool | None = False
+        """Whether passes with prefills are to replay CUDA graphs; None if they may."""
         self.drafts = drafts
         self.round_states = round_states
         self._ours: dict[str, OurKernels] = {}

@@ -69,11 +69,12 @@ def obstacles(
 
 
 def are_wanted(
-    vllm_config: VllmConfig, found: StateLayers, device_type: str
+    wanted: bool | None, vllm_config: VllmConfig, found: StateLayers, device_type: str
 ) -> bool | None:
     """Whether passes with prefills are to replay graphs, as far as the layers go.
 
     Args:
+        wanted: `wants_prefill_graphs` of `HybridConfig`.
         vllm_config: of the worker.
         found: its state layers.
         device_type: "cpu" or "cuda", as torch calls it.
@@ -85,7 +86,6 @@ def are_wanted(
     Raises:
         ConfigError: if the option demands them, and something stands in the way.
     """
-    wanted = found.wants_graphs
     if wanted is False:
         return False
     obstacle = next(obstacles(vllm_config, found, device_type), None)
@@ -153,12 +153,11 @@ def add(manager: Any) -> None:
 
 
 def doublings(sizes: Sequence[int]) -> list[int]:
-    """The sizes of graphs with prefills, rising.
+    """The sizes of graphs with prefills, rising: one for each doubling, from `TILE` on.
 
-    Such a graph holds all kernels of the model, and takes as much memory and time to
-    capture whatever its size.  So there is one for each doubling: passes this short
-    read weights for longer than they compute with them, and padding costs little.
-    Under the tile of a matrix product it costs nothing.
+    Each holds all kernels of the model, whatever its size, and takes memory and time to
+    capture.  Padding costs little: passes this short read weights for longer than they
+    compute with them, and products of fewer rows than a tile take as long as one tile.
 
     Args:
         sizes: tokens of the graphs that vLLM captures, rising.

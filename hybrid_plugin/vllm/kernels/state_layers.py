@@ -40,9 +40,10 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         drafts=vllm_config.num_speculative_tokens,
         recorded_rows=vllm_config.scheduler_config.max_num_seqs if replays else 0,
         round_states=options.is_deterministic,
-        wants_graphs=options.wants_prefill_graphs,
     )
-    found.wants_graphs = prefill_graphs.are_wanted(vllm_config, found, device_type)
+    found.wants_graphs = prefill_graphs.are_wanted(
+        options.wants_prefill_graphs, vllm_config, found, device_type
+    )
     if found.mixers:
         patches.patch_kernels(found.mixers, drafts=found.drafts > 0)
         if found.wants_graphs is not False:
