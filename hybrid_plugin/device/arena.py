@@ -54,6 +54,24 @@ class Arena:
         """Number of ids, the reserved one included."""
         return self.parts[0].shape[0]
 
+    def restore(self) -> Refusal | None:
+        """Be all zeros, as at the start: the memory may have been away meanwhile.
+
+        Where an engine lets memory go for a while, it keeps addresses and nothing of
+        what lay there: neither the rows nor what describes them to the kernels.
+
+        Returns:
+            Why memory is missing, where it is ours to take again.
+        """
+        self._describe_again()
+        for part in self.parts:
+            part.zero_()
+        return None
+
+    def _describe_again(self) -> None:
+        if self._on_gpu:
+            self._described = self._describe()
+
     def zero(self, indices: Sequence[int]) -> None:
         """Clear ids, in order on the current stream."""
         if self._on_gpu:
@@ -197,6 +215,7 @@ class ElasticArena(Arena):
 
     def restore(self) -> Refusal | None:
         """Put memory, all zeros, where there was some, or change nothing."""
+        self._describe_again()
         return self.map(self._mapped)
 
     def _spans(self, granules: Iterable[int]) -> Iterator[ByteRange]:

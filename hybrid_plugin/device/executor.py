@@ -112,12 +112,14 @@ class Executor:
     def restore(self) -> None:
         """Take as much memory again as there was, and run what has waited for it.
 
+        All pools are cleared, those of fixed sizes too.
+
         Raises:
             MemoryError: if the system has it no more.
         """
         if self._postponed is None:
             return
-        for arena in self._elastic_arenas():
+        for arena in self._arenas.values():
             refusal = arena.restore()
             if refusal is not None:
                 raise MemoryError(str(refusal))

@@ -872,6 +872,14 @@ ATTENTION_HOOKS: tuple[Contract, ...] = (
     ),
 )
 """For the same option."""
+ATTENTION_IN_GRAPHS: tuple[Contract, ...] = (
+    HookPoint(
+        ATTENTION_BUILD,
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        mentions=("max_cudagraph_size", "max_num_splits", "num_actual_tokens"),
+    ),
+)
+"""For the option `prefill_graphs`."""
 DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
     HookPoint(f"{_PASSES}:AttentionBackend.supports_batch_invariance", (), closed=True),
     HookPoint(
@@ -888,6 +896,7 @@ DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
 
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 GRAPH_CANDIDATES = f"{_GRAPHS}:ModelCudaGraphManager._init_candidates"
+GRAPH_CAPTURE = f"{_GRAPHS}:CudaGraphManager.capture"
 PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         GRAPH_CANDIDATES,
@@ -905,7 +914,12 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
             "_init_candidates",
         ),
     ),
-    HookPoint(f"{_GRAPHS}:CudaGraphManager.capture", mentions=("_capture_descs",)),
+    HookPoint(
+        GRAPH_CAPTURE,
+        ("self", "create_forward_fn", "progress_bar_desc"),
+        mentions=("_capture_descs", "_max_full_descs_to_capture", "graphs", "warmup"),
+        closed=True,
+    ),
     HookPoint(f"{_GRAPHS}:CudaGraphManager.dispatch", mentions=("_candidates",)),
     *_fields(
         f"{_GRAPHS}:BatchExecutionDescriptor",

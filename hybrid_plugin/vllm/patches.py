@@ -628,10 +628,55 @@ def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
             return builder.build(0, common_attn_metadata)
         return original(builder, common_attn_metadata)
 
+    def capture_and_time(original: Callable[..., None], *args: Any) -> None:
+        from hybrid_plugin.vllm.kernels import graph_times
+
+        graph_times.capture(original, *args)
+
     wrap(contracts.GRAPH_CANDIDATES, candidates)
+    wrap(contracts.GRAPH_CAPTURE, capture_and_time)
+    _patch_attention_in_graphs()
     for mixer in mixers:
         for builder in contracts.BUILDERS[mixer]:
             wrap(f"{builder}.build_for_cudagraph_capture", capture)
+
+
+def _patch_attention_in_graphs() -> None:
+    """Symptom: a graph of a longer pass than vLLM captures would write beyond its
+    buffers.
+
+    Cause: FlashAttention 3 divides the keys of a sequence among splits, by a number that
+    it chooses for each pass; vLLM bounds it for passes up to its own largest graph.
+    Fix: one split in passes beyond that and up to our largest graph: they have rows
+    enough to fill the device.
+    Delete when: vLLM bounds it in every pass that replays a graph.
+    """
+    require(contracts.ATTENTION_IN_GRAPHS)
+
+    def build(
+        original: Callable[..., Any],
+        builder: Any,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import layers
+
+        given = (builder, common_prefix_len, common_attn_metadata, *args)
+        found = layers.all_of(builder.vllm_config)
+        longest = found.graphs.tokens if found and found.graphs else 0
+        bound, splits = builder.max_cudagraph_size, builder.max_num_splits
+        tokens = common_attn_metadata.num_actual_tokens
+        if not (splits and bound is not None and bound < tokens <= longest):
+            return original(*given, **kwargs)
+        builder.max_cudagraph_size, builder.max_num_splits = longest, 1
+        try:
+            return original(*given, **kwargs)
+        finally:
+            builder.max_cudagraph_size, builder.max_num_splits = bound, splits
+
+    wrap(contracts.ATTENTION_BUILD, build)
 
 
 def _patch_builder_of_passes(builder: str) -> None:

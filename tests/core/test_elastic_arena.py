@@ -160,6 +160,16 @@ def test_released_pools_have_their_memory_back_cleared() -> None:
     assert memory.content(memory.kv, 7) == {3}, "it has its memory"
 
 
+def test_fixed_pools_are_cleared_too() -> None:
+    """An engine may have let go of their memory, and what is there now is anything."""
+    rows = torch.full((4, 16), 7, dtype=torch.int8)
+    executor = Executor({Pool.KV: Arena([rows])})
+    assert executor.release() == 0
+    rows.fill_(-1)  # NaN, in most types
+    executor.restore()
+    assert not rows.any()
+
+
 def test_commands_wait_for_released_memory() -> None:
     memory = Memory(blocks=6)
     memory.run(Map(Pool.KV, (0,)))

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="the reference of a CPU runs the passes"
 )
 
-LIMITS = GraphLimits(sequences=6, tokens=250)
+LIMITS = GraphLimits(most=6, tokens=250, chunks=64)
 PADDING = Row(0, 0, 0, in_prompt=False)
 CLOSE = {
     "gated_delta_net": {"rtol": 0.05, "atol": 0.02},
@@ -225,7 +225,7 @@ def test_a_graph_finds_every_pass_where_it_was_captured() -> None:
 def test_a_sequence_reaches_as_many_boundaries_as_there_is_room_for() -> None:
     """The longest pass that begins just before a boundary."""
     tokens = COLUMNS * CHUNK + 1
-    tables = PrefillTables(GraphLimits(1, tokens), torch.device("cpu"))
+    tables = PrefillTables(GraphLimits(1, tokens, 0), torch.device("cpu"))
     interior = InteriorSnapshots(torch.device("cpu"))
     interior.order([SaveInPass(Pool.STATE, 2, COLUMNS, 9)])
     slots = torch.tensor([2], dtype=torch.int32)

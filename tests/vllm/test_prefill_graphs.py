@@ -121,7 +121,7 @@ def test_a_pass_with_prefills_finds_a_whole_graph() -> None:
     assert found_by(manager, 12, 65) == (whole, 128, 12, None)
     assert found_by(manager, 3, 4) == (whole, 16, 12, None)
     assert found_by(manager, 1, 1) == (whole, 16, 12, None)  # a prompt of one token
-    assert found.graphs == GraphLimits(12, 128)
+    assert found.graphs == GraphLimits(12, 2048, 128)
 
 
 def test_decodes_keep_their_own() -> None:
@@ -144,23 +144,36 @@ def test_what_fits_none_runs_in_pieces_or_alone() -> None:
     manager, _ = manager_with()
     pieces = CUDAGraphMode.PIECEWISE
     assert found_by(manager, 13, 13)[0] == pieces  # more sequences than a graph has
-    assert found_by(manager, 2, 129)[0] == CUDAGraphMode.NONE
+    assert found_by(manager, 2, 2049)[0] == CUDAGraphMode.NONE
     decodes_only, _ = manager_with(CUDAGraphMode.FULL_DECODE_ONLY)
     assert found_by(decodes_only, 1, 40)[:2] == (CUDAGraphMode.FULL, 64)
-    assert found_by(decodes_only, 2, 129)[0] == CUDAGraphMode.NONE
+    assert found_by(decodes_only, 2, 2049)[0] == CUDAGraphMode.NONE
+
+
+def test_there_are_graphs_longer_than_those_of_vllm() -> None:
+    manager, _ = manager_with()
+    whole = CUDAGraphMode.FULL
+    assert found_by(manager, 2, 129) == (whole, 192, 12, None)
+    assert found_by(manager, 2, 193) == (whole, 256, 12, None)
+    assert found_by(manager, 9, 2048) == (whole, 2048, 12, None)
+    assert prefill_graphs.longer(512, 8192) == [768, 1024, 1536, 2048]
+    assert prefill_graphs.longer(512, 1024) == [768, 1024]
+    assert prefill_graphs.longer(512, 900) == [768]
+    assert prefill_graphs.longer(512, 512) == []
+    assert prefill_graphs.longer(4096, 8192) == []
 
 
 def test_the_largest_is_captured_first_and_each_once() -> None:
-    manager, _ = manager_with(adapters=(0, 2))
+    manager, _ = manager_with(adapters=(0, 2), budget=300)
     graphs = manager._capture_descs[CUDAGraphMode.FULL]
     assert len(set(graphs)) == len(graphs)
     sizes = [graph.num_tokens for graph in graphs]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 128
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 256
     of_adapters = defaultdict(list)
     for graph in graphs:
         if graph.uniform_token_count is None:
             of_adapters[graph.num_active_loras].append(graph.num_tokens)
-    assert of_adapters[0] == of_adapters[2] == [128, 64, 16]
+    assert of_adapters[0] == of_adapters[2] == [256, 192, 128, 64, 16]
     assert manager.dispatch(1, 40, None, 2).num_active_loras == 2
 
 
@@ -174,11 +187,15 @@ def test_there_is_a_graph_for_each_doubling() -> None:
 
 def test_a_graph_needs_no_more_chunks_than_the_longest_pass() -> None:
     manager, found = manager_with(budget=512)
-    assert found.graphs == GraphLimits(4, 128)  # 2 + 2 * 4 chunks; 8 + 2 without
+    assert found.graphs == GraphLimits(12, 512, 8)
     assert found_by(manager, 5, 100)[0] == CUDAGraphMode.PIECEWISE
+    # 2 + 2 * 4 chunks; 8 + 2 without a graph
     assert found_by(manager, 4, 100)[:3] == (CUDAGraphMode.FULL, 128, 4)
+    assert found_by(manager, 2, 400) == (CUDAGraphMode.NONE, 400, 2, None)
+    assert found_by(manager, 1, 400)[:3] == (CUDAGraphMode.FULL, 512, 1)
     _, least = manager_with(budget=128)
-    assert least.graphs == GraphLimits(1, 128)
+    assert least.graphs == GraphLimits(12, 128, 2)
+    assert [least.graphs.of(tokens) for tokens in (16, 128)] == [2, 1]
 
 
 def test_nothing_changes_unless_it_is_wanted() -> None:
@@ -218,9 +235,8 @@ def test_where_nobody_demands_it_what_is_missing_is_said(
     )
     assert found_by(manager, 1, 40)[0] == CUDAGraphMode.PIECEWISE
     assert found.graphs is None
-    assert said[0].startswith("passes with prefills of up to 128 tokens")
-    assert said[1].startswith("short prefills replay no CUDA graphs: prefill_graphs")
-    assert "vLLM's mode is NONE" in said[1] and "FLASH_ATTN here is not" in said[2]
+    assert said[0].startswith("short prefills replay no CUDA graphs: prefill_graphs")
+    assert "vLLM's mode is NONE" in said[0] and "FLASH_ATTN here is not" in said[1]
 
 
 def wanted(

@@ -12,16 +12,34 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.mixers.fixed_prefills import put, room
 from hybrid_plugin.mixers.prefills import Prefills
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The largest of an engine's graphs with prefills."""
+    """The largest of an engine's graphs with prefills, and how they trade room.
 
-    sequences: int
+    Kernels keep a state for each chunk of a pass, and a sequence may begin and end in
+    the middle of one: so much room is either for tokens or for sequences.
+    """
+
+    most: int
+    """Sequences of any graph."""
     tokens: int
+    """The same."""
+    chunks: int
+    """Of the longest pass outside of graphs, with one sequence: no graph needs more."""
+
+    @property
+    def sequences(self) -> int:
+        """Of the graph that has room for most of them."""
+        return self.of(0)
+
+    def of(self, tokens: int) -> int:
+        """The most sequences of a graph of so many tokens."""
+        return min(self.most, max(1, 1 + (self.chunks - tokens // CHUNK) // 2))
 
     def hold(self, sequences: int, tokens: int) -> bool:
         """Whether a pass may be one of a graph's.
@@ -34,7 +52,7 @@ class GraphLimits:
         sequences than tokens: so the two are told apart by their shapes, when they are
         captured as when they are replayed.
         """
-        return sequences < tokens <= self.tokens and sequences <= self.sequences
+        return sequences < tokens <= self.tokens and sequences <= self.of(tokens)
 
 
 class PrefillTables:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 TILE = 16
 """Rows of the least product of matrices that a GPU computes at a time."""
+LONGEST = 2048
+"""Tokens of the largest graph.  On an H100, of the models that were measured, such a
+pass computes for about as long as the host needs to launch one."""
 
 
 def obstacles(
@@ -124,11 +127,14 @@ def add(manager: Any) -> None:
         activation.logger.info("short prefills replay no CUDA graphs: %s", missing)
         return
     sizes = sorted(manager.compilation_config.cudagraph_capture_sizes)
-    limits = limits_of(manager.vllm_config, sizes[-1])
+    budget = manager.vllm_config.scheduler_config.max_num_batched_tokens
+    wanted = doublings(sizes)
+    wanted += longer(sizes[-1], budget)
+    limits = limits_of(manager.vllm_config, wanted[-1])
     captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     smallest = 0
-    for size in doublings(sizes):
-        sequences = min(size - 1, limits.sequences)
+    for size in wanted:
+        sequences = min(size - 1, limits.of(size))
         for adapters in manager.lora_capture_cases:
             graph = BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
@@ -145,11 +151,6 @@ def add(manager: Any) -> None:
     # vLLM estimates the memory of all by that of the first, the largest.
     captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
     found.graphs = limits
-    activation.logger.info(
-        "passes with prefills of up to %d tokens and %d sequences replay CUDA graphs.",
-        limits.tokens,
-        limits.sequences,
-    )
 
 
 def doublings(sizes: Sequence[int]) -> list[int]:
@@ -169,21 +170,32 @@ def doublings(sizes: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
-def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:
-    """The sequences of a graph at most.
+def longer(largest: int, budget: int) -> list[int]:
+    """Sizes of graphs behind vLLM's, rising by a half or a third: padding computes here.
 
-    The kernels keep a state for each chunk of a pass, and a sequence may begin and end
-    in the middle of one.  A graph's pass shall have room for no more chunks than the
-    longest pass outside of graphs, with one sequence, needs.
+    Whether each is of use turns out when it is captured (`graph_times`).
+
+    Args:
+        largest: tokens of vLLM's largest graph.
+        budget: tokens of a pass at most.
+    """
+    found, size = [], largest
+    while size < min(budget, LONGEST):
+        found += [one for one in (size * 3 // 2, 2 * size) if one <= LONGEST]
+        size *= 2
+    return [size for size in found if size <= budget]
+
+
+def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:
+    """What graphs have room for.
 
     Args:
         vllm_config: of the engine.
         tokens: of the largest graph.
     """
     scheduling = vllm_config.scheduler_config
-    chunks = scheduling.max_num_batched_tokens // CHUNK - tokens // CHUNK
-    most = max(1, 1 + chunks // 2)
-    return GraphLimits(min(most, scheduling.max_num_seqs), tokens)
+    chunks = scheduling.max_num_batched_tokens // CHUNK
+    return GraphLimits(scheduling.max_num_seqs, tokens, chunks)
 
 
 def _missing(manager: Any) -> str | None:
