@@ -345,6 +345,7 @@ class HybridCache:
         if isinstance(after, Restore) and found.match.length < after.length:
             return None
         now = self.promises.pace.now
+        self._restores.rates.running = self.live
         if self._outer is not None and not isinstance(after, Fetching):
             fetch = self._outer.fetch(found, now, self._restores.queued(now))
             if fetch is not None:
@@ -363,6 +364,7 @@ class HybridCache:
         if self._restores is None or self._outer is None or not found.limit:
             return None
         now = self.promises.pace.now
+        self._restores.rates.running = self.live
         return self._outer.fetch(found, now, self._restores.queued(now))
 
     def offer(self, namespace: Hashable, tokens: Sequence[int]) -> str | None:

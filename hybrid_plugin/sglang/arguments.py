@@ -269,10 +269,6 @@ def _conflicts(view: Any) -> Iterator[str]:
             "sessions are not supported yet; drop --enable-streaming-session and "
             "--enable-session-radix-cache."
         )
-    if view.enable_memory_saver and view.device != "cpu":
-        yield (
-            "releasing memory has been tried on CPUs only; drop --enable-memory-saver."
-        )
     if view.device == "cpu" and (view.attn_dp_size or 1) > 1:
         yield (
             "data-parallel attention pads batches, for which SGLang's attention in "

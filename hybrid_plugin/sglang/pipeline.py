@@ -103,7 +103,7 @@ def obstacles(
     if view.pp_size == 1:
         return
     if view.device != "cpu":
-        yield "pipeline parallelism has run on CPUs only; use tensor parallelism."
+        yield "pipeline parallelism is served on CPUs only; use tensor parallelism."
     if view.speculative_algorithm is not None:
         yield (
             "drafts are not served with pipeline parallelism yet; drop "

@@ -266,8 +266,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
             "--kv-transfer-config, and for prefill and decode servers give the option "
             "peers."
         )
-    if model.enable_sleep_mode:
-        yield "sleep mode is not supported yet; drop --enable-sleep-mode."
+    if model.enable_sleep_mode and not read_options(vllm_config).is_elastic:
+        yield (
+            "sleep mode needs elastic pools; leave the options out that fix them, or "
+            "drop --enable-sleep-mode."
+        )
     if parallel.pipeline_parallel_size > 1:
         yield from pipeline.obstacles(vllm_config, read_options(vllm_config))
     for phase in ("decode", "prefill"):

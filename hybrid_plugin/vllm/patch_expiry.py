@@ -129,6 +129,12 @@ NEEDED = {
             mentions=("decode_cudagraph_max_bs",),
         )
     ),
+    "patches._patch_attention_in_graphs": Need(
+        HookPoint(
+            ATTENTION_BUILD,
+            mentions=("max_cudagraph_size",),
+        )
+    ),
     "patches._patch_builder_of_passes": Need(
         HookPoint(f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build")
     ),

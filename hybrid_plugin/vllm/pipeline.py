@@ -29,7 +29,7 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
-        yield ("pipeline parallelism has run on CPUs only; use tensor parallelism.")
+        yield "pipeline parallelism is served on CPUs only; use tensor parallelism."
     if vllm_config.speculative_config is not None:
         yield (
             "drafts are not served with pipeline parallelism yet; drop "

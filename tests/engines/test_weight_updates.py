@@ -27,9 +27,12 @@ MODELS = {
     "sglang": Model("bundled", "bfloat16", 0.0),
 }
 ON_GPU = torch.cuda.is_available()
-"""Where releasing memory is refused."""
-RELEASING = {"vllm": (), "sglang": () if ON_GPU else ("--enable-memory-saver",)}
+RELEASING = {
+    "vllm": ("--enable-sleep-mode",) if ON_GPU else (),
+    "sglang": ("--enable-memory-saver",),
+}
 """Flags without which an engine keeps its memory."""
+POOLS = [pytest.param(True, id="elastic"), pytest.param(False, id="fixed")]
 Served = list[tuple[tuple[int, ...], int]]
 
 
@@ -73,8 +76,9 @@ def _served(answers: list[Answer]) -> Served:
     return [(answer.tokens, answer.cached_tokens) for answer in answers]
 
 
+@pytest.mark.parametrize("elastic", POOLS if ON_GPU else POOLS[:1])
 def test_nothing_is_left_of_old_weights_or_released_memory(
-    start_server: StartServer, driver: Driver, tmp_path: Path
+    start_server: StartServer, driver: Driver, tmp_path: Path, elastic: bool
 ) -> None:
     """With our kernels, which compute rates from the weights; in every tier."""
     kind = MODELS[driver.name]
@@ -82,7 +86,7 @@ def test_nothing_is_left_of_old_weights_or_released_memory(
     others = write_others(model, tmp_path / "others")
     options = {
         "kernels": "ours",
-        "elastic": True,
+        "elastic": elastic,
         "gpu_memory_budget": "32MiB",
         "host_memory": "64MiB",
         "disk": {"path": str(tmp_path / "files"), "size": "256MiB"},
@@ -98,10 +102,9 @@ def test_nothing_is_left_of_old_weights_or_released_memory(
         assert chat(server) == expected
         driver.update_weights(server.url, model)
         assert chat(server) == loaded
-        if not ON_GPU:
-            driver.sleep(server.url)
-            assert "hybrid-plugin released" in server.log_text()
-            driver.wake_up(server.url)
-            assert chat(server) == loaded
+        driver.sleep(server.url)
+        assert ("hybrid-plugin released" in server.log_text()) == elastic
+        driver.wake_up(server.url)
+        assert chat(server) == loaded
         stats = server.metrics()
         assert stats["kv{used}"] == stats["state{used}"] == 0

@@ -360,22 +360,3 @@ def test_files_that_ranks_cannot_share_or_name_are_refused(
     assert words in refusal and "leave" in refusal
     without = Setup(options={"host_memory": "1MiB"}, flags=flags)
     assert "disk" not in str(DRIVER.decide(without).refusal)
-
-
-class Unset:
-    """Arguments of which none was given, but for some."""
-
-    def __init__(self, **given: Any) -> None:
-        vars(self).update(given)
-
-    def __getattr__(self, name: str) -> int:
-        return 0
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_memory_is_released_on_cpus_only(device: str) -> None:
-    view = Unset(enable_memory_saver=True, device=device)
-    sentence = (
-        "releasing memory has been tried on CPUs only; drop --enable-memory-saver."
-    )
-    assert (sentence in arguments._conflicts(view)) is (device == "cuda")

@@ -314,7 +314,7 @@ def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
             {"device": "cuda"},
             {},
             False,
-            "pipeline parallelism has run on CPUs only; use tensor parallelism.",
+            "pipeline parallelism is served on CPUs only; use tensor parallelism.",
         ),
         ({"speculative_algorithm": "NGRAM"}, {}, False, "drafts are not served with"),
         ({}, {}, True, "attention windows are not served with pipeline"),

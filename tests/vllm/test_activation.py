@@ -51,12 +51,14 @@ def test_marks_of_an_active_plugin() -> None:
     assert ".Hybrid" in config.parallel_config.worker_cls
 
 
-def test_sleep_mode_is_refused() -> None:
+@pytest.mark.parametrize("options", [{}, {"elastic": False}])
+def test_sleep_mode_needs_elastic_pools(options: dict[str, bool]) -> None:
     """vLLM itself takes the flag on a GPU only."""
-    config = config_of()
+    config = config_of(additional_config={"hybrid_plugin": options})
     config.model_config.enable_sleep_mode = True
-    sentence = "sleep mode is not supported yet; drop --enable-sleep-mode."
-    assert sentence in list(conflicts(config))
+    sentences = [one for one in conflicts(config) if "--enable-sleep-mode" in one]
+    assert bool(sentences) is bool(options)
+    assert all(one.startswith("sleep mode needs elastic") for one in sentences)
 
 
 def test_option_and_environment_switch_it_off_alike() -> None:

@@ -139,12 +139,16 @@ def test_what_is_not_served_in_stages(
     assert sentence is not None or found == []
 
 
-def test_gpus_are_told_that_nobody_tried_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_told_to_use_tensor_parallelism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
     config: Any = SimpleNamespace(speculative_config=None)
     (found,) = pipeline.obstacles(config, HybridConfig())
-    assert found == "pipeline parallelism has run on CPUs only; use tensor parallelism."
+    assert (
+        found == "pipeline parallelism is served on CPUs only; use tensor parallelism."
+    )
 
 
 def test_a_later_stage_has_room_for_what_the_one_before_sends(

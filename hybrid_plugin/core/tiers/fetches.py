@@ -132,7 +132,7 @@ class Fetches:
             if running is not None:
                 return running if now < running.awaited_until else None
             if not self._repays(offer, have, now, queued):
-                computing = self._rates.prefill_seconds(offer.end - have)
+                computing = self._rates.waiting_seconds(offer.end - have)
                 offer.tier.fetch_refused(offer.key, computing)
                 continue
             return self._begin(offer, found, host, have, now)
@@ -201,7 +201,7 @@ class Fetches:
         return None
 
     def _repays(self, offer: _Offer, have: int, now: float, queued: float) -> bool:
-        """Whether the tokens are on the device before they would be computed."""
+        """Whether sequences wait for less long than if the tokens are computed."""
         size, tier = self._size(offer), offer.tier
         waiting = self._queues[tier.name].seconds(now)
         reading = waiting + tier.read_seconds(offer.key, size)
@@ -236,7 +236,7 @@ class Fetches:
                 self._host.tree.unlock(base)
             tier.stats.loads_refused += 1
             return None
-        computing = self._rates.prefill_seconds(offer.end - have)
+        computing = self._rates.waiting_seconds(offer.end - have)
         fetch = Fetching(
             tier=tier,
             namespace=found.namespace,

@@ -36,9 +36,11 @@ class TransferRates:
     """From the host to the device, on every rank at least."""
     prefill_seconds_per_token: float | None = None
     """Of one sequence's prefill; None before any was measured: a restore wins then."""
+    running: int = 0
+    """Sequences that run: what another one computes takes the device from them too."""
 
     def repays(self, size: int, tokens: int, queued: float) -> bool:
-        """Whether a load is over before its tokens would be computed.
+        """Whether sequences wait for less long for a load than for its tokens.
 
         Args:
             size: bytes to load.
@@ -46,13 +48,20 @@ class TransferRates:
             queued: seconds until the loads before it are over.
         """
         seconds = queued + size / self.load_bytes_per_second
-        return seconds < self.prefill_seconds(tokens)
+        return seconds < self.waiting_seconds(tokens)
 
-    def prefill_seconds(self, tokens: int) -> float:
-        """What it takes to compute so many tokens; infinite before it was measured."""
+    def waiting_seconds(self, tokens: int) -> float:
+        """For how long sequences wait, all together, if so many tokens are computed.
+
+        A load lets others go on, and only one sequence waits for it; the device is what
+        all of them share.
+
+        Returns:
+            Infinite before it was measured how long prefill takes.
+        """
         if self.prefill_seconds_per_token is None:
             return math.inf
-        return tokens * self.prefill_seconds_per_token
+        return (1 + self.running) * tokens * self.prefill_seconds_per_token
 
 
 @dataclass(slots=True, eq=False)

@@ -37,6 +37,8 @@ def capture(
         more: its other arguments.
     """
     ours = _of_prefills(manager)
+    if ours:
+        _make_room(create, ours)
     # vLLM captures a few graphs before, to measure their memory, and drops them.
     if not ours or manager._max_full_descs_to_capture is not None:
         original(manager, create, *more)
@@ -61,6 +63,15 @@ def capture(
     }
     drop(manager, launches, replays)
     _tell(manager, launches, replays)
+
+
+def _make_room(create: Callable[..., Forward], graphs: set[Any]) -> None:
+    """Run the longest pass of all first: vLLM keeps room for as many outputs as the
+    first one has, and of its own the longest are first."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    longest = max(graphs, key=lambda graph: graph.num_tokens)
+    create(longest, True)(CUDAGraphMode.NONE)
 
 
 def _of_prefills(manager: Any) -> set[Any]:
