@@ -645,8 +645,9 @@ def _patch_attention_in_graphs() -> None:
     """Symptom: a graph of a longer pass than vLLM captures would write beyond its
     buffers.
 
-    Cause: FlashAttention 3 divides the keys of a sequence among splits, by a number that
-    it chooses for each pass; vLLM bounds it for passes up to its own largest graph.
+    Cause: FlashAttention 3 divides the keys of a sequence among splits, by a number
+    that it chooses for each pass; vLLM bounds it for passes up to its own largest
+    graph.
     Fix: one split in passes beyond that and up to our largest graph: they have rows
     enough to fill the device.
     Delete when: vLLM bounds it in every pass that replays a graph.

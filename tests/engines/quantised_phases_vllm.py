@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.engines.changed_checkpoints import round_inputs, write_quantised
 from tests.engines.model_phases_vllm import VllmEngine, options, set_environment
 from tests.engines.model_workload import ANSWER, Tokens, gap, zeroed_snapshots
@@ -54,6 +56,12 @@ def main(name: str, folder: Path, ranks: int) -> None:
     report(found)
 
 
+def use_no_amx() -> None:
+    """With it, vLLM takes W8A8 to a kernel without float32; workers are forked."""
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 if __name__ == "__main__":
     set_environment()
+    use_no_amx()
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -171,7 +171,7 @@ def doublings(sizes: Sequence[int]) -> list[int]:
 
 
 def longer(largest: int, budget: int) -> list[int]:
-    """Sizes of graphs behind vLLM's, rising by a half or a third: padding computes here.
+    """Sizes of graphs behind vLLM's, rising by a half or a third: padding computes.
 
     Whether each is of use turns out when it is captured (`graph_times`).
 
