@@ -15,7 +15,7 @@ from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.disk_options import DiskOptions as DiskOptions
 from hybrid_plugin.errors import ConfigError as ConfigError
 from hybrid_plugin.peer_options import PeerOptions as PeerOptions
-from hybrid_plugin.sizes import parse_bytes
+from hybrid_plugin.sizes import Multiple, parse_bytes, parse_size_or_multiple
 from hybrid_plugin.store_options import StoreOptions as StoreOptions
 
 ENABLE_VARIABLE = "HYBRID_PLUGIN"
@@ -61,12 +61,14 @@ class HybridConfig:
         "Memory that pages and slots may take together on each rank: bytes, or a size "
         'such as `"40GiB"`; by default all that the engine has for its cache.',
     )
-    host_memory: int | None = _option(
+    host_memory: int | Multiple | None = _option(  # noqa: RUF009 - a field, as the others
         None,
         "Pinned host memory of each rank in which cached content is kept when the "
-        'device evicts it: bytes, or a size such as `"64GiB"`; by default none.',
+        'device evicts it: bytes, a size such as `"64GiB"`, or a multiple of the '
+        'device\'s cache memory such as `"2x"`, lowered to what the machine has free; '
+        "by default none, or as much as the engine's own flags for this say.",
     )
-    disk: DiskOptions | None = _option(  # noqa: RUF009 - a field, as the others
+    disk: DiskOptions | None = _option(  # noqa: RUF009 - likewise
         None,
         "Files behind `host_memory`, which it needs, in which cached content outlives "
         'the server: `{"path": "/var/cache/hybrid", "size": "100GiB"}`, where `size` '
@@ -217,7 +219,7 @@ class HybridConfig:
             self._check_prefill_graphs()
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
+            if isinstance(value, int) and value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
 
     def _check_prefill_graphs(self) -> None:
@@ -324,7 +326,8 @@ _LEAST = {
 _SIZES = ("gpu_memory_budget", "host_memory")
 """Options in bytes, which take a size with a unit as well."""
 _SAID = dict.fromkeys(_SIZES, "a size such as 40GiB") | {
-    "models": "a list of names of architectures"
+    "host_memory": "a size such as 64GiB, or a multiple such as 2x",
+    "models": "a list of names of architectures",
 }
 """What options take, where their type does not say it."""
 _FIXED_POOLS = (
@@ -376,7 +379,11 @@ def _read_size(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return parse_bytes(value)
+        return (
+            parse_size_or_multiple(value)
+            if name == "host_memory"
+            else parse_bytes(value)
+        )
     except ConfigError as error:
         raise ConfigError(f"hybrid_plugin option {name!r}: {error}") from error
 
@@ -388,6 +395,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
     accepted: dict[str, tuple[type, ...]] = {
         "bool": (bool,),
         "int": (int,),
+        "int | Multiple": (int, Multiple),
         "float": (int, float),
         "str": (str,),
         "DiskOptions": (DiskOptions,),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from hybrid_plugin.errors import ConfigError
 
@@ -37,6 +38,32 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise ConfigError(f"A size of {text!r:.40} leaves nothing to divide.")
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class Multiple:
+    """A size that is known once another one is, such as `2x`."""
+
+    factor: float
+
+    def __str__(self) -> str:
+        """As people write it."""
+        return f"{self.factor:g}x"
+
+
+def parse_size_or_multiple(text: str) -> int | Multiple:
+    """Read bytes, as `parse_bytes` does, or a multiple such as `2x` or `0.7x`.
+
+    Raises:
+        ConfigError: for anything else, and for nothing at all.
+    """
+    match = re.fullmatch(r"\s*(\d{1,5}(?:\.\d{1,9})?)\s*[xX]\s*", text)
+    if match is None:
+        return parse_bytes(text)
+    factor = float(match.group(1))
+    if not factor:
+        raise ConfigError(f"A size of {text!r:.40} leaves nothing to divide.")
+    return Multiple(factor)
 
 
 def gib(size: float) -> str:

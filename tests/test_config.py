@@ -18,6 +18,7 @@ from hybrid_plugin.config import (
     environment_options,
     switched_off_by_environment,
 )
+from hybrid_plugin.sizes import Multiple
 
 
 def test_defaults() -> None:
@@ -107,6 +108,21 @@ def test_what_is_no_disk(disk: object, sentence: str) -> None:
         HybridConfig.from_mapping({"host_memory": "1GiB", "disk": disk})
 
 
+@pytest.mark.parametrize(
+    ("text", "factor"), [("2x", 2.0), ("0.7x", 0.7), (" 1.25 X ", 1.25)]
+)
+def test_host_memory_takes_a_multiple(text: str, factor: float) -> None:
+    found = HybridConfig.from_mapping({"host_memory": text}).host_memory
+    assert found == Multiple(factor)
+    assert HybridConfig.from_mapping({"host_memory": str(found)}).host_memory == found
+
+
+@pytest.mark.parametrize("text", ["0x", "x", "-1x", "1e3x", "2xx"])
+def test_what_is_no_multiple(text: str) -> None:
+    with pytest.raises(ConfigError, match="hybrid_plugin option 'host_memory': "):
+        HybridConfig.from_mapping({"host_memory": text})
+
+
 def test_disk_needs_host_memory() -> None:
     with pytest.raises(ConfigError, match="disk needs host_memory"):
         HybridConfig.from_mapping({"disk": DISK})
@@ -135,7 +151,8 @@ def test_unknown_option_lists_the_known_ones() -> None:
         ("gpu_memory_budget", [8], "a size such as 40GiB"),
         ("gpu_memory_budget", 4e9, "a size such as 40GiB"),
         ("gpu_memory_budget", True, "a size such as 40GiB"),
-        ("host_memory", 6.4e10, "a size such as 40GiB"),
+        ("host_memory", 6.4e10, "a size such as 64GiB, or a multiple such as 2x"),
+        ("host_memory", True, "a size such as 64GiB, or a multiple such as 2x"),
     ],
     ids=lambda value: repr(value),
 )

@@ -16,7 +16,7 @@ from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.layout import CacheLayout, TooLittleMemoryError
 from hybrid_plugin.core.tiers.host_plan import HostPlan, plan_host, rows_of
-from hybrid_plugin.sizes import gib
+from hybrid_plugin.sizes import Multiple, gib
 
 _GROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current"),
@@ -25,26 +25,37 @@ _GROUPS = (
 """Where a container's limit and use are, in the two versions of control groups."""
 
 
-def plan_tier(layout: CacheLayout, options: HybridConfig) -> HostPlan | None:
+def plan_tier(
+    layout: CacheLayout,
+    options: HybridConfig,
+    device_bytes: int,
+    room: int | None = None,
+) -> HostPlan | None:
     """How the host memory of a rank is cut; None where the options give none.
 
     Args:
         layout: of the device's pools.
         options: of the plugin.
+        device_bytes: of these pools, together.
+        room: bytes to which a multiple of them is lowered; None for no bound.
 
     Raises:
         ConfigError: if it holds nothing, or the model has no layers with full
             attention, or none besides.
     """
-    if options.host_memory is None:
+    wanted = options.host_memory
+    if wanted is None:
         return None
+    if isinstance(wanted, Multiple):
+        wanted = int(wanted.factor * device_bytes)
+        wanted = wanted if room is None else min(wanted, room)
     if not layout.states and not layout.attention_windows:
         raise ConfigError(
             "host_memory needs a model with state layers or attention windows: leave "
             "it out."
         )
     try:
-        return plan_host(rows_of(layout), options.host_memory)
+        return plan_host(rows_of(layout), wanted)
     except TooLittleMemoryError as error:
         raise ConfigError(f"host_memory is too little: {error}; raise it.") from error
     except ValueError as error:
@@ -71,23 +82,39 @@ def describe(plan: HostPlan, page_size: int) -> str:
     )
 
 
-def check_room(wanted: int, ranks: int, free: int) -> None:
+def check_room(wanted: int | Multiple, ranks: int, free: int) -> None:
     """Check that so many ranks can take so much memory each.
 
     Args:
-        wanted: bytes for each.
+        wanted: bytes for each; a multiple of the device's is lowered when it is known.
         ranks: of the engine on this machine.
         free: bytes that the machine has for them.
 
     Raises:
         ConfigError: if it has less.
     """
+    if isinstance(wanted, Multiple):
+        return
     if wanted * ranks > free:
         each = "" if ranks == 1 else f" for each of {ranks} ranks"
         raise ConfigError(
             f"host_memory of {gib(wanted)}{each} is more than this machine has free, "
             f"{gib(free)}: lower it."
         )
+
+
+def room_for(options: HybridConfig, ranks: int) -> int | None:
+    """Bytes that each of so many ranks may take, if the options name no number.
+
+    What else the machine does keeps a fifth of what is free, as in SGLang's cache.
+
+    Args:
+        options: of the plugin.
+        ranks: of the engine on this machine.
+    """
+    if not isinstance(options.host_memory, Multiple):
+        return None
+    return free_bytes() * 4 // 5 // ranks
 
 
 def free_bytes(root: Path = Path("/")) -> int:

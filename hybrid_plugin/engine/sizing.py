@@ -167,6 +167,7 @@ def divide(
     *,
     fixed_layout: CacheLayout | None = None,
     beside: int = 0,
+    host_room: int | None = None,
 ) -> CachePlan:
     """Divide the memory: elastic pools where they are wanted and possible.
 
@@ -178,6 +179,7 @@ def divide(
         log: where to say why the pools do not share their memory.
         fixed_layout: of pools with memory of their own, where that differs.
         beside: bytes that such pools leave to what lies beside them.
+        host_room: as of `host_memory.plan_tier`.
 
     Raises:
         ConfigError: if one sequence of the maximum length does not fit, or the
@@ -188,7 +190,8 @@ def divide(
         plan = CachePlan(shared.layout, shared.sizes, shared)
     else:
         plan = _split(fixed_layout or layout, available - beside, options, limits)
-    return replace(plan, host=host_memory.plan_tier(plan.layout, options))
+    host = host_memory.plan_tier(plan.layout, options, available, host_room)
+    return replace(plan, host=host)
 
 
 def with_fitting_length(

@@ -122,6 +122,21 @@ def take_arguments(_cls: type, args: argparse.Namespace) -> None:
             listener()
 
 
+def pass_on(name: str, value: Any) -> None:
+    """Set an option of this process and its children, as the command line would.
+
+    Args:
+        name: of the option.
+        value: as in JSON.
+
+    Raises:
+        ConfigError: if it does not go with the others.
+    """
+    merged = environment_options() | {name: value}
+    HybridConfig.from_mapping(merged)
+    os.environ[OPTIONS_VARIABLE] = json.dumps(merged)
+
+
 def _pass_on(flag: bool, given: dict[str, Any]) -> None:
     """Leave what was asked for in the environment.
 

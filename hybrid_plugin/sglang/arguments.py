@@ -22,6 +22,7 @@ from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import (
     compressed_keys,
     deterministic,
+    hicache,
     known_pools,
     pipeline,
 )
@@ -111,6 +112,7 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         ConfigError: naming the first argument that the plugin cannot serve.
     """
     view = overrides.resolved_view(server_args)
+    options = hicache.take_over(view, options)
     model = overrides.model_config_of(view)
     drafts = chain(
         speculation.conflicts(
@@ -149,7 +151,7 @@ def settle(server_args: Any, options: HybridConfig) -> None:
             "store serves one rank in SGLang, whose ranks would find different things "
             "there: leave it or --tp-size out."
         )
-    chosen = {"radix_cache_backend": BACKEND, "page_size": page_size}
+    chosen = {"radix_cache_backend": BACKEND, "page_size": page_size} | hicache.OFF
     chosen |= speculation.running_requests(view, options, model)
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
@@ -235,11 +237,9 @@ def _conflicts(view: Any) -> Iterator[str]:
     """Sentences about what the plugin does not support, with the way out."""
     if view.enable_unified_memory:
         yield f"--enable-unified-memory is another pool; drop it, or drop {FLAG}."
-    if view.enable_hierarchical_cache:
-        yield (
-            "--enable-hierarchical-cache is for SGLang's own cache; drop it, and give "
-            "the plugin's option host_memory a size."
-        )
+    behind = hicache.obstacle(view)
+    if behind is not None:
+        yield behind
     if view.enable_linear_replayssm:
         yield (
             "states are exact in one step of several only, and turns end between; drop "

@@ -49,6 +49,15 @@ ARGUMENT_HOOKS = (
     HookPoint(f"{_OVERRIDES}:resolved_view"),
     HookPoint(f"{_OVERRIDES}:declare_resolution", ("server_args", "source")),
     HookPoint(f"{_OVERRIDES}:model_config_of"),
+    HookPoint(
+        f"{_SRT}.arg_groups.fields.memory:Memory",
+        mentions=(
+            "enable_hierarchical_cache",
+            "hicache_size",
+            "hicache_ratio",
+            "hicache_storage_backend",
+        ),
+    ),
     HookPoint(f"{_SRT}.configs.hybrid_arch:mambaish_config", ("model_config",)),
     HookPoint(f"{_SRT}.configs.hybrid_arch:hybrid_gdn_config", ("model_config",)),
     HookPoint(f"{_SRT}.configs.hybrid_arch:hybrid_kda_config", ("model_config",)),

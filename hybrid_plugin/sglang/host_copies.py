@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host.ring import rings_for
+from hybrid_plugin.engine import host_memory
 from hybrid_plugin.sglang import elastic, pipeline
 from hybrid_plugin.sglang.log import logger
 
@@ -23,6 +25,18 @@ def device_bytes(options: HybridConfig, device: torch.device) -> int:
     if options.host_memory is None or device.type == "cpu":
         return 0
     return rings_for(device).bytes
+
+
+def room(options: HybridConfig) -> int | None:
+    """Bytes that the host memory of every rank may have, if no option says how many.
+
+    Args:
+        options: of the plugin.
+    """
+    here = get_parallel()
+    ranks = here.launch_world_size * here.dp_size // here.nnodes
+    own = host_memory.room_for(options, max(ranks, 1))
+    return None if own is None else elastic.least_of_all_ranks(own)
 
 
 def attach(cache: HybridCache, executor: Executor) -> None:

@@ -126,6 +126,7 @@ def reserve_slots(
             available, options, device, block_bytes=limits.block_bytes, log=logger
         )
         available = elastic.least_of_all_ranks(taken.held) + taken.block_bytes
+    host_room = host_copies.room(options)
     plan = sizing.divide(
         layout,
         available,
@@ -134,6 +135,7 @@ def reserve_slots(
         logger,
         fixed_layout=fixed_layout,
         beside=scratch_bytes(model, available, options, limits),
+        host_room=host_room,
     )
     if plan.shared is None and scratch.drafts_per_step():
         # SGLang does not count all KV of a draft model, and rows must hold it.
@@ -141,7 +143,7 @@ def reserve_slots(
             configurator, kv, lay_out, options, limits, layers
         ).attention
         rows = replace(plan.layout, attention=pages)
-        plan = replace(plan, host=plan_tier(rows, options))
+        plan = replace(plan, host=plan_tier(rows, options, available, host_room))
     for line in plan.describe():
         logger.info("%s", line)
     memory.plan = plan

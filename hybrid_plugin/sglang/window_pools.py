@@ -83,7 +83,9 @@ def take_over(
     copied = [*kv_tensors(kv_pool.full_kv_pool), *kv_tensors(kv_pool.swa_kv_pool)]
     known_pools.require(kv_pool, pools.req_to_token_pool, copied)
     plan = _plan(configurator, stock)
-    memory.plan = plan = replace(plan, host=plan_tier(plan.layout, options))
+    device_bytes = plan.layout.bytes_of(plan.sizes)
+    host = plan_tier(plan.layout, options, device_bytes, host_copies.room(options))
+    memory.plan = plan = replace(plan, host=host)
     for line in plan.describe():
         logger.info("%s", line)
     device = torch.device(stock.device).type

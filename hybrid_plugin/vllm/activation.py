@@ -20,7 +20,7 @@ from hybrid_plugin.config import (
     switched_off_by_environment,
 )
 from hybrid_plugin.engine.refusals import cannot_serve
-from hybrid_plugin.vllm import deterministic, pipeline, servable, storable
+from hybrid_plugin.vllm import deterministic, offloading, pipeline, servable, storable
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def read_options(vllm_config: VllmConfig) -> HybridConfig:
     Raises:
         ConfigError: for options that are not a mapping or not valid.
     """
-    return HybridConfig.from_mapping(given_options(vllm_config.additional_config))
+    return HybridConfig.from_mapping(_options_of(vllm_config))
 
 
 def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
@@ -102,16 +102,32 @@ def given_options(extra: Any) -> dict[str, Any]:
     return environment_options() | options
 
 
-def _carry_options(vllm_config: VllmConfig) -> None:
-    """Have the options of the environment travel with the configuration.
+def _options_of(vllm_config: VllmConfig) -> dict[str, Any]:
+    """The options, and under them the host memory that vLLM's flags ask for."""
+    given = given_options(vllm_config.additional_config)
+    offloaded = offloading.wanted(vllm_config)
+    if offloaded is None:
+        return given
+    return {"host_memory": offloaded.rank_bytes} | given
 
-    Engine cores and workers on other machines do not inherit the environment.
+
+def _carry_options(vllm_config: VllmConfig) -> None:
+    """Have all options travel with the configuration.
+
+    Engine cores and workers on other machines do not inherit the environment, and
+    vLLM's own flags for host memory are gone once the plugin stands in for them.
     """
-    if isinstance(vllm_config.additional_config, dict) and environment_options():
+    options = _options_of(vllm_config)
+    offloaded = offloading.wanted(vllm_config)
+    if isinstance(vllm_config.additional_config, dict) and options:
         vllm_config.additional_config = {
             **vllm_config.additional_config,
-            OPTIONS_KEY: given_options(vllm_config.additional_config),
+            OPTIONS_KEY: options,
         }
+    if offloaded is not None:
+        for line in offloaded.describe(options["host_memory"]):
+            logger.info("%s", line)
+        offloading.take_over(vllm_config)
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -260,12 +276,9 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         yield f"it does not support the platform {current_platform.device_type!r} yet."
-    if vllm_config.kv_transfer_config is not None:
-        yield (
-            "vLLM's KV connectors do not know the plugin's pools; drop "
-            "--kv-transfer-config, and for prefill and decode servers give the option "
-            "peers."
-        )
+    connector = offloading.obstacle(vllm_config)
+    if connector is not None:
+        yield connector
     if model.enable_sleep_mode and not read_options(vllm_config).is_elastic:
         yield (
             "sleep mode needs elastic pools; leave the options out that fix them, or "

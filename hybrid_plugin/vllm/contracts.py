@@ -88,6 +88,15 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "kv_events_config",
     ),
     *_fields(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        "kv_connector",
+        "kv_role",
+        "kv_connector_extra_config",
+    ),
+    *_fields(
+        "vllm.config.cache:CacheConfig", "kv_offloading_size", "kv_offloading_backend"
+    ),
+    *_fields(
         _MODEL,
         "is_encoder_decoder",
         "is_mm_prefix_lm",

@@ -26,7 +26,7 @@ from hybrid_plugin.core.memory.layout import (
     StateGroup,
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
-from hybrid_plugin.engine import elastic_memory, sizing
+from hybrid_plugin.engine import elastic_memory, host_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
 from hybrid_plugin.engine.stages import stages_differ
 from hybrid_plugin.vllm import addressing, elastic, page_layout, page_size
@@ -372,7 +372,15 @@ def plan(
             longest,
         )
     found = sizing.divide(
-        layout, available, options, limits, logger, fixed_layout=fixed
+        layout,
+        available,
+        options,
+        limits,
+        logger,
+        fixed_layout=fixed,
+        host_room=host_memory.room_for(
+            options, vllm_config.parallel_config.local_world_size
+        ),
     )
     for line in found.describe():
         logger.info("%s", line)

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.host_memory import check_room, free_bytes
+from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.engine import host_memory
+from hybrid_plugin.engine.host_memory import (
+    check_room,
+    free_bytes,
+    plan_tier,
+    room_for,
+)
+from hybrid_plugin.sizes import Multiple
+from tests.engine_side.test_cache_assembly import LAYOUT
 
 GIB = 1 << 30
 
@@ -37,6 +45,35 @@ def test_ranks_that_fit_are_served_to_the_byte() -> None:
     )
     with pytest.raises(ConfigError, match=r"^host_memory of 4\.00 GiB is more than"):
         check_room(4 * GIB, 1, 3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("option", "room", "budget"),
+    [
+        (3 * GIB, GIB, 3 * GIB),
+        ("3GiB", None, 3 * GIB),
+        ("1.5x", None, 6 * GIB),
+        ("1.5x", 7 * GIB, 6 * GIB),
+        ("1.5x", 5 * GIB, 5 * GIB),
+    ],
+)
+def test_a_multiple_is_lowered_to_what_there_is(
+    option: int | str, room: int | None, budget: int
+) -> None:
+    options = HybridConfig.from_mapping({"host_memory": option})
+    plan = plan_tier(LAYOUT, options, 4 * GIB, room)
+    assert plan is not None
+    assert plan.budget <= budget < plan.budget + plan.block_bytes
+
+
+def test_room_is_asked_for_where_no_number_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 40 * GIB)
+    assert room_for(HybridConfig(host_memory=1), 2) is None
+    assert room_for(HybridConfig(), 2) is None
+    assert room_for(HybridConfig(host_memory=Multiple(2.0)), 2) == 16 * GIB
+    check_room(Multiple(1e9), 1, 1)
 
 
 def test_a_machine_without_groups(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Capacity:
                 slots=elastic.sizes.slots - 1 if layout.slot_bytes else None,
                 layout=elastic.layout,
                 elastic=elastic,
-                host=plan_tier(elastic.layout, options),
+                host=plan_tier(elastic.layout, options, budget),
             )
         try:
             sizes = layout.split(
@@ -117,7 +117,7 @@ class Capacity:
             slots=sizes.slots - 1 if layout.slot_bytes else None,
             windows=tuple((window, pages - 1) for window, pages in windows),
             layout=layout,
-            host=plan_tier(layout, options),
+            host=plan_tier(layout, options, budget),
         )
 
     @classmethod

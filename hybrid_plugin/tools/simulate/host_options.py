@@ -7,6 +7,7 @@ import argparse
 import math
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sizes import Multiple
 
 
 def add_bandwidth_option(group: argparse._ArgumentGroup) -> None:
@@ -20,12 +21,14 @@ def add_bandwidth_option(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def read_bandwidth(args: argparse.Namespace, host_memory: int | None) -> float:
+def read_bandwidth(
+    args: argparse.Namespace, host_memory: int | Multiple | None
+) -> float:
     """Bytes in a second that come back from host memory; infinite without any.
 
     Args:
         args: parsed.
-        host_memory: bytes of it; None for none.
+        host_memory: the size of it; None for none.
 
     Raises:
         ConfigError: for a number that makes no sense, or one without the other.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid_plugin.config import ConfigError, HybridConfig, parse_options
-from hybrid_plugin.sizes import parse_bytes
+from hybrid_plugin.sizes import parse_size_or_multiple
 from hybrid_plugin.tools.plan.shape import ModelShape
 
 _HONOURED = frozenset(
@@ -60,7 +60,7 @@ def read_plugin_options(
     for name in ("page_size", "elastic"):
         options = _with_flag(options, name, getattr(args, name))
     if args.host_memory is not None:
-        size = parse_bytes(args.host_memory)
+        size = parse_size_or_multiple(args.host_memory)
         options = _with_flag(options, "host_memory", size)
     _check_calibration(args, options)
     if args.gpu_memory is None:

@@ -128,6 +128,10 @@ class Driver(Protocol):
         """Bytes that are too few for both pools of the bundled model at once."""
 
     @property
+    def offloading(self) -> tuple[str, ...]:
+        """The engine's own flags for KV in host memory: for more than these bytes."""
+
+    @property
     def models(self) -> Mapping[str, Model]:
         """What equality is tested with."""
 

@@ -216,9 +216,9 @@ CONFLICTS = {
         "the number of drafts must be fixed; drop --speculative-adaptive.",
     ),
     "another cache": (
-        ("--enable-hierarchical-cache",),
-        "--enable-hierarchical-cache is for SGLang's own cache; drop it, and give the "
-        "plugin's option host_memory a size.",
+        ("--enable-hierarchical-cache", "--hicache-storage-backend=file"),
+        "--hicache-storage-backend is for SGLang's own cache; drop it, and give the "
+        "plugin's option disk or store.",
     ),
     "no chunked prefill": (
         ("--chunked-prefill-size=-1",),
@@ -230,6 +230,7 @@ SETTINGS = (
     "chunked_prefill_size",
     "disable_overlap_schedule",
     "disable_radix_cache",
+    "enable_hierarchical_cache",
     "mamba_radix_cache_strategy",
     "max_running_requests",
     "page_size",
@@ -247,6 +248,7 @@ class SglangDriver:
     last_signal = SIGKILL
     page_size = PAGE_SIZE
     elastic_budget = (22 << 20) if ON_GPU else (7 << 19)
+    offloading = ("--enable-hierarchical-cache", "--hicache-ratio=16")
     models = MODELS
     variants = VARIANTS
     refusals = REFUSALS

@@ -206,6 +206,7 @@ class VllmDriver:
     last_signal = SIGTERM
     page_size = PAGE_SIZE
     elastic_budget = (14 << 20) if ON_GPU else (7 << 19)
+    offloading = ("--kv-offloading-size=0.0625",)
     models = MODELS
     variants = VARIANTS
     refusals: Mapping[str, Refusal] = {} if ON_GPU else REFUSALS
