@@ -22,6 +22,7 @@ from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server
 from hybrid_plugin.sglang import (
     compressed_keys,
     deterministic,
+    disaggregation,
     hicache,
     known_pools,
     pipeline,
@@ -65,6 +66,9 @@ def reason_to_stay_idle(server_args: Any) -> str | None:
     its own for layers with windows, and may cache.
     """
     view = overrides.resolved_view(server_args)
+    decodes = disaggregation.reason_to_stay_idle(view)
+    if decodes is not None:
+        return decodes
     if view.disable_radix_cache:
         return "prefix caching is switched off (--disable-radix-cache)"
     model = overrides.model_config_of(view)
@@ -129,7 +133,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
             "--speculative-algorithm."
         )
     stages = pipeline.obstacles(view, options, model, windows=has_windows(model))
-    conflict = next(chain(_conflicts(view), stages, drafts), None)
+    sent = disaggregation.obstacles(view, options, model, windows=has_windows(model))
+    conflict = next(chain(_conflicts(view), stages, sent, drafts), None)
     if conflict is not None:
         raise cannot_serve(conflict)
     unknown = known_pools.side_memory(model)
@@ -221,8 +226,10 @@ def _page_size(view: Any, options: HybridConfig, own: int | None = None) -> int:
                 "leave the page size out."
             )
         asked = own
-    if asked is None and speculation.needs_single_tokens(view):
-        return 1
+    if asked is None and (
+        speculation.needs_single_tokens(view) or disaggregation.sends(view)
+    ):
+        return 1  # in the latter case SGLang's decode servers have such pages
     if asked is None:
         return math.gcd(DEFAULT_PAGE_SIZE, chunk)
     if chunk % asked:
@@ -250,11 +257,6 @@ def _conflicts(view: Any) -> Iterator[str]:
             "states have gone beyond a turn's end when it is known, or are behind it; "
             "drop --enable-linear-replayssm-spec, and set draft_states to replay, "
             "which keeps turn ends."
-        )
-    if view.disaggregation_mode != "null":
-        yield (
-            "SGLang's own prefill/decode disaggregation does not know the plugin's "
-            "pools; drop its flags, and give the option peers."
         )
     if view.radix_cache_backend not in (None, BACKEND):
         yield f"it brings its own radix cache; drop --radix-cache-backend, or {FLAG}."

@@ -580,6 +580,17 @@ CACHE_HOOKS = (
 SCHEDULER_HOOKS = (
     HookPoint(f"{_SCHEDULER}.get_prefill_adder_class", ("self",)),
     HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", ("running_batch", "last_batch")),
+    HookPoint(
+        f"{_SCHEDULER}.get_next_disagg_prefill_batch_to_run",
+        ("running_batch", "last_batch"),
+        mentions=("process_prefill_chunk", "get_new_batch_prefill"),
+    ),
+    # Sends what a paused prompt has so far, and keeps what is sampled for it.
+    HookPoint(
+        f"{_SCHEDULER}.process_batch_result_disagg_prefill",
+        ("batch", "result"),
+        mentions=("inflight_middle_chunks", "tmp_end_idx", "send_kv_chunk"),
+    ),
     HookPoint(f"{_SCHEDULER}.on_idle", ("self",), mentions=("maybe_sleep_on_idle",)),
     HookPoint(f"{_SCHEDULER}.maybe_sleep_on_idle", ("self",)),
     HookPoint(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from sglang.srt.runtime_context import (
+    get_disagg,
     get_exec,
     get_parallel,
     get_schedule,
@@ -32,6 +33,7 @@ from hybrid_plugin.device.virtual_arena import AddressRange, VirtualArena
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.sglang import page_layout
 from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
+from hybrid_plugin.sglang.disaggregation import KEEPS_STILL
 from hybrid_plugin.sglang.index_keys import has_index_keys
 
 _STRIDED = ("triton", "flashinfer", None)
@@ -237,6 +239,8 @@ def hindrance(device_type: str) -> str | None:
 
 def hindrance_of_pools(configurator: Any) -> str | None:
     """What the pools that SGLang would build have against it."""
+    if get_disagg().disaggregation_mode != "null":
+        return KEEPS_STILL
     if get_spec().speculative_algorithm is not None and configurator.attn_dp_size > 1:
         return (
             "hold the states after drafts for batches of this rank alone, and "

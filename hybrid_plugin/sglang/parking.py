@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import retract_all
+
+from hybrid_plugin.sglang.disaggregation import send_what_is_computed
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -39,6 +42,8 @@ def park_paused(scheduler: Any, running: ScheduleBatch, last: Any) -> None:
     for req in parked:
         req.prefix_len = req.extend_end
         cache.park(req)
+    if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+        send_what_is_computed(parked)
     scheduler.waiting_queue[:0] = parked
     for req in begun:
         if req.to_finish is not None:

@@ -562,7 +562,8 @@ def _park_paused_requests() -> None:
     scheduler = f"{_SRT}.managers.scheduler.Scheduler"
     policy = f"{_SRT}.managers.schedule_policy.SchedulePolicy"
     streamer = f"{_SRT}.managers.scheduler_components.output_streamer"
-    _hook(f"{scheduler}.get_next_batch_to_run", "BEFORE", _park)
+    for step in ("get_next_batch_to_run", "get_next_disagg_prefill_batch_to_run"):
+        _hook(f"{scheduler}.{step}", "BEFORE", _park)
     _hook(f"{scheduler}.pause_generation", "AFTER", _retract)
     _hook(f"{scheduler}._abort_on_queued_limit", "AROUND", _hide_parked)
     _hook(f"{scheduler}._poll_timeout_aborts", "AROUND", _hide_parked)
@@ -570,7 +571,7 @@ def _park_paused_requests() -> None:
     _hook(f"{streamer}.SchedulerOutputStreamer.stream_output", "AROUND", _stream)
 
 
-def _park(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+def _park(scheduler: Any, running_batch: Any, last_batch: Any, **_: Any) -> None:
     from hybrid_plugin.sglang.hit_checks import check_when_idle
     from hybrid_plugin.sglang.parking import park_paused
 

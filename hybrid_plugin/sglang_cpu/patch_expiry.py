@@ -34,6 +34,13 @@ NEEDED = {
         f"{_SRT}.managers.tokenizer_manager:TokenizerManager.dump_requests_before_crash",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
     ),
+    "transfers.send_prefixes_with_the_rest": _while_there(
+        f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", "Event", "forward_stream"
+    ),
+    "transfers.register_memory_of_the_cpu": _while_there(
+        f"{_SRT}.disaggregation.nixl.conn:NixlKVManager.register_buffer_to_engine",
+        "VRAM",
+    ),
     "headless_models.leave_models_without_heads": _while_there(
         DIVIDES_HEADS, "num_attention_heads"
     ),
