@@ -37,6 +37,7 @@ class View:
 
     speculative_eagle_topk: int | None = None
     speculative_ngram_max_bfs_breadth = 10
+    disaggregation_mode = "null"
 
     def __init__(
         self,
