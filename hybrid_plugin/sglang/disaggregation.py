@@ -90,11 +90,8 @@ def obstacles(
     )
     for name in (name for name, found in kept if found):
         yield f"{name} are not served in prefill servers yet; serve without the plugin."
-    if options.has_outer_tiers or options.host_memory is not None:
-        yield (
-            "host_memory, and what is behind it, is not served in prefill servers yet: "
-            "leave it out."
-        )
+    if options.peers is not None:
+        yield "peers is another way from server to server: leave it out."
 
 
 def send_what_is_computed(parked: Iterable[Req]) -> None:

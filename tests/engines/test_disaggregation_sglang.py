@@ -45,7 +45,7 @@ class Pair:
     """Tokens of each prompt that the prefill server had."""
 
     def __post_init__(self) -> None:
-        self._rooms = count(1)
+        self._rooms = count(self.bootstrap_port << 16)
 
     def ask(self, prompt: Tokens) -> Tokens:
         """Have both serve a prompt; the second one answers."""
@@ -88,21 +88,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return slow_decay.write_nemotron_h(tmp_path_factory.mktemp("model") / "nemotron-h")
 
 
+@pytest.fixture(scope="module")
+def decode(start_server: StartServer, model: Path) -> Iterator[Server]:
+    """With the plugin's flag, which has it step aside; of all prefill servers."""
+    flags = (*SHAPE, "--disaggregation-mode=decode")
+    with start_server("decode", **setup_of(model), flags=flags) as server:
+        yield server
+
+
+def setup_of(model: Path) -> dict[str, Any]:
+    """What all of these servers have in common."""
+    return {"model": model, "dtype": "float32", "environment": TCP}
+
+
 @contextmanager
 def served(
-    start_server: StartServer, model: Path, fault: str | None = None
+    start_server: StartServer, decode: Server, model: Path, **more: Any
 ) -> Iterator[Pair]:
-    """Both servers with the plugin's flag, from which the second one steps aside."""
+    """A prefill server for the decode server."""
     port = free_port()
-    setup = {"model": model, "dtype": "float32", "environment": TCP}
     sends = (f"--disaggregation-bootstrap-port={port}", "--disaggregation-mode=prefill")
-    with (
-        start_server("prefill", **setup, flags=(*SHAPE, *sends), fault=fault) as first,
-        start_server(
-            "decode", **setup, flags=(*SHAPE, "--disaggregation-mode=decode")
-        ) as second,
-    ):
-        yield Pair(first, second, port, [])
+    setup = setup_of(model) | {"flags": (*SHAPE, *sends)} | more
+    with start_server("prefill", **setup) as prefill:
+        yield Pair(prefill, decode, port, [])
+
+
+@pytest.fixture(scope="module")
+def pair(start_server: StartServer, decode: Server, model: Path) -> Iterator[Pair]:
+    with served(start_server, decode, model) as both:
+        yield both
 
 
 def turns() -> list[Tokens]:
@@ -129,12 +143,6 @@ def ask_all(pair: Pair, prompts: Sequence[Tokens]) -> list[Tokens]:
 def alone(server: Server, prompt: Tokens) -> Tokens:
     """What a server answers that does both."""
     return list(_post(server, asked(prompt), 300.0)["output_ids"])
-
-
-@pytest.fixture(scope="module")
-def pair(start_server: StartServer, model: Path) -> Iterator[Pair]:
-    with served(start_server, model) as both:
-        yield both
 
 
 def test_prefill_servers_cache_and_answers_are_those_of_one_server(
@@ -169,10 +177,28 @@ def test_who_hangs_up_leaves_nothing(pair: Pair) -> None:
     assert pair.prefill.is_alive() and pair.decode.is_alive()
 
 
-def test_a_wrong_state_changes_answers(
-    start_server: StartServer, driver: Driver, model: Path
+def test_prefill_servers_restore_from_host_memory(
+    pair: Pair, start_server: StartServer, model: Path
 ) -> None:
-    with served(start_server, model, "zero_snapshots") as pair:
+    """Their device holds the states of four chats."""
+    few = {"pools": (66, 6), "options": {"elastic": False, "host_memory": "64MiB"}}
+    with served(start_server, pair.decode, model, **few) as small:
+        first = turns()
+        answers = ask_all(small, first)
+        second = go_on(first, answers)
+        small.cached.clear()
+        answers += ask_all(small, second)
+        assert min(small.cached) >= SHARED + OWN, small.cached
+        stats = small.prefill.metrics()
+        assert stats["host_loads"] > 0
+        assert stats["kv{used}"] == stats["state{used}"] == 0
+    assert answers == ask_all(pair, [*first, *second])
+
+
+def test_a_wrong_state_changes_answers(
+    start_server: StartServer, driver: Driver, decode: Server, model: Path
+) -> None:
+    with served(start_server, decode, model, fault="zero_snapshots") as pair:
         first = turns()[:4]
         answers = ask_all(pair, first)
         wrong = ask_all(pair, second := go_on(first, answers))

@@ -53,7 +53,13 @@ def view_of(**given: Any) -> Any:
         ({"optimistic_prefill_attempts": 1}, {}, False, "prefills ahead of their"),
         ({"enable_pd_role_switch": True}, {}, False, "servers that change their role"),
         ({}, {}, True, "attention windows are not served in prefill servers yet"),
-        ({}, {"host_memory": "1GiB"}, False, "host_memory, and what is behind it, is"),
+        ({}, {"host_memory": "1GiB"}, False, None),
+        (
+            {},
+            {"host_memory": 1, "peers": {}},
+            False,
+            "peers is another way from server",
+        ),
     ],
 )
 def test_what_is_not_served_in_prefill_servers(
