@@ -67,7 +67,6 @@ def obstacles(
     if not sends(view):
         return
     flags = {
-        "drafts": ("--speculative-algorithm", view.speculative_algorithm is not None),
         "stages of a pipeline": ("--pp-size", view.pp_size > 1),
         "prefills ahead of their decode server": (
             "--optimistic-prefill-attempts and --disaggregation-decode-allocation-"

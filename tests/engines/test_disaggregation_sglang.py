@@ -20,10 +20,15 @@ import pytest
 pytest.importorskip("sglang")
 pytest.importorskip("nixl_cu12")
 
+from hybrid_plugin.tools.demo.compare import NEAR_TIE
 from tests.engines import slow_decay
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
+from tests.engines.drivers.driver import MODEL
+from tests.engines.greedy import gaps
+from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server, free_port
+from tests.engines.test_mtp_sglang import FLAGS, LEAST_LENGTH, PROMPTS, TOKENS
 from tests.engines.traffic import encode, system_prompt
 
 pytestmark = pytest.mark.engine
@@ -47,9 +52,9 @@ class Pair:
     def __post_init__(self) -> None:
         self._rooms = count(self.bootstrap_port << 16)
 
-    def ask(self, prompt: Tokens) -> Tokens:
+    def ask(self, prompt: Tokens, length: int = LENGTH) -> Tokens:
         """Have both serve a prompt; the second one answers."""
-        first, second = self._post_to_both(prompt, 300.0)
+        first, second = self._post_to_both(prompt, 300.0, length)
         self.cached.append(first["meta_info"]["cached_tokens"])
         return list(second["output_ids"])
 
@@ -59,8 +64,10 @@ class Pair:
         with contextlib.suppress(httpx.ReadTimeout):
             self._post_to_both(prompt, seconds)
 
-    def _post_to_both(self, prompt: Tokens, patience: float) -> list[dict[str, Any]]:
-        body = asked(prompt) | {
+    def _post_to_both(
+        self, prompt: Tokens, patience: float, length: int = LENGTH
+    ) -> list[dict[str, Any]]:
+        body = asked(prompt, length) | {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": next(self._rooms),
@@ -70,9 +77,9 @@ class Pair:
             return list(both.map(lambda one: _post(one, body, patience), servers))
 
 
-def asked(prompt: Tokens) -> dict[str, Any]:
+def asked(prompt: Tokens, length: int = LENGTH) -> dict[str, Any]:
     """What a server is sent."""
-    sampling = {"max_new_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
     return {"input_ids": prompt, "sampling_params": sampling}
 
 
@@ -103,12 +110,16 @@ def setup_of(model: Path) -> dict[str, Any]:
 
 @contextmanager
 def served(
-    start_server: StartServer, decode: Server, model: Path, **more: Any
+    start_server: StartServer,
+    decode: Server,
+    model: Path,
+    flags: Sequence[str] = (),
+    **more: Any,
 ) -> Iterator[Pair]:
     """A prefill server for the decode server."""
     port = free_port()
     sends = (f"--disaggregation-bootstrap-port={port}", "--disaggregation-mode=prefill")
-    setup = setup_of(model) | {"flags": (*SHAPE, *sends)} | more
+    setup = setup_of(model) | {"flags": (*SHAPE, *sends, *flags)} | more
     with start_server("prefill", **setup) as prefill:
         yield Pair(prefill, decode, port, [])
 
@@ -205,3 +216,24 @@ def test_a_wrong_state_changes_answers(
         assert all(pair.cached[4:])
         driver.forget(pair.prefill.url)
         assert [pair.ask(prompt) for prompt in second] != wrong
+
+
+def test_drafts_are_as_good_behind_hits(start_server: StartServer) -> None:
+    """Of the bundled model's head, whose KV is cached and sent with the model's."""
+    setup = {"dtype": "bfloat16", "flags": (*SHAPE, *FLAGS)}
+    decodes = {"flags": (*setup["flags"], "--disaggregation-mode=decode")}
+    with (
+        start_server("drafts", **setup | decodes, environment=TCP) as decode,
+        served(start_server, decode, MODEL, FLAGS, dtype="bfloat16") as pair,
+    ):
+        prompts = [list(text.encode()) for text in PROMPTS]
+        answers = [pair.ask(prompt, TOKENS) for prompt in prompts]
+        turns = [p + a for p, a in zip(prompts, answers, strict=True)]
+        verified = decode.counter("sglang:spec_verify_calls_total")
+        second = [[*turn, *b" And then: "] for turn in turns]
+        answers += [pair.ask(prompt, TOKENS) for prompt in second]
+        verified = decode.counter("sglang:spec_verify_calls_total") - verified
+        assert pair.cached[len(PROMPTS) :] == [len(prompt) for prompt in prompts]
+    asks = [Ask(tuple(prompt), TOKENS) for prompt in (*prompts, *second)]
+    assert max(gaps(MODEL, asks, [Answer(tuple(a)) for a in answers])) <= NEAR_TIE
+    assert len(PROMPTS) * (TOKENS - 1) / verified >= LEAST_LENGTH

@@ -34,7 +34,6 @@ def view_of(**given: Any) -> Any:
     plain = {
         "disaggregation_mode": "prefill",
         "disaggregation_decode_enable_radix_cache": False,
-        "speculative_algorithm": None,
         "pp_size": 1,
         "optimistic_prefill_attempts": 0,
         "enable_pd_role_switch": False,
@@ -48,7 +47,6 @@ def view_of(**given: Any) -> Any:
     [
         ({}, {}, False, None),
         ({"disaggregation_mode": "null", "pp_size": 2}, {}, True, None),
-        ({"speculative_algorithm": "NEXTN"}, {}, False, "drafts are not served in"),
         ({"pp_size": 2}, {}, False, "stages of a pipeline are not served in prefill"),
         ({"optimistic_prefill_attempts": 1}, {}, False, "prefills ahead of their"),
         ({"enable_pd_role_switch": True}, {}, False, "servers that change their role"),
