@@ -16,6 +16,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
 from hybrid_plugin.sglang.index_keys import has_index_keys
+from hybrid_plugin.sglang.layout import keeps_states_alone
 from hybrid_plugin.sglang.side_states import has_side_states
 
 if TYPE_CHECKING:
@@ -86,11 +87,19 @@ def obstacles(
         ("index keys", has_index_keys(model)),
         ("compressed keys", has_compressed_keys(model)),
         ("states of n-grams", has_side_states(mambaish_config(model))),
+        ("models without attention layers", keeps_states_alone(model)),
     )
     for name in (name for name, found in kept if found):
         yield f"{name} are not served in prefill servers yet; serve without the plugin."
     if options.peers is not None:
         yield "peers is another way from server to server: leave it out."
+    if options.verify_fraction:
+        yield (
+            "verify_fraction has a server ask itself, and nobody would decode that: "
+            "leave it out in prefill servers."
+        )
+    if options.is_deterministic:
+        yield "deterministic was not tested in prefill servers: leave it out."
 
 
 def send_what_is_computed(parked: Iterable[Req]) -> None:
