@@ -24,7 +24,12 @@ NIXL = "--disaggregation-transfer-backend=nixl"
 @pytest.fixture
 def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose layers keep KV and states, and nothing beside them."""
-    for kind in ("has_index_keys", "has_compressed_keys", "has_side_states"):
+    for kind in (
+        "has_index_keys",
+        "has_compressed_keys",
+        "has_side_states",
+        "keeps_states_alone",
+    ):
         monkeypatch.setattr(disaggregation, kind, lambda _: False)
     monkeypatch.setattr(disaggregation, "mambaish_config", lambda _: None)
 
@@ -52,6 +57,13 @@ def view_of(**given: Any) -> Any:
         ({"enable_pd_role_switch": True}, {}, False, "servers that change their role"),
         ({}, {}, True, "attention windows are not served in prefill servers yet"),
         ({}, {"host_memory": "1GiB"}, False, None),
+        (
+            {},
+            {"verify_fraction": 0.5},
+            False,
+            "verify_fraction has a server ask itself",
+        ),
+        ({}, {"deterministic": "prefix"}, False, "deterministic was not tested in"),
         (
             {},
             {"host_memory": 1, "peers": {}},
