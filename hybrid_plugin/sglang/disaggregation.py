@@ -11,13 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.configs.hybrid_arch import mambaish_config
-
 from hybrid_plugin.config import HybridConfig
-from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
-from hybrid_plugin.sglang.index_keys import has_index_keys
+from hybrid_plugin.sglang.cache_kinds import kept_beside
 from hybrid_plugin.sglang.layout import keeps_states_alone
-from hybrid_plugin.sglang.side_states import has_side_states
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -82,14 +78,9 @@ def obstacles(
     for name, (flag, is_given) in flags.items():
         if is_given:
             yield f"{name} are not served in prefill servers yet; drop {flag}."
-    kept = (
-        ("attention windows", windows),
-        ("index keys", has_index_keys(model)),
-        ("compressed keys", has_compressed_keys(model)),
-        ("states of n-grams", has_side_states(mambaish_config(model))),
-        ("models without attention layers", keeps_states_alone(model)),
-    )
-    for name in (name for name, found in kept if found):
+    kept = kept_beside(model, windows=windows)
+    kept += ["models without attention layers"] * keeps_states_alone(model)
+    for name in kept:
         yield f"{name} are not served in prefill servers yet; serve without the plugin."
     if options.peers is not None:
         yield "peers is another way from server to server: leave it out."

@@ -20,9 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.engine.stages import stages_differ, unserved_options
-from hybrid_plugin.sglang.compressed_keys import has_compressed_keys
-from hybrid_plugin.sglang.index_keys import has_index_keys
-from hybrid_plugin.sglang.side_states import has_side_states
+from hybrid_plugin.sglang.cache_kinds import kept_beside
 
 STAGES_DIFFER = stages_differ("SGLANG_PP_LAYER_PARTITION")
 
@@ -109,13 +107,7 @@ def obstacles(
             "drafts are not served with pipeline parallelism yet; drop "
             "--speculative-algorithm."
         )
-    kept = (
-        ("attention windows", windows),
-        ("index keys", has_index_keys(model)),
-        ("compressed keys", has_compressed_keys(model)),
-        ("states of n-grams", has_side_states(mambaish_config(model))),
-    )
-    for name in (name for name, found in kept if found):
+    for name in kept_beside(model, windows=windows):
         yield f"{name} are not served with pipeline parallelism yet; drop --pp-size."
     if max(view.dp_size, view.attn_dp_size or 1) > 1:
         yield (

@@ -24,14 +24,10 @@ NIXL = "--disaggregation-transfer-backend=nixl"
 @pytest.fixture
 def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose layers keep KV and states, and nothing beside them."""
-    for kind in (
-        "has_index_keys",
-        "has_compressed_keys",
-        "has_side_states",
-        "keeps_states_alone",
-    ):
-        monkeypatch.setattr(disaggregation, kind, lambda _: False)
-    monkeypatch.setattr(disaggregation, "mambaish_config", lambda _: None)
+    monkeypatch.setattr(
+        disaggregation, "kept_beside", lambda _, windows: ["windows"] * windows
+    )
+    monkeypatch.setattr(disaggregation, "keeps_states_alone", lambda _: False)
 
 
 def view_of(**given: Any) -> Any:
@@ -55,7 +51,7 @@ def view_of(**given: Any) -> Any:
         ({"pp_size": 2}, {}, False, "stages of a pipeline are not served in prefill"),
         ({"optimistic_prefill_attempts": 1}, {}, False, "prefills ahead of their"),
         ({"enable_pd_role_switch": True}, {}, False, "servers that change their role"),
-        ({}, {}, True, "attention windows are not served in prefill servers yet"),
+        ({}, {}, True, "windows are not served in prefill servers yet"),
         ({}, {"host_memory": "1GiB"}, False, None),
         (
             {},

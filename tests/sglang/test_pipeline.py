@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
-from hybrid_plugin.sglang import pipeline, planning
+from hybrid_plugin.sglang import cache_kinds, pipeline, planning
 from hybrid_plugin.sglang.clock import RankClock
 from hybrid_plugin.sglang.parking import park_paused
 from hybrid_plugin.sglang.pipeline import StageLayers
@@ -301,8 +301,8 @@ def view(**flags: Any) -> Any:
 def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose layers keep KV and states, and nothing beside them."""
     for kind in ("has_index_keys", "has_compressed_keys", "has_side_states"):
-        monkeypatch.setattr(pipeline, kind, lambda _: False)
-    monkeypatch.setattr(pipeline, "mambaish_config", lambda _: None)
+        monkeypatch.setattr(cache_kinds, kind, lambda _: False)
+    monkeypatch.setattr(cache_kinds, "mambaish_config", lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_what_is_not_served_in_stages(
 def test_what_layers_keep_beside_is_not_served_in_stages(
     kind: str, name: str, no_kind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, kind, lambda _: True)
+    monkeypatch.setattr(cache_kinds, kind, lambda _: True)
     (found,) = pipeline.obstacles(view(), HybridConfig(), None, windows=False)
     assert found == (
         f"{name} are not served with pipeline parallelism yet; drop --pp-size."
