@@ -85,8 +85,8 @@ async def answered(
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """vLLM's CPU build has no pass without requests of gated delta nets, which a rank
-    makes while the other computes: a Nemotron-H."""
+    """A model without experts: vLLM's CPU build cannot send tokens to those of the other
+    rank, and ends at the first request, with the plugin and without."""
     folder = tmp_path_factory.mktemp("model") / "nemotron-h"
     return {"model": slow_decay.write_nemotron_h(folder), "dtype": "float32"}
 
