@@ -16,7 +16,7 @@ from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats, OuterStats
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.engine import metrics as metrics_module
-from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
+from hybrid_plugin.engine.metrics import CacheMetrics, Growth, snapshot_of
 from tests.core.elastic import ElasticSetup
 from tests.core.support import Economical, make_cache, serve, span, start
 
@@ -224,3 +224,18 @@ def test_announced_pages_are_counted_where_events_are_on(
     cache.finish("a", span(0, 10), 10)
     CacheMetrics(labels).publish(snapshot_of(cache))
     assert value("announced_pages", labels) == 2
+
+
+def test_reports_to_several_processes_are_counted_once(labels: dict[str, str]) -> None:
+    """Each has counters of its own, which Prometheus sums; here they share them."""
+    growth = Growth()
+    processes = [CacheMetrics(labels), CacheMetrics(labels)]
+    for step, total in enumerate((7, 7, 19, 20)):
+        sent = numbers(hit_tokens=total, move_seconds=total * 1000)
+        sent |= {"reason/computed_tokens/new": 2 * total, "level/kv/used": total}
+        processes[step % 2].add(growth.take(sent))
+        assert value("hit_tokens_total", labels) == total
+        found = value("computed_tokens_total", labels, reason="new")
+        assert found == 2 * total
+        assert value("move_seconds_total", labels) == pytest.approx(total / 1000)
+        assert value("pages", labels, pool="kv", kind="used") == total

@@ -3,6 +3,8 @@
 
 The process that owns the cache sends plain numbers (`snapshot_of`); the one
 that serves `/metrics` turns them into gauges and counters (`CacheMetrics`).
+Where several processes serve it and each report reaches one of them, what is sent of a
+total is what it grew by (`Growth`): Prometheus sums the counters of all processes.
 """
 
 from __future__ import annotations
@@ -205,6 +207,27 @@ def _whole(name: str, value: float) -> int:
     return round(value / _FRACTIONS[name])
 
 
+class Growth:
+    """Turns totals into what they grew by since the last time."""
+
+    def __init__(self) -> None:
+        """All totals begin at 0."""
+        self._taken: dict[str, int] = {}
+
+    def take(self, numbers: Mapping[str, int]) -> dict[str, int]:
+        """The numbers of `snapshot_of`, with growth in place of totals."""
+        totals = {name: value for name, value in numbers.items() if _is_total(name)}
+        grown = {
+            name: value - self._taken.get(name, 0) for name, value in totals.items()
+        }
+        self._taken |= totals
+        return {**numbers, **grown}
+
+
+def _is_total(name: str) -> bool:
+    return name in _TOTALS or name.startswith(f"{_REASON}/")
+
+
 class CacheMetrics:
     """Publishes the numbers of one engine."""
 
@@ -212,11 +235,14 @@ class CacheMetrics:
         """Create the metrics of an engine told from others by `labels`."""
         self._gauges, self._counters = _collectors(tuple(labels))
         self._labels = dict(labels)
-        self._published = dict.fromkeys(_TOTALS, 0)
-        self._reasons: dict[str, int] = {}
+        self._growth = Growth()
 
     def publish(self, numbers: Mapping[str, int]) -> None:
         """Set gauges, and advance counters to the totals in `numbers`."""
+        self.add(self._growth.take(numbers))
+
+    def add(self, numbers: Mapping[str, int]) -> None:
+        """Set gauges, and advance counters by what `Growth` made of totals."""
         for name, value in numbers.items():
             what, _, place = name.partition("/")
             pool, _, kind = place.partition("/")
@@ -232,12 +258,10 @@ class CacheMetrics:
                 self._gauges[place].labels(**self._labels).set(value)
             elif what == _REASON:
                 counter = self._counters[pool].labels(**self._labels, reason=kind)
-                counter.inc(value - self._reasons.get(name, 0))
-                self._reasons[name] = value
-        for name, before in self._published.items():
-            grown = (numbers[name] - before) * _FRACTIONS.get(name, 1)
+                counter.inc(value)
+        for name in _TOTALS:
+            grown = numbers[name] * _FRACTIONS.get(name, 1)
             self._counters[name].labels(**self._labels).inc(grown)
-            self._published[name] = numbers[name]
 
 
 @functools.cache

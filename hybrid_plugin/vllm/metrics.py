@@ -5,6 +5,9 @@ vLLM sends a fixed set of scheduler statistics to the process that serves the
 endpoint.  Ours ride in a dictionary of counts per KV load stage, which is
 empty without a KV connector (refused at start-up) and which its readers index
 by stage; our stat logger, which runs before vLLM's own, takes them out.
+
+With several API server processes each step's statistics go to one of them, the one
+that the step has answers for.  So totals are sent as what they grew by.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
+from hybrid_plugin.engine.metrics import CacheMetrics, Growth, snapshot_of
 from hybrid_plugin.vllm.activation import is_active
 
 if TYPE_CHECKING:
@@ -25,11 +28,20 @@ if TYPE_CHECKING:
 _PREFIX = "hybrid_plugin/"
 
 
-def attach_stats(stats: SchedulerStats, cache: HybridCache) -> None:
-    """Put the cache's numbers into what the scheduler reports."""
-    stats.num_kv_fetch_reqs_by_stage.update(
-        {_PREFIX + name: value for name, value in snapshot_of(cache).items()}
-    )
+class StatsSender:
+    """Puts the cache's numbers into what the scheduler reports."""
+
+    def __init__(self, cache: HybridCache) -> None:
+        """Send nothing yet."""
+        self._cache = cache
+        self._growth = Growth()
+
+    def attach(self, stats: SchedulerStats) -> None:
+        """Add what changed since the last report; each must reach an API server."""
+        numbers = self._growth.take(snapshot_of(self._cache))
+        stats.num_kv_fetch_reqs_by_stage.update(
+            {_PREFIX + name: value for name, value in numbers.items()}
+        )
 
 
 def take_stats(stats: SchedulerStats) -> dict[str, int]:
@@ -59,7 +71,7 @@ class HybridStatLogger(StatLoggerBase):
             return
         numbers = take_stats(scheduler_stats)
         if numbers:
-            self._metrics.publish(numbers)
+            self._metrics.add(numbers)
 
     def log_engine_initialized(self) -> None:
         """Nothing to add: the pools are logged when they are planned."""

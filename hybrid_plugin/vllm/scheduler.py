@@ -24,7 +24,7 @@ from hybrid_plugin.vllm.activation import (
 from hybrid_plugin.vllm.hit_checks import when_idle
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
-from hybrid_plugin.vllm.metrics import attach_stats
+from hybrid_plugin.vllm.metrics import StatsSender
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.speculation import serving
 
@@ -106,6 +106,7 @@ class _OnTwoPools(Scheduler):
         if options.is_deterministic:
             step = self.kv_cache_manager.cache.policy.step
             deterministic.check_budget(vllm_config, step)
+        self._stats_sender = StatsSender(self.kv_cache_manager.cache)
         self.need_mamba_block_aligned_split = True
         self._narrows_drafter = serving.takes_fewer_drafts(vllm_config)
         self._has_peers = options.peers is not None
@@ -254,7 +255,7 @@ class _OnTwoPools(Scheduler):
         """Add the cache's own counts to what goes to the metrics endpoint."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            attach_stats(stats, self.kv_cache_manager.cache)
+            self._stats_sender.attach(stats)
         return stats
 
 

@@ -120,3 +120,16 @@ def _fork_from_here_on() -> None:
     multiprocessing.get_context = forking
     multiprocessing.set_start_method = lambda *_, **__: None
     multiprocessing.Process = named("fork").Process
+    os.register_at_fork(after_in_child=_choose_metrics)
+
+
+def _choose_metrics() -> None:
+    """Have processes that serve one endpoint share their metrics, as fresh ones would.
+
+    prometheus_client looks at the environment when it is imported, which is before vLLM
+    names the folder that the processes share.
+    """
+    from prometheus_client import values
+
+    if values.ValueClass is values.MutexValue:
+        values.ValueClass = values.get_value_class()
