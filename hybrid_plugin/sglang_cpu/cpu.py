@@ -12,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from hybrid_plugin.sglang_cpu import draft_tokens, kernels, transfers
+from hybrid_plugin.sglang_cpu import adapters, draft_tokens, kernels, transfers
 from hybrid_plugin.sglang_cpu.compressed_keys import choose_as_few_as_asked
 
 _SAVES_NOTHING = "saves_nothing"
@@ -38,6 +38,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         choose_as_few_as_asked()
         wait_for_no_gpu_s_dump()
         transfers.prepare(server_args)
+        adapters.adapt_in_torch(server_args)
         save_no_memory_of_sglang_s()
 
     def get_device(self, device_id: int = 0) -> str:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sglang_cpu.adapters import adapt_in_plain_memory
 from hybrid_plugin.sglang_cpu.compressed_keys import (
     choose_as_few_as_asked,
     choose_in_torch,
@@ -65,6 +66,7 @@ def install() -> None:
     verify_with_a_mask()
     read_chosen_latents()
     plan_in_plain_memory()
+    adapt_in_plain_memory()
     choose_in_torch()
     choose_as_few_as_asked()
     keep_waiting_keys_in_float32()

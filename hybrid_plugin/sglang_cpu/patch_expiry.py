@@ -29,6 +29,13 @@ NEEDED = {
         f"{_SRT}.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter.create",
         "_TorchMemorySaverAdapterReal",
     ),
+    "adapters.adapt_in_torch": _while_there(
+        f"{_SRT}.arg_groups.fields.lora:Lora", "csgmv"
+    ),
+    "adapters.adapt_in_plain_memory": _while_there(
+        f"{_SRT}.lora.backend.torch_backend:TorchNativeLoRABackend.prepare_lora_batch",
+        "pin_memory",
+    ),
     "cpu.leave_the_cores_when_idle": _while_there(_SCHEDULER, "sleep_on_idle"),
     "cpu.wait_for_no_gpu_s_dump": _while_there(
         f"{_SRT}.managers.tokenizer_manager:TokenizerManager.dump_requests_before_crash",

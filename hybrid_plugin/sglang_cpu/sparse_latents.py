@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from hybrid_plugin.sglang_cpu import index_keys
+from hybrid_plugin.sglang_cpu.plain_memory import WithoutPinning
 
 BACKEND = "dsa"
 """SGLang's name for backends of such attention."""
@@ -54,27 +55,12 @@ def plan_in_plain_memory() -> None:
     device when none is available".
 
     Cause: its plan is made in pinned memory whatever the platform says.
-    Fix: the module that plans sees a PyTorch that pins no tensor.  Others see PyTorch
-    as it is: `torch.device`, as a context, knows the functions that create tensors by
-    their identity, and would not put on its device what a replacement creates.
-    (transformers asks `torch.tensor([]).device` whether weights are to be loaded; with
-    a replacement it leaves rotary frequencies uninitialised.)
+    Fix: the module that plans sees a PyTorch that pins no tensor.
     Delete when: SGLang asks `is_pin_memory_available` there as elsewhere.
     """
     from sglang.srt.layers.attention.dsa import kpool_plan
 
-    kpool_plan.torch = _WithoutPinning()
-
-
-class _WithoutPinning:
-    """PyTorch, but that `tensor` pins nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor(*args, **kwargs)
+    kpool_plan.torch = WithoutPinning()
 
 
 def make_backend(runner: Any) -> Any:

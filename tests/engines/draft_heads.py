@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,13 @@ def write_draft_model(folder: Path) -> Path:
     return _write(folder, config, weights)
 
 
-def write_adapter(folder: Path, model: Path, merged: Path, seed: int = 1) -> Path:
+def write_adapter(
+    folder: Path,
+    model: Path,
+    merged: Path,
+    seed: int = 1,
+    names: Sequence[str] = ("q_proj", "o_proj", "out_proj"),
+) -> Path:
     """Write a LoRA adapter of attention and state layers.
 
     Args:
@@ -68,9 +74,9 @@ def write_adapter(folder: Path, model: Path, merged: Path, seed: int = 1) -> Pat
         model: a checkpoint in one file.
         merged: to write the model to whose weights have it.
         seed: of its weights.
+        names: of the linear layers.
     """
     torch.manual_seed(seed)
-    names = ("q_proj", "o_proj", "out_proj")
     weights, adapter = load_file(model / "model.safetensors"), {}
     for name, weight in list(weights.items()):
         if not name.endswith(tuple(f".{one}.weight" for one in names)):

@@ -136,6 +136,34 @@ def test_installing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert getattr(where, missing.name) is kernels.load(missing.ours)
 
 
+def asked(dtype: str = "float32", **arguments: object) -> SimpleNamespace:
+    """A server's arguments."""
+    lora = {"enable_lora": None, "lora_paths": None, "lora_backend": "csgmv"}
+    return SimpleNamespace(dtype=dtype, disaggregation_mode="null", **lora | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        ({}, "csgmv"),
+        ({"enable_lora": True}, "torch_native"),
+        ({"lora_paths": ["one=/adapter"]}, "torch_native"),
+        ({"enable_lora": True, "lora_backend": "triton"}, "triton"),
+    ],
+)
+def test_adapters_are_computed_in_torch(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], backend: str
+) -> None:
+    """Unless somebody named other kernels."""
+    monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.NAME)
+    pytest.importorskip("sglang")
+    from hybrid_plugin.sglang_cpu.adapters import adapt_in_torch
+
+    given = asked(**arguments)
+    adapt_in_torch(given)
+    assert given.lora_backend == backend
+
+
 def test_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 models keep their inputs; an idle server sleeps; none waits for CUDA."""
     monkeypatch.setenv("SGLANG_PLATFORM", sglang_cpu.NAME)
@@ -145,7 +173,7 @@ def test_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CONV, DUMP):
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set
         monkeypatch.delenv(name)
-    half, whole = SimpleNamespace(dtype="bfloat16"), SimpleNamespace(dtype="float32")
+    half, whole = asked("bfloat16"), asked("float32")
     HybridCpu().apply_server_args_defaults(half)
     assert half.sleep_on_idle and CONV not in os.environ
     assert os.environ[DUMP] == "0"
