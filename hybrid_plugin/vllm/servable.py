@@ -72,7 +72,9 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
             "supported yet; HYBRID_PLUGIN=0 leaves the model to vLLM."
         )
     if _is_misread(vllm_config):
-        yield "vLLM's attention on CPUs misreads KV of this type; drop --kv-cache-dtype."
+        yield (
+            "vLLM's attention on CPUs misreads KV of this type; drop --kv-cache-dtype."
+        )
 
 
 def _is_misread(vllm_config: VllmConfig) -> bool:
