@@ -113,6 +113,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
     HookPoint(_MODEL, mentions=("runner_type", "original_max_model_len")),
     *_fields(
         _CACHE,
+        "cache_dtype",
         "enable_prefix_caching",
         "kv_cache_memory_bytes",
         "block_size",
@@ -504,7 +505,20 @@ WORKER_HOOKS: tuple[Contract, ...] = (
 )
 """What every worker builds on."""
 
+CPU_ATTENTION_HOOKS: tuple[Contract, ...] = (
+    HookPoint("vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN"),
+    HookPoint(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_class", ("self",)
+    ),
+    HookPoint(
+        "vllm.v1.attention.backend:AttentionBackend.supports_kv_cache_dtype",
+        ("kv_cache_dtype",),
+    ),
+)
+"""The attention that a CPU has, and which types of KV it claims to read."""
+
 CPU_HOOKS: tuple[Contract, ...] = (
+    *CPU_ATTENTION_HOOKS,
     HookPoint(
         "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
         ("vllm_config",),

@@ -90,6 +90,12 @@ def _platform_hooks() -> tuple[Contract, ...]:
     return contracts.CPU_HOOKS if current_platform.is_cpu() else ()
 
 
+def _attention_hooks() -> tuple[Contract, ...]:
+    from vllm.platforms import current_platform
+
+    return contracts.CPU_ATTENTION_HOOKS if current_platform.is_cpu() else ()
+
+
 def _warn_if_untested() -> None:
     from vllm import __version__
 
@@ -128,6 +134,7 @@ def patch_config() -> None:
                 config, activation.read_options(config)
             ):
                 require(contracts.OPTION_HOOKS)
+                require(_attention_hooks())
                 if activation.keeps_states_alone(model):
                     require(contracts.DEFAULT_HOOKS)
             activation.activate(config)

@@ -71,6 +71,29 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
             f"{model.architecture} keeps caches of the kind {unknown[0]}, which is not "
             "supported yet; HYBRID_PLUGIN=0 leaves the model to vLLM."
         )
+    if _is_misread(vllm_config):
+        yield (
+            "vLLM's attention on CPUs misreads KV of this type; drop --kv-cache-dtype."
+        )
+
+
+def _is_misread(vllm_config: VllmConfig) -> bool:
+    """Whether the type of KV is one that the attention of a CPU does not claim to read.
+
+    On GPUs vLLM chooses a backend that reads it, or refuses.  On a CPU it asks nobody,
+    and answers are wrong, or the engine dies of a segmentation fault.  Latent attention
+    reads the same types, though it claims none.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    kind = vllm_config.cache_config.cache_dtype
+    of_model = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    backend = AttentionBackendEnum.CPU_ATTN.get_class()
+    return kind != of_model and not backend.supports_kv_cache_dtype(kind)
 
 
 def unknown_kinds(module: str | None) -> list[str]:

@@ -85,7 +85,7 @@ async def answered(
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A model without experts: vLLM's CPU build cannot send tokens to those of the other
+    """A model without experts: vLLM's CPU build cannot send tokens to those of another
     rank, and ends at the first request, with the plugin and without."""
     folder = tmp_path_factory.mktemp("model") / "nemotron-h"
     return {"model": slow_decay.write_nemotron_h(folder), "dtype": "float32"}

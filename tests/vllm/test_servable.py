@@ -112,16 +112,42 @@ def test_side_caches_are_seen_in_the_source_of_every_hybrid_model() -> None:
     ],
 )
 def test_obstacle_in_the_source(module: str | None, sentence: str | None) -> None:
+    found = list(servable.obstacles(configuration(module)))
+    assert (sentence is None) == (found == [])
+    assert sentence is None or sentence in found[0]
+
+
+def configuration(
+    module: str | None, kind: str = "auto", dtype: torch.dtype = torch.float32
+) -> Any:
+    """As far as it tells what a model needs."""
     model = SimpleNamespace(
         architecture="A",
+        dtype=dtype,
         hf_text_config=SimpleNamespace(layer_types=["linear", "full_attention"]),
         registry=SimpleNamespace(models={"A": SimpleNamespace(module_name=module)}),
     )
-    cache = SimpleNamespace(sliding_window=None)
-    config: Any = SimpleNamespace(model_config=model, cache_config=cache)
-    found = list(servable.obstacles(config))
-    assert (sentence is None) == (found == [])
-    assert sentence is None or sentence in found[0]
+    cache = SimpleNamespace(sliding_window=None, cache_dtype=kind)
+    return SimpleNamespace(model_config=model, cache_config=cache)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM chooses a backend there")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "misread"),
+    [
+        ("fp8", torch.float32, False),
+        ("fp8_e5m2", torch.bfloat16, False),
+        ("bfloat16", torch.bfloat16, False),
+        ("bfloat16", torch.float32, True),
+        ("int8_per_token_head", torch.bfloat16, True),
+    ],
+)
+def test_types_of_kv_that_a_cpu_misreads(
+    kind: str, dtype: torch.dtype, misread: bool
+) -> None:
+    found = list(servable.obstacles(configuration(None, kind, dtype)))
+    sentence = "vLLM's attention on CPUs misreads KV of this type; "
+    assert found == ([f"{sentence}drop --kv-cache-dtype."] if misread else [])
 
 
 # ------------------------------------------------------- known once it is built

@@ -184,6 +184,17 @@ CONFLICTS = {
         ("--scheduler-cls=vllm.v1.core.sched.scheduler.Scheduler",),
         "it brings its own scheduler; drop --scheduler-cls.",
     ),
+    **(
+        {}
+        if ON_GPU
+        else {
+            "KV with scales": (
+                ("--kv-cache-dtype=int8_per_token_head",),
+                "vLLM's attention on CPUs misreads KV of this type; drop "
+                "--kv-cache-dtype.",
+            )
+        }
+    ),
     "connector": (
         (
             "--kv-transfer-config",

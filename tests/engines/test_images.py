@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import pytest
 
 from tests.engines import with_images
 from tests.engines.conftest import DRIVER, StartServer
-from tests.engines.drivers.sglang import PAGE_SIZE
+from tests.engines.drivers import Driver
 from tests.engines.server import Server
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(
-        DRIVER is None or DRIVER.name != "sglang",
-        reason="vLLM's environment has no torchvision",
+        DRIVER is not None and DRIVER.name == "vllm" and not find_spec("torchvision"),
+        reason="vLLM takes images with torchvision, which is not installed",
     ),
 ]
 
@@ -26,6 +27,8 @@ BEHIND = (
     " Say what you see in this image, and then what you make of it, at length. " * 2
 )
 GOES_ON = "And what is in the corner at the left?"
+FLAGS = {"vllm": (), "sglang": ("--enable-cache-report",)}
+"""With which answers tell what was restored, where the driver does not give them."""
 NEAR = 1e-3
 """Nats that a log probability may move by in float32."""
 Turn = tuple[list[Any], int, int]
@@ -53,14 +56,14 @@ def same(one: Turn, other: Turn) -> bool:
 
 
 def test_images_are_told_apart_and_found_again(
-    start_server: StartServer, tmp_path: Path
+    start_server: StartServer, driver: Driver, tmp_path: Path
 ) -> None:
     model = with_images.write_qwen3_5(tmp_path / "model")
     serving: dict[str, Any] = {"model": model, "dtype": "float32"}
     with start_server("stock", plugin=False, prefix_cache=False, **serving) as server:
         expected = {seed: turns(server, model, seed) for seed in (1, 2, 3)}
     assert not same(expected[1][0], expected[2][0]), "the image changes nothing"
-    with start_server("plugin", flags=("--enable-cache-report",), **serving) as server:
+    with start_server("plugin", flags=FLAGS[driver.name], **serving) as server:
         found = [(seed, turns(server, model, seed)) for seed in (1, 2, 3, 1)]
     for seed, answers in found:
         for one, stock in zip(answers, expected[seed], strict=True):
@@ -70,8 +73,8 @@ def test_images_are_told_apart_and_found_again(
     image = tokens - len(BEFORE) - len(BEHIND)
     assert fresh[0][2] == 0
     # Where prompts part, at the image's first place, is known from the second one on.
-    assert len(BEFORE) - PAGE_SIZE <= other[0][2] <= len(BEFORE) + image
-    assert again[0][2] >= tokens - PAGE_SIZE
+    assert len(BEFORE) - driver.page_size <= other[0][2] <= len(BEFORE) + image
+    assert again[0][2] >= tokens - driver.page_size
     # Answers of random weights are no text, so that the chat parts where they begin;
     # what is restored of it ends behind the image.
     for _, second in (fresh, other, again):
