@@ -86,6 +86,10 @@ MEMORY_HOOKS = (
         ("total_rest_memory",),
         mentions=("attn_dp_size",),
     ),
+    HookPoint(
+        f"{_SRT}.distributed.utils:get_pp_indices",
+        ("num_hidden_layers", "pp_rank", "pp_size"),
+    ),
     HookPoint(f"{_CONFIGURATOR}._calculate_mamba_ratio", ("self",)),
     HookPoint(f"{_CONFIGURATOR}._apply_token_constraints", ("token_capacity",)),
     HookPoint(

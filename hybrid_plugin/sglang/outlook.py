@@ -90,9 +90,10 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     import torch
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.utils import get_model_architecture
     from sglang.srt.runtime_context import attention_backends
 
-    from hybrid_plugin.sglang import elastic, page_layout, planning
+    from hybrid_plugin.sglang import elastic, page_layout, pipeline, planning
     from hybrid_plugin.sglang.arguments import has_windows
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
@@ -103,13 +104,15 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     if has_windows(model):
         note = "SGLang divides the memory itself, by --swa-full-tokens-ratio"
         return Outlook(Prospect.SERVED, note=note)
-    attention_layers = len(mambaish_config(model).full_attention_layer_ids)
+    ranks = pipeline.layers_of_stages(model, get_model_architecture(model)[0])
+    layers = pipeline.largest(ranks)
+    attention_layers = len(layers.attention)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     options = read_options()
     # Of what has no attention layers, SGLang's model knows no heads.
     token_bytes = _token_bytes(model) * attention_layers if attention_layers else 0
     packed = attention_layers > 0 and page_layout.can_pack(
-        model, attention_backends(), token_bytes
+        model, attention_backends(), token_bytes, layers=layers
     )
     lay_out = partial(
         make_layout,
@@ -117,12 +120,15 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         token_bytes=token_bytes,
         page_size=page_size,
         device_type=device_type,
+        layers=layers,
     )
     limits = planning.limits_of(
         model,
         elastic_memory.limited(cache_bytes, options),
         device_type,
-        elastic.hindrance(device_type) or elastic.hindrance_of_model(model),
+        elastic.hindrance(device_type)
+        or elastic.hindrance_of_model(model)
+        or pipeline.hindrance(ranks),
     )
     params = mambaish_config(model).mamba2_cache_params
     return Outlook.sized(

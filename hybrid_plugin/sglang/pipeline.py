@@ -10,12 +10,14 @@ results, in one order.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import HybridConfig
@@ -59,13 +61,43 @@ def layers_of_ranks(configurator: Any) -> list[StageLayers]:
     if parallel.pp_size == 1:
         return [whole]
     own = range(configurator.layer_info.start_layer, configurator.layer_info.end_layer)
-    here = StageLayers(
-        tuple(n for n in whole.attention if n in own),
-        tuple(n for n in whole.states if n in own),
-    )
+    here = _within(whole, own)
     found: list[Any] = [None] * parallel.launch_world_size
     torch.distributed.all_gather_object(found, here, parallel.world_group.cpu_group)
     return found
+
+
+def layers_of_stages(model: Any, kind: type[Any]) -> list[StageLayers]:
+    """The same before there are ranks, for each stage, as SGLang will divide layers.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        kind: the class that SGLang will build.
+    """
+    whole, stages = all_layers(model), get_parallel().pp_size
+    if stages == 1 or not _says_its_stage(kind):
+        return [whole]
+    layers = model.num_hidden_layers
+    ends = (get_pp_indices(layers, stage, stages) for stage in range(stages))
+    return [_within(whole, range(*both)) for both in ends]
+
+
+def _says_its_stage(kind: type[Any]) -> bool:
+    """Whether objects of a class will say which layers their stage has.
+
+    Some have a property for it, and others are given it when they are built.
+    """
+    return hasattr(kind, "start_layer") or (
+        "start_layer" in inspect.unwrap(kind.__init__).__code__.co_names
+    )
+
+
+def _within(whole: StageLayers, stage: range) -> StageLayers:
+    """Those of the layers that are a stage's."""
+    return StageLayers(
+        tuple(n for n in whole.attention if n in stage),
+        tuple(n for n in whole.states if n in stage),
+    )
 
 
 def largest(ranks: Sequence[StageLayers]) -> StageLayers:
@@ -76,10 +108,10 @@ def largest(ranks: Sequence[StageLayers]) -> StageLayers:
     )
 
 
-def are_alike(ranks: Sequence[StageLayers]) -> bool:
-    """Whether pages and slots are as large on every rank."""
+def hindrance(ranks: Sequence[StageLayers]) -> str | None:
+    """Why pools cannot be elastic: pages and slots are not as large on every rank."""
     counts = {(len(rank.attention), len(rank.states)) for rank in ranks}
-    return len(counts) == 1
+    return STAGES_DIFFER if len(counts) > 1 else None
 
 
 def speaks() -> bool:

@@ -96,8 +96,7 @@ def reserve_slots(
     hindrance = elastic.hindrance(device.type)
     hindrance = hindrance or elastic.hindrance_of_pools(configurator)
     ranks = pipeline.layers_of_ranks(configurator)
-    if not pipeline.are_alike(ranks):
-        hindrance = hindrance or pipeline.STAGES_DIFFER
+    hindrance = hindrance or pipeline.hindrance(ranks)
     layers = pipeline.largest(ranks)
     available = int(memory_gib * _GIB) - host_copies.device_bytes(options, device)
     available = elastic_memory.limited(available, options)

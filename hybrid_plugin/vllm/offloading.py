@@ -65,23 +65,28 @@ def wanted(vllm_config: VllmConfig) -> Offloading | None:
         vllm_config: before vLLM has derived a connector from the flags.
     """
     cache, given = vllm_config.cache_config, vllm_config.kv_transfer_config
-    ranks = vllm_config.parallel_config.world_size
     if not isinstance(vllm_config.additional_config, dict):
         return None  # nowhere to write the size down
     if cache.kv_offloading_size is not None:
         if given is not None or cache.kv_offloading_backend != "native":
             return None
         size = int(cache.kv_offloading_size * (1 << 30))
-        return Offloading("--kv-offloading-size", size // ranks)
+        return Offloading("--kv-offloading-size", size // _ranks(vllm_config))
     if given is None or given.kv_role != "kv_both":
         return None
     plain = _PLAIN.get(given.kv_connector or "")
     settings = given.kv_connector_extra_config or {}
     if plain is None or any(settings.get(k, v) != v for k, v in plain.items()):
         return None
-    size = settings.get(_SIZE_OF_RANK, int(settings.get(_SIZE, _UNSAID)) // ranks)
+    size = int(settings.get(_SIZE, _UNSAID)) // _ranks(vllm_config)
+    size = int(settings.get(_SIZE_OF_RANK, size))
     idle = settings.keys() - plain.keys() - {_SIZE, _SIZE_OF_RANK}
-    return Offloading("--kv-transfer-config", int(size), tuple(sorted(idle)))
+    return Offloading("--kv-transfer-config", size, tuple(sorted(idle)))
+
+
+def _ranks(vllm_config: VllmConfig) -> int:
+    """Of one engine: vLLM's sizes are for all of them together."""
+    return int(vllm_config.parallel_config.world_size)
 
 
 def obstacle(vllm_config: VllmConfig) -> str | None:

@@ -116,6 +116,69 @@ def test_sizes_are_those_of_a_rank_and_of_its_kind_of_kv(tmp_path: Path) -> None
     ]
 
 
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+IN_STAGES = """
+import json, os, sys
+from hybrid_plugin.sglang.outlook import foresee
+for stages, partition in ((1, None), (2, None), (2, "6,2"), (2, "4,4")):
+    os.environ.pop("SGLANG_PP_LAYER_PARTITION", None)
+    if partition:
+        os.environ["SGLANG_PP_LAYER_PARTITION"] = partition
+    found = foresee(sys.argv[1], [*sys.argv[2:], f"--pp-size={stages}"], 1 << 30)
+    layout = found.layout
+    print("FOUND", json.dumps((layout.page_bytes, layout.slot_bytes,
+          sum(len(group.layers) for group in layout.states),
+          found.shared is not None)))
+"""
+
+
+LONGER = NEMOTRON | {"hybrid_override_pattern": "M*" * 4, "num_hidden_layers": 8}
+
+
+@pytest.mark.parametrize("config", [QWEN3_5, LONGER], ids=["Qwen3.5", "Nemotron-H"])
+def test_sizes_are_those_of_the_largest_stage(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Of a class that divides its memory; Nemotron-H has all of it everywhere."""
+    lines = run(IN_STAGES, tmp_path, config)
+    whole, halves, uneven, even = [
+        json.loads(line.removeprefix("FOUND "))
+        for line in lines
+        if line.startswith("FOUND ")
+    ]
+    assert halves == even
+    if config is QWEN3_5:
+        assert whole[2] == 6 and halves[2] == 3 and uneven[2] == 5
+        assert halves[0] == whole[0] // 2
+        assert uneven[0] == halves[0], "one attention layer on either stage"
+        assert halves[3] and not uneven[3], "pools are elastic where stages are alike"
+    else:
+        assert halves == uneven == whole
+
+
 MAMBA2 = {
     "architectures": ["Mamba2ForCausalLM"],
     "model_type": "mamba2",

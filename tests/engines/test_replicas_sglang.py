@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's data parallelism: each replica has a cache and numbers of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.engines import slow_decay
+from tests.engines.conftest import StartServer
+from tests.engines.drivers import Driver
+from tests.engines.drivers.sglang import ON_GPU
+from tests.engines.greedy import gaps
+from tests.engines.messages import Answer, Ask
+from tests.engines.server import Server
+from tests.engines.traffic import encode
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(ON_GPU, reason="SGLang's norms take no float32 on a GPU"),
+]
+
+REPLICAS, TOKENS = 2, 10
+CHATS = (2, 3)
+"""On each replica; numbers that differ, so that theirs are told apart."""
+AGAIN = encode(" And what came of it?")
+TIE = 0.01
+"""Nats between two implementations in float32."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return slow_decay.write_nemotron_h(tmp_path_factory.mktemp("model") / "nemotron-h")
+
+
+@pytest.fixture(scope="module")
+def server(start_server: StartServer, model: Path) -> Iterator[Server]:
+    with start_server(
+        "replicas",
+        model=model,
+        dtype="float32",
+        flags=(f"--dp-size={REPLICAS}",),
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as running:
+        yield running
+
+
+def ask(server: Server, prompt: Sequence[int], replica: int) -> Answer:
+    """Have one replica answer."""
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0},
+        "routed_dp_rank": replica,
+    }
+    found = httpx.post(f"{server.url}/generate", json=body, timeout=300)
+    assert found.status_code == 200, found.text
+    answer = found.json()
+    cached = answer["meta_info"]["cached_tokens"]
+    return Answer(tuple(answer["output_ids"]), cached_tokens=cached)
+
+
+def ask_all(
+    server: Server, turns: Sequence[tuple[tuple[int, ...], int]]
+) -> list[Answer]:
+    """Several at a time, on all replicas."""
+    with ThreadPoolExecutor(len(turns)) as clients:
+        return list(clients.map(lambda turn: ask(server, *turn), turns))
+
+
+def of_replicas(text: str, name: str) -> dict[str, float]:
+    """One of the plugin's numbers, by the replica that says it."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith(f"hybrid_cache_{name}{{"):
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            found[labels["engine"]] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def test_replicas_restore_their_own_chats(
+    server: Server, driver: Driver, model: Path
+) -> None:
+    first = [
+        (encode(f"{replica}, {chat}. What was said of it " * 8)[:200], replica)
+        for replica in range(REPLICAS)
+        for chat in range(CHATS[replica])
+    ]
+    answers = ask_all(server, first)
+    second = [
+        ((*prompt, *answer.tokens, *AGAIN), replica)
+        for (prompt, replica), answer in zip(first, answers, strict=True)
+    ]
+    more = ask_all(server, second)
+    for (prompt, _), answer in zip(second, more, strict=True):
+        turn = len(prompt) - len(AGAIN)
+        assert turn - 1 <= answer.cached_tokens <= turn
+    elsewhere = ask(server, *(second[0][0], 1))
+    assert elsewhere.cached_tokens == 0, "the other replica has nothing of it"
+    assert elsewhere.tokens == more[0].tokens
+    asks = [Ask(prompt, TOKENS) for prompt, _ in (*first, *second)]
+    assert max(gaps(model, asks, [*answers, *more])) <= TIE
+    text = driver.metrics(server.url)
+    restored = of_replicas(text, "hit_tokens_total")
+    for replica in range(REPLICAS):
+        mine = [a for (_, r), a in zip(second, more, strict=True) if r == replica]
+        assert restored[str(replica)] == sum(answer.cached_tokens for answer in mine)
