@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 pytest.importorskip("sglang")
 
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool
@@ -57,6 +59,12 @@ def model(arch: AttentionArch = AttentionArch.MHA) -> Any:
         states=states,
         hf_config=SimpleNamespace(architectures=["SomeModel"]),
     )
+
+
+@pytest.fixture(autouse=True)
+def configured() -> Iterator[None]:
+    with get_context().override_server_args():
+        yield
 
 
 @pytest.fixture(autouse=True)
