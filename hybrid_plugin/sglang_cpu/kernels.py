@@ -22,6 +22,7 @@ from hybrid_plugin.sglang_cpu.compressed_keys import (
 )
 from hybrid_plugin.sglang_cpu.draft_attention import verify_with_a_mask
 from hybrid_plugin.sglang_cpu.draft_trees import links_of_mask
+from hybrid_plugin.sglang_cpu.experts import leave_experts_to_their_rank
 from hybrid_plugin.sglang_cpu.headless_models import leave_models_without_heads
 from hybrid_plugin.sglang_cpu.replacements import (
     HOOKS,
@@ -73,6 +74,7 @@ def install() -> None:
     mix_in_the_models_type()
     embed_in_the_models_type()
     leave_models_without_heads(replace)
+    leave_experts_to_their_rank(replace)
 
 
 def import_tree_masks() -> None:

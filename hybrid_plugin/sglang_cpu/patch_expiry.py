@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from hybrid_plugin.sglang_cpu.experts import COMPUTES_EXPERTS
 from hybrid_plugin.sglang_cpu.headless_models import DIVIDES_HEADS
 from hybrid_plugin.upstream.hookpoints import HookPoint
 from hybrid_plugin.upstream.patch_expiry import Need
@@ -47,6 +48,9 @@ NEEDED = {
     "transfers.register_memory_of_the_cpu": _while_there(
         f"{_SRT}.disaggregation.nixl.conn:NixlKVManager.register_buffer_to_engine",
         "VRAM",
+    ),
+    "experts.leave_experts_to_their_rank": _while_there(
+        COMPUTES_EXPERTS, "topk_ids", "scatter_"
     ),
     "headless_models.leave_models_without_heads": _while_there(
         DIVIDES_HEADS, "num_attention_heads"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_plugin.sglang_cpu.experts import EXPERTS
 from hybrid_plugin.sglang_cpu.headless_models import DIVIDES_HEADS
 from hybrid_plugin.upstream.hookpoints import HookPoint
 
@@ -665,5 +666,6 @@ HOOKS = (
     *DRAFTS,
     *SPARSE,
     HEADS,
+    EXPERTS,
 )
 """All that `kernels.install` relies on."""

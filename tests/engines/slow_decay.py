@@ -220,6 +220,21 @@ def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed, full_attention_interval=4)
 
 
+def write_qwen3_next(folder: Path, seed: int = 0) -> Path:
+    """Write a Qwen3-Next (gated delta nets, attention, experts) of that size."""
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        **QWEN3_5,
+        rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return _write(config, folder, seed, full_attention_interval=4)
+
+
 def write_bamba(folder: Path, seed: int = 0) -> Path:
     """Write a Bamba (Mamba-2, and attention in some places) of that size."""
     from transformers import BambaConfig
