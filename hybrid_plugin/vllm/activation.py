@@ -47,7 +47,7 @@ def read_options(vllm_config: VllmConfig) -> HybridConfig:
     Raises:
         ConfigError: for options that are not a mapping or not valid.
     """
-    return HybridConfig.from_mapping(_options_of(vllm_config))
+    return HybridConfig.from_mapping(given_options(vllm_config.additional_config))
 
 
 def carry_chat_template(engine_args: EngineArgs, template: str | None) -> None:
@@ -102,32 +102,35 @@ def given_options(extra: Any) -> dict[str, Any]:
     return environment_options() | options
 
 
-def _options_of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The options, and under them the host memory that vLLM's flags ask for."""
-    given = given_options(vllm_config.additional_config)
+def _carry_options(vllm_config: VllmConfig) -> None:
+    """Have the options of the environment travel with the configuration.
+
+    Engine cores and workers on other machines do not inherit the environment.
+    """
+    if isinstance(vllm_config.additional_config, dict) and environment_options():
+        _set_options(vllm_config, given_options(vllm_config.additional_config))
+
+
+def _size_host_memory(vllm_config: VllmConfig) -> tuple[str, ...]:
+    """Let vLLM's flags for it say how large the host memory is, under the options.
+
+    Returns:
+        What is to be said once the plugin stands in for vLLM's connector.
+    """
     offloaded = offloading.wanted(vllm_config)
     if offloaded is None:
-        return given
-    return {"host_memory": offloaded.rank_bytes} | given
+        return ()
+    given = given_options(vllm_config.additional_config)
+    options = {"host_memory": offloaded.rank_bytes} | given
+    _set_options(vllm_config, options)
+    return tuple(offloaded.describe(options["host_memory"]))
 
 
-def _carry_options(vllm_config: VllmConfig) -> None:
-    """Have all options travel with the configuration.
-
-    Engine cores and workers on other machines do not inherit the environment, and
-    vLLM's own flags for host memory are gone once the plugin stands in for them.
-    """
-    options = _options_of(vllm_config)
-    offloaded = offloading.wanted(vllm_config)
-    if isinstance(vllm_config.additional_config, dict) and options:
-        vllm_config.additional_config = {
-            **vllm_config.additional_config,
-            OPTIONS_KEY: options,
-        }
-    if offloaded is not None:
-        for line in offloaded.describe(options["host_memory"]):
-            logger.info("%s", line)
-        offloading.take_over(vllm_config)
+def _set_options(vllm_config: VllmConfig, options: dict[str, Any]) -> None:
+    vllm_config.additional_config = {
+        **vllm_config.additional_config,
+        OPTIONS_KEY: options,
+    }
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
@@ -154,6 +157,8 @@ def activate(vllm_config: VllmConfig) -> None:
             raise cannot_serve(f"peers needs the plugin, and {idle}.")
         logger.info("hybrid-plugin is inactive: %s.", idle)
         return
+    replaced = _size_host_memory(vllm_config)
+    options = read_options(vllm_config)
     conflict = next(conflicts(vllm_config), None)
     if conflict is not None:
         refuse_if_demanded(options, conflict)
@@ -163,6 +168,8 @@ def activate(vllm_config: VllmConfig) -> None:
         for obstacle in storable.obstacles(vllm_config, given):
             raise cannot_serve(obstacle)
     _mark(vllm_config)
+    for line in replaced:
+        logger.info("%s", line)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
 
 
@@ -331,6 +338,7 @@ def _mark(vllm_config: VllmConfig) -> None:
     from vllm.platforms import current_platform
 
     _carry_options(vllm_config)
+    offloading.take_over(vllm_config)
     cache = vllm_config.cache_config
     # With upstream's prefix caching off, every state layer takes column 0 of
     # its block table as its state slot: our slot ids are its block ids.
