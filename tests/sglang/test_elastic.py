@@ -42,6 +42,13 @@ BUDGET = 4 << 20
 TOKEN_BYTES = LAYERS * 2 * HEADS * WIDTH * 2
 
 
+@pytest.fixture(autouse=True)
+def no_disaggregation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's flags for it are not published where there is no server."""
+    plain = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr(elastic, "get_disagg", lambda: plain)
+
+
 def plan(budget: int = BUDGET, *, packed: bool = False) -> ElasticPlan:
     names = tuple(f"KV tensor {i}" for i in range(2 * LAYERS))
     layout = CacheLayout(
