@@ -323,8 +323,8 @@ _LEAST = {
     "system_snapshot_min_tokens": 1,
     "in_batch_prefix_min_tokens": 0,
 }
-_SIZES = ("gpu_memory_budget", "host_memory")
-"""Options in bytes, which take a size with a unit as well."""
+_SIZES = {"gpu_memory_budget": parse_bytes, "host_memory": parse_size_or_multiple}
+"""Options in bytes, and what reads the texts that they take as well."""
 _SAID = dict.fromkeys(_SIZES, "a size such as 40GiB") | {
     "host_memory": "a size such as 64GiB, or a multiple such as 2x",
     "models": "a list of names of architectures",
@@ -379,11 +379,7 @@ def _read_size(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return (
-            parse_size_or_multiple(value)
-            if name == "host_memory"
-            else parse_bytes(value)
-        )
+        return _SIZES[name](value)
     except ConfigError as error:
         raise ConfigError(f"hybrid_plugin option {name!r}: {error}") from error
 

@@ -122,7 +122,7 @@ def take_arguments(_cls: type, args: argparse.Namespace) -> None:
             listener()
 
 
-def pass_on(name: str, value: Any) -> None:
+def set_option(name: str, value: Any) -> None:
     """Set an option of this process and its children, as the command line would.
 
     Args:
@@ -134,6 +134,11 @@ def pass_on(name: str, value: Any) -> None:
     """
     merged = environment_options() | {name: value}
     HybridConfig.from_mapping(merged)
+    _write_options(merged)
+
+
+def _write_options(merged: dict[str, Any]) -> None:
+    """Leave options where `read_options` finds them, here and in child processes."""
     os.environ[OPTIONS_VARIABLE] = json.dumps(merged)
 
 
@@ -151,7 +156,7 @@ def _pass_on(flag: bool, given: dict[str, Any]) -> None:
     options = HybridConfig.from_mapping(merged)
     if not flag and options.enabled is None and not requested():
         raise ConfigError(f"{OPTIONS_FLAG} needs {FLAG}.")
-    os.environ[OPTIONS_VARIABLE] = json.dumps(merged)
+    _write_options(merged)
     if options.enabled is False:
         logger.info('hybrid-plugin is inactive: the option "enabled" is false.')
         return

@@ -722,6 +722,7 @@ SCHEDULER_HOOKS = (
     HookPoint(
         f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation", ("batch",)
     ),
+    HookPoint(f"{_SRT}.runtime_context:get_disagg"),
     HookPoint(f"{_SRT}.runtime_context:get_memory"),
     HookPoint(f"{_SRT}.runtime_context:get_schedule"),
     HookPoint(f"{_SRT}.runtime_context:get_context"),

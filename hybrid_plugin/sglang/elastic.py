@@ -230,6 +230,8 @@ def hindrance(device_type: str) -> str | None:
     found = elastic_memory.obstacle(device_type)
     if found is not None:
         return found
+    if get_disagg().disaggregation_mode != "null":
+        return KEEPS_STILL
     if get_schedule().max_mamba_cache_size is not None:
         return "have no fixed slots; drop --max-mamba-cache-size."
     if get_schedule().max_total_tokens is not None:
@@ -239,8 +241,6 @@ def hindrance(device_type: str) -> str | None:
 
 def hindrance_of_pools(configurator: Any) -> str | None:
     """What the pools that SGLang would build have against it."""
-    if get_disagg().disaggregation_mode != "null":
-        return KEEPS_STILL
     if get_spec().speculative_algorithm is not None and configurator.attn_dp_size > 1:
         return (
             "hold the states after drafts for batches of this rank alone, and "

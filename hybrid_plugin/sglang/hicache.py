@@ -56,7 +56,7 @@ def take_over(view: Any, options: HybridConfig) -> HybridConfig:
         )
         return options
     size = view.hicache_size * _GB if view.hicache_size > 0 else None
-    activation.pass_on("host_memory", size or f"{view.hicache_ratio:g}x")
+    activation.set_option("host_memory", size or f"{view.hicache_ratio:g}x")
     flag = "--hicache-size" if size else "--hicache-ratio"
     logger.info(
         "hybrid-plugin keeps what the device evicts in host memory itself, as much as "

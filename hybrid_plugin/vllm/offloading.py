@@ -49,10 +49,10 @@ class Offloading:
                 "hybrid-plugin keeps what the device evicts in host memory itself, as "
                 f"much as {self.flag} says, states included."
             )
-        if self.idle:
+        for setting in self.idle:
             yield (
-                f"hybrid-plugin: of {self.flag}, {', '.join(self.idle)} is for vLLM's "
-                "connector and has no effect."
+                f"hybrid-plugin: of {self.flag}, {setting} is for vLLM's connector and "
+                "has no effect."
             )
 
 

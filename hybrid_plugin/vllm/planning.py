@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
-from hybrid_plugin.config import DEFAULT_PAGE_SIZE, HybridConfig
+from hybrid_plugin.config import DEFAULT_PAGE_SIZE
 from hybrid_plugin.core.commands import Pool, PoolId
 from hybrid_plugin.core.memory.attention_windows import FULL_ATTENTION, ChunkedLocal
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
@@ -29,7 +29,6 @@ from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine import elastic_memory, host_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
 from hybrid_plugin.engine.stages import stages_differ
-from hybrid_plugin.sizes import Multiple
 from hybrid_plugin.vllm import addressing, elastic, page_layout, page_size
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.kernels import agreement
@@ -379,7 +378,9 @@ def plan(
         limits,
         logger,
         fixed_layout=fixed,
-        host_room=_host_room(vllm_config, options),
+        host_room=host_memory.room_for(
+            options, vllm_config.parallel_config.local_world_size
+        ),
     )
     for line in found.describe():
         logger.info("%s", line)
@@ -396,14 +397,6 @@ def plan(
         )
         for own in ranks
     ]
-
-
-def _host_room(vllm_config: VllmConfig, options: HybridConfig) -> int | None:
-    """Bytes of host memory that each rank may have, if no option says how many."""
-    if not isinstance(options.host_memory, Multiple):
-        return None
-    ranks = vllm_config.parallel_config.local_world_size
-    return host_memory.room_for(options, ranks)
 
 
 def limits_of(

@@ -53,8 +53,6 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         model_config=SimpleNamespace(
             is_hybrid=True, is_attention_free=False, has_inner_state=True
         ),
-        cache_config=SimpleNamespace(kv_offloading_size=None),
-        kv_transfer_config=None,
         speculative_config=None,
         additional_config={},
     )

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,22 +95,30 @@ class VllmEngine:
         manager = core.engine_core.scheduler.kv_cache_manager
         return dict(manager.cache.stats.as_dict())
 
-    @contextmanager
-    def pressure(self) -> Iterator[None]:
+    def pressure(self) -> AbstractContextManager[None]:
         """Now and then a sequence that grows gets no page: vLLM preempts."""
-        from hybrid_plugin.core.cache import HybridCache
+        return refusing_pages(REFUSED_EVERY)
 
-        grow, calls = HybridCache.grow, itertools.count(1)
 
-        def seldom(cache: HybridCache, *args: Any, **kwargs: Any) -> Any:
-            refused = next(calls) % REFUSED_EVERY == 0
-            return None if refused else grow(cache, *args, **kwargs)
+@contextmanager
+def refusing_pages(every: int) -> Iterator[None]:
+    """One in so many growths of a sequence finds no page, here and in forked processes.
 
-        HybridCache.grow = seldom  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            HybridCache.grow = grow  # type: ignore[method-assign]
+    Args:
+        every: growths.
+    """
+    from hybrid_plugin.core.cache import HybridCache
+
+    grow, calls = HybridCache.grow, itertools.count(1)
+
+    def seldom(cache: HybridCache, *args: Any, **kwargs: Any) -> Any:
+        return None if next(calls) % every == 0 else grow(cache, *args, **kwargs)
+
+    HybridCache.grow = seldom  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HybridCache.grow = grow  # type: ignore[method-assign]
 
 
 def options(kind: Kind) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import asyncio
 import itertools
 import random
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from hybrid_plugin.tools.prometheus_text import Metrics
 from tests.engines import slow_decay
-from tests.engines.model_phases_vllm import set_environment
+from tests.engines.model_phases_vllm import refusing_pages, set_environment
 from tests.engines.phases import report
 
 PAGE = 32
@@ -186,30 +186,12 @@ def preemptions() -> float:
     return metrics.total("hybrid_cache_preemptions_total") or 0.0
 
 
-@contextmanager
-def pressure() -> Iterator[None]:
-    """Engines that are forked meanwhile preempt now and then."""
-    from hybrid_plugin.core.cache import HybridCache
-
-    grow, calls = HybridCache.grow, itertools.count(1)
-
-    def seldom(cache: HybridCache, *args: Any, **kwargs: Any) -> Any:
-        refused = next(calls) % REFUSED_EVERY == 0
-        return None if refused else grow(cache, *args, **kwargs)
-
-    HybridCache.grow = seldom  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        HybridCache.grow = grow  # type: ignore[method-assign]
-
-
 async def main(folder: Path) -> None:
     """Print one line of JSON."""
     model = slow_decay.write_nemotron_h(folder)
     async with asyncio.timeout(LIMIT_S):
         found = {"stock": await stock(model), "plugin": await plugin(model)}
-        with pressure():
+        with refusing_pages(REFUSED_EVERY):
             found["preempting"] = await plugin(model)
     report(found)
 

@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 pytest.importorskip("sglang")
 
 from tests.engines import draft_heads, slow_decay
 from tests.engines.conftest import StartServer
-from tests.engines.drivers.sglang import ON_GPU
+from tests.engines.drivers.sglang import ON_GPU, generate
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
@@ -79,16 +78,7 @@ def server(start_server: StartServer, checkpoints: Checkpoints) -> Iterator[Serv
 
 def ask(server: Server, adapter: str | None, prompt: Sequence[int]) -> Answer:
     """Send one request, with an adapter or without."""
-    body = {
-        "input_ids": list(prompt),
-        "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0},
-        "lora_path": adapter,
-    }
-    found = httpx.post(f"{server.url}/generate", json=body, timeout=300)
-    assert found.status_code == 200, found.text
-    answer = found.json()
-    cached = answer["meta_info"]["cached_tokens"]
-    return Answer(tuple(answer["output_ids"]), cached_tokens=cached)
+    return generate(server.url, prompt, TOKENS, lora_path=adapter)
 
 
 def ask_all(

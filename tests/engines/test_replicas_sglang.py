@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 pytest.importorskip("sglang")
@@ -16,7 +15,7 @@ pytest.importorskip("sglang")
 from tests.engines import slow_decay
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
-from tests.engines.drivers.sglang import ON_GPU
+from tests.engines.drivers.sglang import ON_GPU, generate
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
@@ -54,16 +53,7 @@ def server(start_server: StartServer, model: Path) -> Iterator[Server]:
 
 def ask(server: Server, prompt: Sequence[int], replica: int) -> Answer:
     """Have one replica answer."""
-    body = {
-        "input_ids": list(prompt),
-        "sampling_params": {"max_new_tokens": TOKENS, "temperature": 0},
-        "routed_dp_rank": replica,
-    }
-    found = httpx.post(f"{server.url}/generate", json=body, timeout=300)
-    assert found.status_code == 200, found.text
-    answer = found.json()
-    cached = answer["meta_info"]["cached_tokens"]
-    return Answer(tuple(answer["output_ids"]), cached_tokens=cached)
+    return generate(server.url, prompt, TOKENS, routed_dp_rank=replica)
 
 
 def ask_all(

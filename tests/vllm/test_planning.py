@@ -46,6 +46,7 @@ def config_of(
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(local_world_size=1),
         num_speculative_tokens=drafts,
         num_lookahead_tokens=drafts,
     )

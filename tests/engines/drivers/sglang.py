@@ -410,6 +410,21 @@ class SglangDriver:
         return KVEventBatch
 
 
+def generate(url: str, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Answer:
+    """A greedy answer, to a request with fields that SGLang alone has.
+
+    Args:
+        url: of the server.
+        prompt: its tokens.
+        num_tokens: of the answer, at most.
+        fields: such as `lora_path` and `routed_dp_rank`.
+    """
+    body = _body(Ask(tuple(prompt), num_tokens)) | fields
+    response = httpx.post(f"{url}/generate", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    return _answer(response.json(), 0.0)
+
+
 def _wake(url: str) -> None:
     """Have the scheduler go once through its loop, by an order that changes nothing."""
     body = {"forward_sleep_time": None}
