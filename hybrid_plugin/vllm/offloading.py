@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybrid_plugin.vllm.ranks import schedule_for_themselves
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -91,8 +93,13 @@ def _ranks(vllm_config: VllmConfig) -> int:
 
 def obstacle(vllm_config: VllmConfig) -> str | None:
     """A sentence about a connector that the plugin does not stand in for."""
-    if wanted(vllm_config) is not None:
-        return None
+    offloaded = wanted(vllm_config)
+    if offloaded is not None:
+        return (
+            _without_one_time(offloaded)
+            if schedule_for_themselves(vllm_config)
+            else None
+        )
     if vllm_config.cache_config.kv_offloading_size is not None:
         return (
             "LMCache and other connectors do not know the plugin's pools; drop "
@@ -105,6 +112,13 @@ def obstacle(vllm_config: VllmConfig) -> str | None:
             "peers."
         )
     return None
+
+
+def _without_one_time(offloaded: Offloading) -> str:
+    return (
+        "host memory needs one time for all ranks, and those of an external launcher "
+        f"schedule for themselves; drop {offloaded.flag}."
+    )
 
 
 def take_over(vllm_config: VllmConfig) -> None:

@@ -26,6 +26,7 @@ from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import StatsSender
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
+from hybrid_plugin.vllm.ranks import schedule_for_themselves
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
@@ -307,6 +308,4 @@ def _kv_events(
 
 def _clock(vllm_config: VllmConfig) -> Callable[[], float] | None:
     """The time for TTLs; None if each rank schedules for itself, by its own clock."""
-    parallel = vllm_config.parallel_config
-    each = parallel.distributed_executor_backend == "external_launcher"
-    return None if each and parallel.world_size > 1 else time.monotonic
+    return None if schedule_for_themselves(vllm_config) else time.monotonic

@@ -103,6 +103,19 @@ def test_what_goes_further_is_refused(arguments: dict[str, Any], sentence: str) 
     assert next(conflicts(config)).startswith(sentence)
 
 
+def test_ranks_that_schedule_for_themselves_keep_vllms_connector() -> None:
+    config = config_of(
+        kv_offloading_size=2,
+        tensor_parallel_size=2,
+        additional_config={"hybrid_plugin": {"enabled": False}},
+    )
+    config.kv_transfer_config, config.cache_config.kv_offloading_size = None, 2
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    sentence = next(conflicts(config))
+    assert "one time for all ranks" in sentence
+    assert sentence.endswith("drop --kv-offloading-size.")
+
+
 def test_vllm_keeps_its_connector_where_the_plugin_is_off() -> None:
     config = config_of(
         kv_offloading_size=1, additional_config={"hybrid_plugin": {"enabled": False}}
