@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def schedule_for_themselves(vllm_config: VllmConfig) -> bool:
     """Whether each rank has a scheduler of its own, and so a clock of its own.
 
-    An external launcher (torchrun) starts such ranks.  They decide alike only as long as
-    nothing that they decide by depends on the time.
+    An external launcher (torchrun) starts such ranks.  They decide alike only as long
+    as nothing that they decide by depends on the time.
     """
     parallel = vllm_config.parallel_config
     launched = parallel.distributed_executor_backend == "external_launcher"
