@@ -353,7 +353,7 @@ def disk_door(now: list[float]) -> tuple[FrontDoor, Request]:
     to = FrontDoor(cache, logging.getLogger(__name__), lambda: now[0])
     serve(to, Request("chat", 8))
     cache.drain_commands()
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert cache.host is not None
     while cache.memory.evict_pages(1_000) or cache.host.memory.evict_pages(1_000):
         pass
@@ -368,7 +368,7 @@ def test_a_request_waits_for_the_disk_and_then_for_the_host() -> None:
     now[0] = 50.0
     to.pass_time()
     assert to.must_wait_for_restore(request), "nothing was reported"
-    to.cache.outer_done(2, True)
+    to.cache.lower_tiers.done(2, True)
     assert to.must_wait_for_restore(request), "it is on the host"
     now[0] = 60.0
     to.pass_time()
@@ -379,7 +379,7 @@ def test_a_request_waits_for_the_disk_and_then_for_the_host() -> None:
 def test_a_request_computes_what_the_disk_cannot_give() -> None:
     to, request = disk_door([0.0])
     assert to.must_wait_for_restore(request)
-    to.cache.outer_done(2, False, reason="corrupt")
+    to.cache.lower_tiers.done(2, False, reason="corrupt")
     assert not to.must_wait_for_restore(request)
     assert run(to, request) == 0
 
@@ -394,14 +394,14 @@ def test_a_request_does_not_wait_for_a_disk_that_hangs() -> None:
     assert not to.must_wait_for_restore(request) and not to.is_restoring("next")
     assert not to.must_wait_for_restore(Request("other", 12)), "it is late for all"
     assert run(to, request) == 0
-    to.cache.outer_done(2, True)
+    to.cache.lower_tiers.done(2, True)
 
 
 def test_a_request_that_leaves_lets_a_fetch_go_on() -> None:
     to, request = disk_door([0.0])
     assert to.must_wait_for_restore(request)
     to.end(request, 0)
-    assert to.waiting == 0 and to.cache.fetching == 1
-    to.cache.outer_done(2, True)
+    assert to.waiting == 0 and to.cache.lower_tiers.fetching == 1
+    to.cache.lower_tiers.done(2, True)
     assert to.must_wait_for_restore(Request("same", 12)), "from the host now"
-    assert to.cache.fetching == 0
+    assert to.cache.lower_tiers.fetching == 0

@@ -155,7 +155,7 @@ def test_failures_are_counted_by_their_reason(labels: dict[str, str]) -> None:
     tier: Any = SimpleNamespace(
         name="disk", stats=OuterStats(), used_bytes=77, offers_bundles=False
     )
-    cache.tiers = (tier,)
+    cache.lower_tiers.outer = (tier,)
     metrics = CacheMetrics(labels)
     metrics.publish(snapshot_of(cache))
     assert value("disk_used_bytes", labels) == 77

@@ -115,6 +115,11 @@ class LiveSequence:
         return tuple(self.planned)
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether some of its prompt is neither computed nor on the way."""
+        return self.in_tree < self.prompt_length
+
+    @property
     def promised(self) -> int:
         """Pages that it will take for the rest of its prompt."""
         return max(self.reserved - len(self.pages), 0)
@@ -123,3 +128,9 @@ class LiveSequence:
     def locked_tokens(self) -> int:
         """Tokens of its prefix that the tree surely has."""
         return 0 if self.locked is None else self.locked.end
+
+    def forget_prompt(self) -> None:
+        """Note that all of its prompt was computed, and what of it counts is cached."""
+        self.in_tree = self.prompt_length
+        self.planned = {}
+        self.prompt = array("q")

@@ -172,19 +172,19 @@ class FrontDoor:
             return False
         waiting = self._note(request)
         if waiting.restore is not None and not waiting.restore.is_over:
-            if not self.cache.is_restored(waiting.restore):
+            if not self.cache.lower_tiers.is_restored(waiting.restore):
                 return True
             if waiting.restore.is_over:
                 return False
             waiting.restore.waiters -= 1  # it takes too long
             waiting.restore = None
         found = self._find(request, waiting.tokens, waiting.limit)
-        restore = self.cache.restore(found, waiting.restore)
+        restore = self.cache.lower_tiers.restore(found, waiting.restore)
         if restore is None:
             return False
         waiting.restore = restore
         restore.waiters += 1
-        return not self.cache.is_restored(restore)
+        return not self.cache.lower_tiers.is_restored(restore)
 
     def expect(
         self, request: IncomingRequest, tier: PeerTier, offer: PeerOffer
@@ -211,7 +211,7 @@ class FrontDoor:
         waiting.forget_offer = partial(self._forget_offer, tier, offer)
         self.pass_time()
         found = self._find(request, waiting.tokens, waiting.limit)
-        fetch = self.cache.prefetch(found)
+        fetch = self.cache.lower_tiers.prefetch(found)
         if fetch is not None:
             waiting.restore = fetch
             fetch.waiters += 1
@@ -424,7 +424,7 @@ class FrontDoor:
 
     def _forget_offer(self, tier: PeerTier, offer: PeerOffer) -> None:
         if tier.forget(offer):
-            self.cache.decline(offer.text)
+            self.cache.lower_tiers.decline(offer.text)
 
     def _note(self, request: IncomingRequest) -> _Waiting:
         """The record of a waiting request, with all its tokens."""

@@ -179,7 +179,7 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
 
 def _outer_numbers(cache: HybridCache, name: str) -> dict[str, int]:
     """Those of a tier behind the host, whether or not it is there."""
-    tier = next((one for one in cache.tiers if one.name == name), None)
+    tier = next((one for one in cache.lower_tiers.outer if one.name == name), None)
     stats = OuterStats() if tier is None else tier.stats
     found = stats.as_dict(name)
     found |= _by_reason(f"{name}_store_failures", stats.store_failures)
@@ -187,7 +187,7 @@ def _outer_numbers(cache: HybridCache, name: str) -> dict[str, int]:
     if tier is not None:
         found[f"{_COUNT}/{name}_used_bytes"] = tier.used_bytes
         if tier.offers_bundles:
-            found[f"{_COUNT}/{name}_offers"] = cache.offering
+            found[f"{_COUNT}/{name}_offers"] = cache.lower_tiers.offering
     if isinstance(tier, DiskTier):
         found[f"{_COUNT}/disk_sessions"] = tier.sessions
         found[f"{_COUNT}/disk_pinned_bytes"] = tier.pinned_bytes

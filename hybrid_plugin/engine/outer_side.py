@@ -53,7 +53,7 @@ class OuterSide:
             tiers.append(peers.tier)
         if store is not None:
             tiers.append(store.tier)
-        cache.use_tiers(tiers)
+        cache.lower_tiers.use_outer(tiers)
 
     def take(self, outcomes: Iterable[Outcome]) -> None:
         """Tell the cache what became of writes, fetches and offers.
@@ -64,9 +64,11 @@ class OuterSide:
         for outcome in outcomes:
             lost = outcome.lost
             if lost is None:
-                self._cache.outer_done(outcome.ticket, True, seconds=outcome.seconds)
+                self._cache.lower_tiers.done(
+                    outcome.ticket, True, seconds=outcome.seconds
+                )
             else:
-                self._cache.outer_done(
+                self._cache.lower_tiers.done(
                     outcome.ticket,
                     False,
                     reason=lost.failure.reason,

@@ -67,7 +67,7 @@ class Peers:
             namespace: of the request.
             tokens: of it, as many as another server can resume from.
         """
-        key = cache.offer(namespace, tokens)
+        key = cache.lower_tiers.offer(namespace, tokens)
         return None if key is None else PeerOffer.from_text(key)
 
     def _refuse(self, failure: Failure) -> None:

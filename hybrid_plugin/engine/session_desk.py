@@ -185,7 +185,7 @@ class SessionDesk:
         name, tokens, created = _name(order), _tokens(order), int(order["created"])
         digest = self._digest(namespace)
         self.book.reveal(digest, tokens)
-        saving = self.cache.save(tokens, namespace)
+        saving = self.cache.lower_tiers.save(tokens, namespace)
         if saving is None:
             raise _RefusedError(404, _NOTHING)
         return _Save(self, name, digest, created, saving, len(tokens))
@@ -270,7 +270,7 @@ class _Save:
         if discard is None:
             return desk.no_room()
         text = self.session.as_text()
-        self.recording = desk.cache.record(self.session.key, text, discard)
+        self.recording = desk.cache.lower_tiers.record(self.session.key, text, discard)
         return None
 
     def _failed(self, reason: str) -> Answer:
@@ -296,10 +296,10 @@ class _Load:
             return None
         cache, tokens = self.desk.cache, self.session.tokens
         if self.fetch is None or self.fetch.reason:  # then the disk has less now
-            self.fetch = cache.bring(tokens, self.namespace)
+            self.fetch = cache.lower_tiers.bring(tokens, self.namespace)
             if self.fetch is not None:
                 return None
-        return self._answer(cache.resumable(tokens, self.namespace))
+        return self._answer(cache.lower_tiers.resumable(tokens, self.namespace))
 
     def _answer(self, ready: int) -> Answer:
         name, tokens = self.session.name, self.session.tokens
@@ -323,13 +323,13 @@ class _Remove:
     def step(self) -> Answer | None:
         desk = self.desk
         if self.recording is None:
-            self.recording = desk.cache.record(self.session.key, None)
+            self.recording = desk.cache.lower_tiers.record(self.session.key, None)
         if not self.recording.is_over:
             return None
         if self.recording.reason:
             return failure(503, _UNREMOVED.format(reason=self.recording.reason))
         before = desk.tier.used_bytes
-        desk.cache.discard(desk.book.remove(self.session.key))
+        desk.cache.lower_tiers.discard(desk.book.remove(self.session.key))
         freed = before - desk.tier.used_bytes
         return {"status": 200, "name": self.session.name, "freed_bytes": freed}
 

@@ -30,7 +30,11 @@ def most_pages(cache: HybridCache) -> int:
 def spare_pages(cache: HybridCache) -> int:
     """The same with those that are filled from host memory, which make way, and
     without those that sequences have reserved for their prompts."""
-    return most_pages(cache) + cache.restoring(Pool.KV) - cache.promised_pages()
+    return (
+        most_pages(cache)
+        + cache.lower_tiers.restoring(Pool.KV)
+        - cache.promised_pages()
+    )
 
 
 def most_slots(cache: HybridCache) -> int:
@@ -92,7 +96,8 @@ class HybridTokenAllocator(BaseTokenToKVPoolAllocator):
         pages = num_tokens // self.page_size
         windows = map(Pool.window, range(len(self.cache.windows)))
         return pages <= spare_pages(self.cache) and all(
-            pages <= self.cache.broker.max_free(pool) + self.cache.restoring(pool)
+            pages
+            <= self.cache.broker.max_free(pool) + self.cache.lower_tiers.restoring(pool)
             for pool in windows
         )
 

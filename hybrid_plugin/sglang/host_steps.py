@@ -53,7 +53,9 @@ class HostSteps:
             waiting: whether a request waits that may begin one.
         """
         self._cache.pass_time(self._clock())
-        self._clock.is_fine = waiting or self._cache.restores_due is not None
+        self._clock.is_fine = (
+            waiting or self._cache.lower_tiers.restores_due is not None
+        )
         if self._cache.rates is not None:
             self._cache.rates.prefill_seconds_per_token = self._clock.token_seconds
 

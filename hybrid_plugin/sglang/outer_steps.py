@@ -51,7 +51,11 @@ class OuterSteps:
     def is_busy(self) -> bool:
         """Whether anything is on its way, or will be with the next commands."""
         ordered = self._outer.is_busy
-        return bool(self._cache.fetching or self._cache.writing or ordered)
+        return bool(
+            self._cache.lower_tiers.fetching
+            or self._cache.lower_tiers.writing
+            or ordered
+        )
 
     @property
     def peers(self) -> Peers | None:

@@ -272,10 +272,10 @@ class HybridKVCacheManager:
             return False
         return (
             self.is_opening
-            or self.cache.has_unsent_offers
+            or self.cache.lower_tiers.has_unsent_offers
             or self.was_flushed
-            or self.cache.writing > 0
-            or self.cache.fetching > 0
+            or self.cache.lower_tiers.writing > 0
+            or self.cache.lower_tiers.fetching > 0
             or (self._outer is not None and self._outer.is_busy)
         )
 

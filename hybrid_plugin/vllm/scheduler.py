@@ -189,7 +189,7 @@ class _OnTwoPools(Scheduler):
             self.kv_cache_manager.has_work
             and not self.running
             and not output.total_num_scheduled_tokens
-            and self.kv_cache_manager.cache.restores_due is None
+            and self.kv_cache_manager.cache.lower_tiers.restores_due is None
         )
 
     def _prefill_tokens(self, output: SchedulerOutput) -> int:

@@ -78,7 +78,11 @@ def host_state(cache: HybridCache, host: HostTier) -> dict[str, Any]:
 
 def restores_of(cache: HybridCache) -> list[Restore]:
     """Restores whose loads are not awaited yet."""
-    return [] if cache._restores is None else list(cache._restores.running)
+    return (
+        []
+        if cache.lower_tiers._restores is None
+        else list(cache.lower_tiers._restores.running)
+    )
 
 
 def state_but_ranks(cache: HybridCache) -> dict[str, Any]:
@@ -138,12 +142,16 @@ def audit(cache: HybridCache) -> None:
 
 def fetches_of(cache: HybridCache) -> list[Fetching]:
     """Fetches whose outcome was not reported."""
-    return [] if cache._outer is None else list(cache._outer._fetches.running.values())
+    return (
+        []
+        if cache.lower_tiers._outer is None
+        else list(cache.lower_tiers._outer._fetches.running.values())
+    )
 
 
 def writes_of(cache: HybridCache) -> list[Writing]:
     """Writes whose outcome was not reported."""
-    outer = cache._outer
+    outer = cache.lower_tiers._outer
     if outer is None or outer._writes is None:
         return []
     return list(outer._writes.running.values())
@@ -151,7 +159,7 @@ def writes_of(cache: HybridCache) -> list[Writing]:
 
 def saves_of(cache: HybridCache) -> list[HostSource]:
     """What saves hold on the host."""
-    outer = cache._outer
+    outer = cache.lower_tiers._outer
     if outer is None or outer._saves is None:
         return []
     held = [one._source for one in outer._saves.running]
@@ -160,7 +168,7 @@ def saves_of(cache: HybridCache) -> list[HostSource]:
 
 def offers_of(cache: HybridCache) -> list[HostSource]:
     """What is offered to other servers, and was not withdrawn."""
-    outer = cache._outer
+    outer = cache.lower_tiers._outer
     if outer is None or outer._offers is None:
         return []
     running = outer._offers.running.values()

@@ -126,7 +126,7 @@ class FakeEngine:
 
     def _prefetch(self, request: Request) -> None:
         """Begin to fetch what peers have of a request that has just come."""
-        fetch = self.cache.prefetch(self._look_up(request))
+        fetch = self.cache.lower_tiers.prefetch(self._look_up(request))
         if fetch is not None:
             assert fetch.length < request.known
             request.restore = fetch
@@ -226,15 +226,17 @@ class FakeEngine:
 
     def save(self, tokens: Tokens, namespace: Hashable) -> None:
         """Have what can be resumed of a sequence in the outer tier."""
-        saving = self.cache.save(tokens, namespace)
+        saving = self.cache.lower_tiers.save(tokens, namespace)
         if saving is not None:
             self.saves.append(saving)
         self._check_saves()
 
     def bring(self, tokens: Tokens, namespace: Hashable) -> None:
         """Have what the outer tier has of a sequence on the host."""
-        fetch = self.cache.bring(tokens, namespace)
-        assert fetch is None or fetch.length > self.cache.resumable(tokens, namespace)
+        fetch = self.cache.lower_tiers.bring(tokens, namespace)
+        assert fetch is None or fetch.length > self.cache.lower_tiers.resumable(
+            tokens, namespace
+        )
 
     def _check_saves(self) -> None:
         """What is saved is found, and what is not says why."""
@@ -242,7 +244,7 @@ class FakeEngine:
             self.saves.remove(saving)
             if saving.reason:
                 continue
-            (tier,) = [one for one in self.cache.tiers if one.keeps_bundles]
+            (tier,) = [one for one in self.cache.lower_tiers.outer if one.keeps_bundles]
             found = tier.find(saving.namespace, saving.tokens, saving.length)
             assert found and found[-1].end == saving.length, "it is not there"
             self.saved += 1
@@ -252,14 +254,18 @@ class FakeEngine:
         """Whether there is anything left to do for outer tiers."""
         if self.ranks is None or self.device.host is None:
             return False
-        outer = self.cache.fetching + self.cache.writing + self.cache.offering
+        outer = (
+            self.cache.lower_tiers.fetching
+            + self.cache.lower_tiers.writing
+            + self.cache.lower_tiers.offering
+        )
         return bool(outer or self.cache._commands or self.device.host.queue)
 
     def check_files(self) -> None:
         """Check that, with nothing left to do, files are there for what is found."""
         if self.ranks is None:
             return
-        for tier in self.cache.tiers:
+        for tier in self.cache.lower_tiers.outer:
             assert isinstance(tier, FakeTier | FakePeers)
             waits = tier.begun or self.ranks.reports or self.saves
             assert not waits, "somebody waits for ever"
@@ -270,7 +276,7 @@ class FakeEngine:
     def pass_time(self, seconds: float) -> None:
         """Let time pass; it only changes what is worth how much."""
         self.now += seconds
-        due = self.cache.restores_due
+        due = self.cache.lower_tiers.restores_due
         before = cached_content(self.cache)
         self.cache.pass_time(self.now)
         if due is None or due > self.now:
@@ -345,10 +351,12 @@ class FakeEngine:
         end = self.luck.randint(1, request.known)
         before = cached_content(self.cache)
         private = request.access is Access.PRIVATE
-        key = self.cache.offer(request.namespace, request.known_tokens[:end])
+        key = self.cache.lower_tiers.offer(
+            request.namespace, request.known_tokens[:end]
+        )
         assert cached_content(self.cache) == before, "what is cached stays cached"
         if key is not None and not private:
-            assert self.cache.has_unsent_offers
+            assert self.cache.lower_tiers.has_unsent_offers
 
     def _has_exact_state(self, request: Request, *, noted: bool) -> bool | None:
         """Whether there is a state of all known tokens; None if nobody wants one."""
@@ -550,20 +558,20 @@ class FakeEngine:
         if self.setup.host is None or request.access is not Access.NORMAL:
             return False
         if request.restore is not None and not request.restore.is_over:
-            if not self.cache.is_restored(request.restore):
+            if not self.cache.lower_tiers.is_restored(request.restore):
                 return self._waits(request.restore)
             if request.restore.is_over:
                 return False
             self._forget_restore(request)  # a fetch takes too long
         found = self._look_up(request)
-        restore = self.cache.restore(found, after=request.restore)
+        restore = self.cache.lower_tiers.restore(found, after=request.restore)
         if restore is None:
             return False
         assert found.match.length < restore.length < request.known
         assert not restore.is_over or not self.running, "others are held up"
         request.restore = restore
         restore.waiters += 1
-        if self.cache.is_restored(restore):
+        if self.cache.lower_tiers.is_restored(restore):
             return False
         return self._waits(restore)
 

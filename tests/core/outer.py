@@ -351,7 +351,7 @@ class FakeRanks:
         ticket, ok, details = self.reports.pop(self.rng.randrange(len(self.reports)))
         del self.host.out[ticket]
         self.host.withdrawn.discard(ticket)
-        cache.outer_done(ticket, ok, **details)
+        cache.lower_tiers.done(ticket, ok, **details)
 
     def _record(self, command: WriteRecord) -> None:
         if self._fails():

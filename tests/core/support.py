@@ -12,12 +12,17 @@ from hybrid_plugin.core.commands import Command, Copy, Pool, SaveInPass, Zero
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.eviction import ExpectedSaving, LeastRecentlyUsed
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
+from hybrid_plugin.core.tiers.outer_tier import OuterTier
 from hybrid_plugin.core.tree.snapshot import SnapshotKind
 
 NO_SNAPSHOTS = 1_000_000
 
 Tokens: TypeAlias = "tuple[int, ...]"
 """As some engines have them; the cache takes any sequence."""
+
+
+Tiers: TypeAlias = tuple[OuterTier, ...]
+"""What a cache is built with behind its host memory."""
 
 
 class ByMinimum(LeastRecentlyUsed):

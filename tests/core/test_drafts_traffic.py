@@ -29,6 +29,7 @@ from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traff
 from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
 from tests.core.requests import Access, Output, Request
+from tests.core.support import Tiers
 from tests.core.test_invariants import EngineMachine
 from tests.core.traffic import Traffic, random_setup, with_drafts, with_windows
 
@@ -245,8 +246,8 @@ class FoldsRecordsOfOthers(HybridCache):
 
 
 class HoldsNoRowsForPadding(HybridCache):
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.scratch is not None:
             layout = self.scratch._layout
             self.scratch._layout = replace(layout, batches=())
@@ -255,12 +256,18 @@ class HoldsNoRowsForPadding(HybridCache):
 class LosesDrafts(HybridCache):
     """Forgets the draft slots that a turn's end leaves."""
 
-    def _donate(
-        self, sequence: LiveSequence, tokens: Sequence[int], ending: Ending
-    ) -> tuple[Node | None, int | None]:
-        found = HybridCache._donate(self, sequence, tokens, ending)
-        sequence.drafts = sequence.drafts[1:]
-        return found
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        donate = self._insertion._donate
+
+        def broken(
+            sequence: LiveSequence, tokens: Sequence[int], ending: Ending
+        ) -> tuple[Node | None, int | None]:
+            found = donate(sequence, tokens, ending)
+            sequence.drafts = sequence.drafts[1:]
+            return found
+
+        self._insertion._donate = broken  # type: ignore[method-assign]
 
 
 class DropsAcceptedColumns(HybridCache):
@@ -272,8 +279,8 @@ class DropsAcceptedColumns(HybridCache):
 
 
 class NeverWantsDraftsBack(HybridCache):
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.drafts.refused = lambda *_, **__: None  # type: ignore[method-assign]
 
 
@@ -290,16 +297,16 @@ class LendsWhileOthersWait(HybridCache):
 class IgnoresPages(HybridCache):
     """Lends what sequences grow into, and has drafts want pages of others."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.drafts._fits = lambda *_, **__: True  # type: ignore[method-assign]
 
 
 class AdmitsIntoWhatDraftsNeed(HybridCache):
     """Leaves no pages for the step that gives drafts back."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.drafts.kept_pages = lambda *_: 0  # type: ignore[method-assign]
 
 

@@ -26,6 +26,7 @@ from tests.core.elastic import (
     seeded_traffic,
 )
 from tests.core.profiles import SOAK_FACTOR, machine_settings
+from tests.core.support import Tiers
 from tests.core.test_invariants import EngineMachine
 
 EPISODES = 50 * SOAK_FACTOR
@@ -122,16 +123,22 @@ class UnmapsEarly(HybridCache):
 
 
 class SkipsCopiesOfMovedIds(HybridCache):
-    def enqueue(self, command: Command) -> None:
-        if not isinstance(command, Copy):
-            HybridCache.enqueue(self, command)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        enqueue = self.memory.enqueue
+
+        def broken(command: Command) -> None:
+            if not isinstance(command, Copy):
+                enqueue(command)
+
+        self.memory.enqueue = broken  # type: ignore[method-assign]
 
 
 class ForgetsMovedPages(HybridCache):
     """Empties granules without telling the tree."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.tree.renumber = lambda **_: None  # type: ignore[method-assign]
 
 

@@ -29,7 +29,7 @@ from hybrid_plugin.core.tree.events import (
 )
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.tokens import Tokens
-from tests.core.support import NO_SNAPSHOTS, ByMinimum, serve, span, start
+from tests.core.support import NO_SNAPSHOTS, ByMinimum, Tiers, serve, span, start
 from tests.core.traffic import Traffic
 
 PAGE = 4
@@ -312,8 +312,8 @@ class Reporting(HybridCache):
 
     log_type = EventLog
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         windows = tuple(group.window for group in self.windows)
         self.report_to(self.log_type(self.page_size, windows))
 

@@ -19,6 +19,7 @@ from hybrid_plugin.core.sequence import LiveSequence
 from tests.core.elastic import ElasticEngine, ElasticSetup
 from tests.core.profiles import SOAK_FACTOR
 from tests.core.requests import Access
+from tests.core.support import Tiers
 
 TIGHT = ElasticSetup(
     page_size=1,
@@ -51,9 +52,10 @@ class NoRelief(FragmentationRelief):
 class Unrelieved(HybridCache):
     """A cache that leaves what is fragmented as it is."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.fragmentation = NoRelief(self.memory, self._sequences)
+        self._admissions._fragmentation = self.fragmentation
 
 
 def three_requests(cls: type[HybridCache] = HybridCache) -> ElasticEngine:

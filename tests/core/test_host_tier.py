@@ -80,7 +80,7 @@ def forget(cache: HybridCache) -> None:
 
 def wait(cache: HybridCache, tokens: Tokens) -> Restore:
     """Ask for a restore that must begin."""
-    restore = cache.restore(cache.look_up(tokens))
+    restore = cache.lower_tiers.restore(cache.look_up(tokens))
     assert restore is not None
     return restore
 
@@ -213,8 +213,8 @@ def test_namespaces_are_apart() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100, 101, 102), namespace="adapter")
     forget(cache)
-    assert cache.restore(cache.look_up(TURN)) is None
-    assert cache.restore(cache.look_up(TURN, "adapter")) is not None
+    assert cache.lower_tiers.restore(cache.look_up(TURN)) is None
+    assert cache.lower_tiers.restore(cache.look_up(TURN, "adapter")) is not None
 
 
 # -------------------------------------------------------------------- restore
@@ -223,7 +223,7 @@ def test_namespaces_are_apart() -> None:
 def test_a_prefix_comes_back(cache: HybridCache) -> None:
     restore = wait(cache, TURN)
     assert not restore.is_over and cache.look_up(TURN).match.length == 0
-    assert restore.due == cache.restores_due == 100.0 + 7 / 10.0
+    assert restore.due == cache.lower_tiers.restores_due == 100.0 + 7 / 10.0
     pages = tuple(restore.pages)
     assert cache.drain_commands() == [
         Load(Pool.KV, (1, 2, 3), pages, 1),
@@ -238,7 +238,7 @@ def test_a_prefix_comes_back(cache: HybridCache) -> None:
     assert restore.is_over and found.match.length == 12
     assert found.match.pages == restore.pages
     assert found.origin is SnapshotKind.TURN_END
-    assert cache.restores_due is None
+    assert cache.lower_tiers.restores_due is None
     audit(cache)
 
 
@@ -308,7 +308,10 @@ def test_growth_ends_restores_that_hold_its_memory() -> None:
     start(cache, "runs", LATER)
     restore = wait(cache, TURN)
     assert cache.pages.free == 1
-    assert cache.restoring(Pool.KV) == 3 and cache.restoring(Pool.STATE) == 1
+    assert (
+        cache.lower_tiers.restoring(Pool.KV) == 3
+        and cache.lower_tiers.restoring(Pool.STATE) == 1
+    )
     assert cache.grow("runs", 36) is not None
     assert restore.is_over
     audit(cache)
@@ -342,9 +345,9 @@ def test_it_begins_only_with_room_for_the_whole_request() -> None:
     forget(cache)
     start(cache, "runs", span(200, 210))
     longest = (*TURN, *span(400, 419))
-    assert cache.restore(cache.look_up((*longest, 7))) is None
+    assert cache.lower_tiers.restore(cache.look_up((*longest, 7))) is None
     assert host(cache).stats.loads_refused == 1
-    assert cache.restore(cache.look_up(longest)) is not None
+    assert cache.lower_tiers.restore(cache.look_up(longest)) is not None
 
 
 @pytest.mark.parametrize(
@@ -359,14 +362,14 @@ def test_it_must_beat_what_all_wait_for_computing(
     for n in range(others):
         start(cache, f"runs {n}", span(500 + 20 * n, 504 + 20 * n))
     cache.rates.prefill_seconds_per_token = seconds
-    assert (cache.restore(cache.look_up(TURN)) is not None) == begins
+    assert (cache.lower_tiers.restore(cache.look_up(TURN)) is not None) == begins
 
 
 def test_it_begins_where_no_prefill_was_measured(cache: HybridCache) -> None:
     assert cache.rates is not None
     cache.rates.prefill_seconds_per_token = None
     cache.rates.load_bytes_per_second = 1e-9
-    assert cache.restore(cache.look_up(TURN)) is not None
+    assert cache.lower_tiers.restore(cache.look_up(TURN)) is not None
 
 
 def test_what_was_evicted_again_is_not_waited_for_again(cache: HybridCache) -> None:
@@ -375,7 +378,7 @@ def test_what_was_evicted_again_is_not_waited_for_again(cache: HybridCache) -> N
     cache.memory.evict_snapshot()
     found = cache.look_up(TURN)
     assert not found.match.length
-    assert cache.restore(found, after=restore) is None
+    assert cache.lower_tiers.restore(found, after=restore) is None
 
 
 def test_it_waits_for_its_sequence_to_come(cache: HybridCache) -> None:
@@ -383,7 +386,7 @@ def test_it_waits_for_its_sequence_to_come(cache: HybridCache) -> None:
     restore.waiters = 1
     cache.pass_time(200.0)
     assert not restore.is_over
-    assert cache.is_restored(restore) and restore.is_over
+    assert cache.lower_tiers.is_restored(restore) and restore.is_over
 
 
 def test_hits_of_the_host_are_counted_once(cache: HybridCache) -> None:
@@ -413,7 +416,7 @@ def test_the_host_lets_nothing_go_that_is_loaded(cache: HybridCache) -> None:
     assert not tier.memory.evict_pages(1_000) and not tier.memory.evict_snapshot()
     level = cache.levels()["host.kv"]
     assert (level.used, level.cached) == (3, 0)
-    cache.end_restores()
+    cache.lower_tiers.end_restores()
     assert tier.memory.evict_pages(1_000)
 
 
@@ -440,7 +443,7 @@ def test_windows_come_back_with_the_snapshot() -> None:
         Store(Pool.window(0), (3,), (1,)),
     ]
     forget(cache)
-    restore = cache.restore(cache.look_up(TURN))
+    restore = cache.lower_tiers.restore(cache.look_up(TURN))
     assert restore is not None
     assert of(Load, cache.drain_commands()) == [
         Load(Pool.KV, (1, 2, 3), tuple(restore.pages), 1),

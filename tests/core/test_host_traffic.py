@@ -24,7 +24,6 @@ from hypothesis.stateful import initialize
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Await, Command, Load, Pool, PoolId, Store
 from hybrid_plugin.core.memory.elastic import ElasticBroker
-from hybrid_plugin.core.sequence import LookUp
 from hybrid_plugin.core.tiers.host_tier import HostSource
 from hybrid_plugin.core.tiers.restores import Restore
 from hybrid_plugin.core.tree.node import Node
@@ -35,6 +34,7 @@ from tests.core.device import ContentError
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
 from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
+from tests.core.support import Tiers
 from tests.core.test_invariants import EngineMachine
 from tests.core.traffic import (
     Traffic,
@@ -224,38 +224,38 @@ class NeverAwaits(_Filtered):
 class StoresBeforeThePass(HybridCache):
     """Stores states that the planned pass has yet to write."""
 
-    def _take_inside(self, *args: Any) -> None:
-        HybridCache._take_inside(self, *args)
-        self._crosses = False
-
     def cross(self, seq_id: str, end: int) -> None:
         HybridCache.cross(self, seq_id, end)
-        unstored, self._unstored = self._unstored, []
-        for node, snapshot in unstored:
-            if node.snapshot is snapshot:
-                self._store(node)
+        self._insertion.after_commands()
 
 
 class MatchesTooEarly(HybridCache):
     """Puts what is to be loaded into the tree at once."""
 
-    def restore(self, found: LookUp, after: Restore | None = None) -> Restore | None:
-        restore = HybridCache.restore(self, found, after)
-        restores = self._restores
-        if restore is not None and not restore.is_over and restores is not None:
-            if restore not in restores.running:  # joined
-                return restore
-            queued = len(self._commands)
-            restores.end_all()
-            restore.is_over = False
-            early = self.__dict__.setdefault("early", []), self._commands[queued:]
-            early[0].append((restore, early[1]))
-            del self._commands[queued:]
-        return restore
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        lower, begin = self.lower_tiers, self.lower_tiers.restore
+        self.early: list[tuple[Restore, list[Command]]] = []
+
+        def broken(*args: Any, **options: Any) -> Any:
+            restore: Any = begin(*args, **options)
+            restores = lower._restores
+            if restore is not None and not restore.is_over and restores is not None:
+                if restore not in restores.running:  # joined
+                    return restore
+                queued = len(self._commands)
+                restores.end_all()
+                restore.is_over = False
+                self.early.append((restore, self._commands[queued:]))
+                del self._commands[queued:]
+            return restore
+
+        lower.restore = broken  # type: ignore[method-assign]
 
     def drain_commands(self) -> list[Command]:
         commands = HybridCache.drain_commands(self)
-        for restore, awaits in self.__dict__.pop("early", []):
+        early, self.early = self.early, []
+        for restore, awaits in early:
             restore.is_over = True
             self._commands += awaits
         return commands
@@ -264,21 +264,27 @@ class MatchesTooEarly(HybridCache):
 class FreesWhileLoading(HybridCache):
     """Gives back the pages of a restore before it is over."""
 
-    def restore(self, found: LookUp, after: Restore | None = None) -> Restore | None:
-        restore = HybridCache.restore(self, found, after)
-        if restore is not None and not restore.is_over:
-            shared = 0 if restore.base is None else restore.base.end // self.page_size
-            own = restore.pages[shared:]
-            self.pages.release(own)
-            restore.pages = restore.pages[:shared] + array("i", bytes(4 * len(own)))
-        return restore
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        begin, size = self.lower_tiers.restore, self.page_size
+
+        def broken(*args: Any, **options: Any) -> Any:
+            restore: Any = begin(*args, **options)
+            if restore is not None and not restore.is_over:
+                shared = 0 if restore.base is None else restore.base.end // size
+                own = restore.pages[shared:]
+                self.pages.release(own)
+                restore.pages = restore.pages[:shared] + array("i", bytes(4 * len(own)))
+            return restore
+
+        self.lower_tiers.restore = broken  # type: ignore[method-assign]
 
 
 class LetsGoAtOnce(HybridCache):
     """Lets the host reuse rows that are being loaded."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.host is None:
             return
         host, hold = self.host, self.host.hold
@@ -290,9 +296,10 @@ class LetsGoAtOnce(HybridCache):
 
         self.host.hold = broken  # type: ignore[method-assign]
         self._let_go = host.let_go
-
-    def end_restores(self) -> bool:
-        return _without_letting_go(self, lambda: HybridCache.end_restores(self))
+        end = self.lower_tiers.end_restores
+        self.lower_tiers.end_restores = (  # type: ignore[method-assign]
+            lambda: bool(_without_letting_go(self, end))
+        )
 
     def pass_time(self, now: float) -> None:
         _without_letting_go(self, lambda: HybridCache.pass_time(self, now))
@@ -310,8 +317,8 @@ def _without_letting_go(cache: Any, call: Any) -> Any:
 class TwoBudgets(HybridCache):
     """Has each host pool use all blocks, whatever the others have."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.host is not None:
             broker = self.host._broker
             broker.budget *= len(broker._members)
@@ -320,16 +327,20 @@ class TwoBudgets(HybridCache):
 class DropsNamespaces(HybridCache):
     """Stores under no namespace."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.host is None:
             return
         store = self.host.store
 
         def broken(
-            namespace: Hashable, tokens: Tokens, pages: Pages, snapshot: Snapshot
+            namespace: Hashable,
+            tokens: Tokens,
+            pages: Pages,
+            snapshot: Snapshot,
+            **options: Any,
         ) -> bool:
-            return store(None, tokens, pages, snapshot)
+            return store(None, tokens, pages, snapshot, **options)
 
         self.host.store = broken  # type: ignore[method-assign]
 
@@ -337,8 +348,8 @@ class DropsNamespaces(HybridCache):
 class LooksUpEverywhere(HybridCache):
     """Restores from no namespace what was asked of one."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.host is None:
             return
         match = self.host.match
@@ -352,8 +363,8 @@ class LooksUpEverywhere(HybridCache):
 class KeepsPartOfABundle(HybridCache):
     """Leaves KV on the host where there was no room for the state."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.host is not None:
             self.host.tree.remove = lambda leaf: leaf.pages  # type: ignore[method-assign]
 
@@ -362,18 +373,19 @@ class ForgetsToFlush(HybridCache):
     """A flush leaves what the host has."""
 
     def flush(self) -> bool:
-        host, self.host = self.host, None
+        lower = self.lower_tiers
+        host, lower.host = lower.host, None
         flushed = HybridCache.flush(self)
-        self.host = host
+        lower.host = host
         return flushed
 
 
 class RestoresWithoutALock(HybridCache):
     """Does not keep the KV in the tree that a restore continues."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
-        restores = self._restores
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        restores = self.lower_tiers._restores
         if restores is None:
             return
         lock, tree = restores._lock, self.tree
@@ -390,9 +402,9 @@ class RestoresWithoutALock(HybridCache):
 class PairsTooEarly(HybridCache):
     """Lets snapshots find window pages that are being loaded."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
-        restores = self._restores
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        restores = self.lower_tiers._restores
         if restores is None:
             return
         begin = restores._begin
@@ -429,8 +441,8 @@ class _Generous(ElasticBroker):
 
 
 class StoresWithoutRoom(HybridCache):
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         if self.host is not None:
             self.host._broker.__class__ = _Generous
 

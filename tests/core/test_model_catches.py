@@ -26,6 +26,7 @@ from hybrid_plugin.core.tree.radix import Evicted, Match
 from hybrid_plugin.core.tree.tokens import Pages
 from hybrid_plugin.core.verification import Ending
 from tests.core.device import ContentError
+from tests.core.support import Tiers
 from tests.core.traffic import Traffic
 
 
@@ -91,9 +92,8 @@ class OrdersInteriorSnapshotsAtOnce(HybridCache):
 
     def cross(self, seq_id: str, end: int) -> None:
         HybridCache.cross(self, seq_id, end)
-        for _, snapshot, slot, boundary in self._interior:
-            self.enqueue(SaveInPass(Pool.STATE, slot, boundary, snapshot.slot))
-        self._interior = []
+        for order in self._insertion.saves_in_pass():
+            self.enqueue(order)
 
 
 class KeepsWhatDecodeWrote(HybridCache):
@@ -107,9 +107,10 @@ class KeepsWhatDecodeWrote(HybridCache):
         *,
         preempted: bool = False,
     ) -> None:
-        policy, self.policy = self.policy, replace(self.policy, canonical=False)
+        insertion = self._insertion
+        insertion._policy = replace(self.policy, canonical=False)
         HybridCache.finish(self, seq_id, tokens, computed, preempted=preempted)
-        self.policy = policy
+        insertion._policy = self.policy
 
 
 class EndsChunksAnywhere(HybridCache):
@@ -162,8 +163,8 @@ class DonatesShort(HybridCache):
 
 
 class FreesPagesInUse(HybridCache):
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         take_back = self.memory.take_back
 
         def broken(evicted: Evicted) -> None:
@@ -206,24 +207,34 @@ class RestoresTooMuch(HybridCache):
 
 
 class KeepsNoLock(HybridCache):
-    def _settle(self, node: Node | None, room: Any, *, resumed: bool) -> None:
-        kept = HybridCache._settle(self, node, room, resumed=resumed)
-        if kept is not None:
-            self.tree.unlock(kept)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        settle = self._admissions._settle
+
+        def broken(*args: Any, **options: Any) -> None:
+            kept = settle(*args, **options)
+            if kept is not None:
+                self.tree.unlock(kept)
+
+        self._admissions._settle = broken  # type: ignore[method-assign]
 
 
 class LocksPagesOfOthers(HybridCache):
     """Promises pages as reclaimable that it has locked."""
 
-    def _extend_lock(self, sequence: LiveSequence, node: Node, gained: int) -> None:
-        HybridCache._extend_lock(
-            self, sequence, node, node.end - sequence.locked_tokens
-        )
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        extend = self._insertion._extend_lock
+
+        def broken(sequence: LiveSequence, node: Node, gained: int) -> None:
+            extend(sequence, node, node.end - sequence.locked_tokens)
+
+        self._insertion._extend_lock = broken  # type: ignore[method-assign]
 
 
 class EvictsBeforeRefusing(HybridCache):
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         fits = self.memory.has_room
 
         def broken(match: Match, *args: Any, **options: Any) -> bool:
@@ -238,8 +249,8 @@ class EvictsBeforeRefusing(HybridCache):
 class RefusesWhatFits(HybridCache):
     """Lets the cache lower how many sequences can run."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
 
         def broken(match: Match, wanted: Mapping[PoolId, int], **_: Any) -> bool:
             return wanted[Pool.KV] <= self.pages.free and self.slots.free > 0
@@ -248,11 +259,17 @@ class RefusesWhatFits(HybridCache):
 
 
 class LosesSlots(HybridCache):
-    def _donate(
-        self, sequence: LiveSequence, tokens: Sequence[int], ending: Ending
-    ) -> tuple[Node | None, int | None]:
-        node, kept = HybridCache._donate(self, sequence, tokens, ending)
-        return node, sequence.slot if ending.column is None else kept
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        donate = self._insertion._donate
+
+        def broken(
+            sequence: LiveSequence, tokens: Sequence[int], ending: Ending
+        ) -> tuple[Node | None, int | None]:
+            node, kept = donate(sequence, tokens, ending)
+            return node, sequence.slot if ending.column is None else kept
+
+        self._insertion._donate = broken  # type: ignore[method-assign]
 
 
 class SkipsWindowCopies(HybridCache):
@@ -278,8 +295,8 @@ class NeverTrims(HybridCache):
 class TakesAnyWindowPages(HybridCache):
     """Its snapshots take a sequence's window pages, whose KV pages they have or not."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         for pairs in self.memory.pairs:
             pairs.settle = lambda pages, windows: windows  # type: ignore[method-assign]
 
@@ -287,8 +304,8 @@ class TakesAnyWindowPages(HybridCache):
 class TakesWindowPagesOfOthers(HybridCache):
     """Its snapshots take window pages that were freed, and given to others since."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         for pairs in self.memory.pairs:
             pairs.begin = partial(_begin_without_a_mark, pairs)  # type: ignore[method-assign]
 
@@ -308,24 +325,24 @@ class NeverEndsATtl(HybridCache):
 class RemembersWhatIsGone(HybridCache):
     """Its promises hold for snapshots that were evicted."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.promises.evicted = lambda node, snapshot: None  # type: ignore[method-assign]
 
 
 class KeepsTtlsOfRequests(HybridCache):
     """A request's TTL does not begin when the request ends."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         self.promises.begin_ttl = lambda promise, end: None  # type: ignore[method-assign]
 
 
 class PromisesAfterUse(HybridCache):
     """What was promised once stays promised for ever."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         take_back = self.promises._take_back
 
         def broken(promise: Promise, node: Node) -> None:
@@ -339,8 +356,8 @@ class PromisesAfterUse(HybridCache):
 class RanksTheLapsedAsPromised(HybridCache):
     """What was promised loses its class, but not its place in the order."""
 
-    def __post_init__(self) -> None:
-        HybridCache.__post_init__(self)
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
         take_back = self.promises._take_back
         rank = self.tree.rank
 

@@ -50,7 +50,7 @@ def make(rates: TransferRates = RATES, patience: float = 100.0) -> HybridCache:
 
 
 def peers(cache: HybridCache) -> FakePeers:
-    tier = cache.tiers[-1]
+    tier = cache.lower_tiers.outer[-1]
     assert isinstance(tier, FakePeers)
     return tier
 
@@ -71,7 +71,7 @@ def given(cache: HybridCache, *tokens: int, key: str = "theirs") -> None:
 
 
 def prefetched(cache: HybridCache, tokens: Tokens) -> Fetching:
-    found = cache.prefetch(cache.look_up(tokens))
+    found = cache.lower_tiers.prefetch(cache.look_up(tokens))
     assert found is not None
     return found
 
@@ -82,19 +82,26 @@ def prefetched(cache: HybridCache, tokens: Tokens) -> Fetching:
 def test_a_prefix_is_offered_behind_its_stores() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
-    key = cache.offer(None, CHAT)
-    assert key is not None and cache.has_unsent_offers and cache.offering == 1
+    key = cache.lower_tiers.offer(None, CHAT)
+    assert (
+        key is not None
+        and cache.lower_tiers.has_unsent_offers
+        and cache.lower_tiers.offering == 1
+    )
     commands = cache.drain_commands()
     tokens = ids(*CHAT)
     rows = BundleRows(key, None, tokens, 0, {Pool.KV: PageRows(0, (1, 2, 3))}, 1)
     assert commands[-1] == Offer(1, rows)
     stores = [i for i, one in enumerate(commands) if isinstance(one, Store)]
     assert stores and max(stores) < len(commands) - 1
-    assert not cache.has_unsent_offers
+    assert not cache.lower_tiers.has_unsent_offers
     assert used(cache) == {"host.kv": 3, "host.state": 1}
     audit(cache)
-    cache.outer_done(1, True, seconds=1.0)
-    assert used(cache) == {"host.kv": 0, "host.state": 0} and not cache.offering
+    cache.lower_tiers.done(1, True, seconds=1.0)
+    assert (
+        used(cache) == {"host.kv": 0, "host.state": 0}
+        and not cache.lower_tiers.offering
+    )
     stats = peers(cache).stats
     assert (stats.stores, stats.stored_bytes) == (1, 3 * 1 + 4)
     audit(cache)
@@ -103,9 +110,9 @@ def test_a_prefix_is_offered_behind_its_stores() -> None:
 def test_a_lease_that_ends_unread_frees_the_rows() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
-    cache.offer(None, CHAT)
+    cache.lower_tiers.offer(None, CHAT)
     cache.drain_commands()
-    cache.outer_done(1, False, reason="unread")
+    cache.lower_tiers.done(1, False, reason="unread")
     assert used(cache) == {"host.kv": 0, "host.state": 0}
     assert peers(cache).stats.store_failures == {"unread": 1}
     audit(cache)
@@ -114,7 +121,7 @@ def test_a_lease_that_ends_unread_frees_the_rows() -> None:
 def test_what_is_offered_is_not_evicted() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
-    cache.offer(None, CHAT)
+    cache.lower_tiers.offer(None, CHAT)
     for i in range(6):
         serve(cache, f"{i}", span(1000 * (i + 1), 1000 * (i + 1) + 20), (1,))
         cache.drain_commands()
@@ -128,10 +135,10 @@ def test_the_longest_prefix_that_the_host_has_is_offered() -> None:
     cache = make()
     serve(cache, "short", CHAT[:8], (200,))
     serve(cache, "long", CHAT, (100, 101))
-    assert cache.offer(None, CHAT) is not None  # 11 tokens are there, and 8
+    assert cache.lower_tiers.offer(None, CHAT) is not None  # 11 tokens are there, and 8
     offer = cache.drain_commands()[-1]
     assert isinstance(offer, Offer) and len(offer.rows.tokens) == 8
-    assert cache.offer(None, (*CHAT, 100, 101)) is not None
+    assert cache.lower_tiers.offer(None, (*CHAT, 100, 101)) is not None
     offer = cache.drain_commands()[-1]
     assert isinstance(offer, Offer) and len(offer.rows.tokens) == 11
 
@@ -140,16 +147,16 @@ def test_nothing_is_offered_that_the_host_has_not() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
     for namespace, tokens in (("salt", CHAT), (None, (7, *CHAT)), (None, CHAT[:9])):
-        assert cache.offer(namespace, tokens) is None
+        assert cache.lower_tiers.offer(namespace, tokens) is None
     assert peers(cache).stats.stores_refused == 3
-    assert not cache.has_unsent_offers and not cache.offering
+    assert not cache.lower_tiers.has_unsent_offers and not cache.lower_tiers.offering
 
 
 def test_a_tier_may_not_take_an_offer() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
     peers(cache).begin_store = lambda *_: None  # type: ignore[method-assign]
-    assert cache.offer(None, CHAT) is None
+    assert cache.lower_tiers.offer(None, CHAT) is None
     assert used(cache) == {"host.kv": 0, "host.state": 0}
     audit(cache)
 
@@ -157,37 +164,37 @@ def test_a_tier_may_not_take_an_offer() -> None:
 def test_one_prefix_may_be_offered_many_times() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
-    keys = [cache.offer(None, CHAT) for _ in range(3)]
-    assert len(set(keys)) == 3 == cache.offering
+    keys = [cache.lower_tiers.offer(None, CHAT) for _ in range(3)]
+    assert len(set(keys)) == 3 == cache.lower_tiers.offering
     cache.drain_commands()
     for ticket in (2, 1):
-        cache.outer_done(ticket, True)
+        cache.lower_tiers.done(ticket, True)
         assert used(cache) == {"host.kv": 3, "host.state": 1}
         audit(cache)
-    cache.outer_done(3, True)
+    cache.lower_tiers.done(3, True)
     assert used(cache) == {"host.kv": 0, "host.state": 0}
 
 
 def test_a_flush_withdraws_and_frees_at_once() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
-    cache.offer(None, CHAT)
+    cache.lower_tiers.offer(None, CHAT)
     cache.drain_commands()
-    assert cache.flush() and cache.has_unsent_offers
+    assert cache.flush() and cache.lower_tiers.has_unsent_offers
     assert used(cache) == {"host.kv": 0, "host.state": 0}
     assert cache.drain_commands() == [Withdraw((1,))]
-    assert cache.offering == 1, "until the ranks report"
+    assert cache.lower_tiers.offering == 1, "until the ranks report"
     assert cache.flush() and cache.drain_commands() == []
-    cache.outer_done(1, False, reason="cleared")
-    assert not cache.offering
+    cache.lower_tiers.done(1, False, reason="cleared")
+    assert not cache.lower_tiers.offering
     audit(cache)
 
 
 def test_without_peers_nothing_is_offered() -> None:
     cache = HybridCache(PagePool(9), SlotPool(5), 4, SnapshotPolicy(4))
-    assert cache.offer(None, CHAT) is None
-    assert cache.prefetch(cache.look_up(CHAT)) is None
-    assert not cache.offering and not cache.has_unsent_offers
+    assert cache.lower_tiers.offer(None, CHAT) is None
+    assert cache.lower_tiers.prefetch(cache.look_up(CHAT)) is None
+    assert not cache.lower_tiers.offering and not cache.lower_tiers.has_unsent_offers
 
 
 def test_two_tiers_cannot_offer() -> None:
@@ -211,10 +218,10 @@ def test_what_is_not_needed_is_declined_with_the_next_commands() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
     cache.drain_commands()
-    cache.decline("theirs")
-    assert cache.has_unsent_offers and not cache.offering
+    cache.lower_tiers.decline("theirs")
+    assert cache.lower_tiers.has_unsent_offers and not cache.lower_tiers.offering
     assert cache.drain_commands() == [Decline(("theirs",))]
-    assert not cache.has_unsent_offers
+    assert not cache.lower_tiers.has_unsent_offers
     audit(cache)
 
 
@@ -225,15 +232,15 @@ def test_what_a_peer_offers_is_fetched_when_a_request_comes() -> None:
     cache = make()
     given(cache, *CHAT)
     fetch = prefetched(cache, (*CHAT, 50))
-    assert (fetch.length, cache.fetching) == (10, 1)
+    assert (fetch.length, cache.lower_tiers.fetching) == (10, 1)
     rows = BundleRows(
         "theirs", None, ids(*CHAT), 0, {Pool.KV: PageRows(0, (1, 2, 3))}, 1
     )
     assert cache.drain_commands()[-1] == Fetch(1, "peer", (rows,))
-    assert cache.restore(cache.look_up((*CHAT, 50))) is fetch
-    cache.outer_done(1, True, seconds=1.0)
+    assert cache.lower_tiers.restore(cache.look_up((*CHAT, 50))) is fetch
+    cache.lower_tiers.done(1, True, seconds=1.0)
     assert fetch.is_over and not peers(cache).entries
-    restore = cache.restore(cache.look_up((*CHAT, 50)), fetch)
+    restore = cache.lower_tiers.restore(cache.look_up((*CHAT, 50)), fetch)
     assert restore is not None and restore.length == 10
     audit(cache)
 
@@ -255,7 +262,7 @@ def test_a_fetch_begins_where_the_hosts_kv_ends(
     (bundle,) = fetch.rows
     assert bundle.start == start == bundle.pages[Pool.KV].start
     assert len(bundle.pages[Pool.KV].rows) == rows
-    cache.outer_done(fetch.ticket, True)
+    cache.lower_tiers.done(fetch.ticket, True)
     audit(cache)
     assert cache.host is not None
     assert cache.host.match(None, ids(*CHAT), 10).length == 10
@@ -272,7 +279,7 @@ def test_a_state_comes_with_some_page() -> None:
     assert isinstance(fetch, Fetch)
     (bundle,) = fetch.rows
     assert (bundle.start, len(bundle.pages[Pool.KV].rows)) == (4, 1)
-    cache.outer_done(fetch.ticket, True)
+    cache.lower_tiers.done(fetch.ticket, True)
     audit(cache)
     assert cache.host is not None
     assert cache.host.match(None, ids(*range(8)), 8).length == 8
@@ -282,7 +289,7 @@ def test_what_the_host_has_is_not_fetched_from_a_peer() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100,))
     given(cache, *CHAT)
-    assert cache.prefetch(cache.look_up((*CHAT, 50))) is None
+    assert cache.lower_tiers.prefetch(cache.look_up((*CHAT, 50))) is None
 
 
 def test_a_request_waits_no_longer_than_the_patience() -> None:
@@ -292,10 +299,10 @@ def test_a_request_waits_no_longer_than_the_patience() -> None:
         given(cache, *CHAT)
         fetch = prefetched(cache, (*CHAT, 50))
         cache.pass_time(until - 0.1)
-        assert not cache.is_restored(fetch)
+        assert not cache.lower_tiers.is_restored(fetch)
         cache.pass_time(until)
-        assert cache.is_restored(fetch) and not fetch.is_over
-        assert cache.restore(cache.look_up((*CHAT, 50))) is None
+        assert cache.lower_tiers.is_restored(fetch) and not fetch.is_over
+        assert cache.lower_tiers.restore(cache.look_up((*CHAT, 50))) is None
 
 
 @pytest.mark.parametrize(("read", "begins"), [(1.0, True), (0.6, False)])
@@ -304,7 +311,7 @@ def test_only_what_repays_is_fetched_from_a_peer(read: float, begins: bool) -> N
     cache = make()
     peers(cache).read_bytes_per_second = read
     given(cache, *CHAT)
-    found = cache.prefetch(cache.look_up((*CHAT, 50)))
+    found = cache.lower_tiers.prefetch(cache.look_up((*CHAT, 50)))
     assert (found is not None) == begins
     assert peers(cache).refused == ({} if begins else {"theirs": 10.0})
     assert peers(cache).fetching == ({"theirs": 7} if begins else {})
@@ -319,10 +326,10 @@ def test_two_are_fetched_beside_each_other_and_a_third_one_waits() -> None:
         given(cache, *chat, key=f"{n}")
     for chat in chats[:2]:
         prefetched(cache, (*chat, 50))
-    assert cache.prefetch(cache.look_up((*chats[2], 50))) is None
+    assert cache.lower_tiers.prefetch(cache.look_up((*chats[2], 50))) is None
     assert peers(cache).refused == {"2": 10.0}
     for ticket in (1, 2):
-        cache.outer_done(ticket, True)
+        cache.lower_tiers.done(ticket, True)
     prefetched(cache, (*chats[2], 50))
 
 
@@ -331,18 +338,18 @@ def test_a_fetch_that_failed_is_not_tried_again() -> None:
     given(cache, *CHAT)
     fetch = prefetched(cache, (*CHAT, 50))
     cache.drain_commands()
-    cache.outer_done(1, False, reason="the peer does not answer")
+    cache.lower_tiers.done(1, False, reason="the peer does not answer")
     assert fetch.is_over and used(cache) == {"host.kv": 0, "host.state": 0}
-    assert cache.prefetch(cache.look_up((*CHAT, 50))) is None
-    assert cache.restore(cache.look_up((*CHAT, 50))) is None
+    assert cache.lower_tiers.prefetch(cache.look_up((*CHAT, 50))) is None
+    assert cache.lower_tiers.restore(cache.look_up((*CHAT, 50))) is None
     audit(cache)
 
 
 def test_of_a_disk_and_a_peer_the_longer_prefix_is_fetched() -> None:
     cache = make()
-    cache.tiers, cache._outer = (), None
     disk = FakeTier(1000)
-    cache.use_tiers((disk, FakePeers(100.0)))
+    cache.lower_tiers._outer = None
+    cache.lower_tiers.use_outer((disk, FakePeers(100.0)))
     disk.entries["None/[0, 1, 2, 3]"] = Entry(None, ids(*range(4)), 0, 1)
     given(cache, *CHAT)
     prefetched(cache, (*CHAT, 50))

@@ -68,7 +68,7 @@ def of(kind: type, commands: list[Command]) -> list[Command]:
 
 
 def disk(cache: HybridCache) -> FakeTier:
-    (tier,) = cache.tiers
+    (tier,) = cache.lower_tiers.outer
     assert isinstance(tier, FakeTier)
     return tier
 
@@ -92,14 +92,14 @@ def chat_on_disk(cache: HybridCache) -> str:
     """Serve a chat of 12 computed tokens that only the disk has then; its key."""
     serve(cache, "chat", CHAT, (100, 101, 102))
     cache.drain_commands()
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     forget(cache)
     return key_of(None, ids(*TURN[:12]))
 
 
 def fetch(cache: HybridCache, tokens: Tokens) -> Fetching:
     """Ask for a fetch that must begin."""
-    found = cache.restore(cache.look_up(tokens))
+    found = cache.lower_tiers.restore(cache.look_up(tokens))
     assert isinstance(found, Fetching) and not found.is_over
     return found
 
@@ -114,7 +114,7 @@ def used(cache: HybridCache) -> dict[str, int]:
 def test_what_the_host_stores_is_written_behind_its_stores() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100, 101, 102))
-    assert cache.writing == 1
+    assert cache.lower_tiers.writing == 1
     commands = cache.drain_commands()
     tokens = ids(*TURN[:12])
     rows = BundleRows(
@@ -123,9 +123,9 @@ def test_what_the_host_stores_is_written_behind_its_stores() -> None:
     assert commands[-1] == Write(1, rows)
     assert all(commands.index(c) < len(commands) - 1 for c in of(Store, commands))
     assert used(cache) == {"host.kv": 3, "host.state": 1}
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert used(cache) == {"host.kv": 0, "host.state": 0}
-    assert cache.writing == 0
+    assert cache.lower_tiers.writing == 0
     stats = disk(cache).stats
     assert (stats.stores, stats.stored_bytes) == (1, 7)
     audit(cache)
@@ -136,7 +136,7 @@ def test_a_turn_begins_where_the_one_before_it_ends() -> None:
     cache = make()
     serve(cache, "chat", CHAT[:9], (100, 101))
     cache.drain_commands()
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     serve(cache, "next", (*CHAT[:9], 100, 101, 103), (104, 105))
     (write,) = of(Write, cache.drain_commands())
     assert isinstance(write, Write)
@@ -151,11 +151,11 @@ def test_two_at_a_time_and_the_oldest_first() -> None:
         serve(cache, f"r{i}", span(20 * i, 20 * i + 5), (500, 501))
     cache.drain_commands()
     assert [one.tokens[0] for one in disk(cache).begun.values()] == [0, 20]
-    cache.outer_done(2, False, reason="disk full")
+    cache.lower_tiers.done(2, False, reason="disk full")
     cache.drain_commands()
     assert [one.tokens[0] for one in disk(cache).begun.values()] == [0, 40]
     assert disk(cache).stats.store_failures == {"disk full": 1}
-    assert cache.writing == 3
+    assert cache.lower_tiers.writing == 3
     audit(cache)
 
 
@@ -163,7 +163,7 @@ def test_a_failed_write_is_discarded_on_all_ranks() -> None:
     cache = make()
     serve(cache, "chat", CHAT, (100, 101, 102))
     cache.drain_commands()
-    cache.outer_done(1, False, reason="disk full")
+    cache.lower_tiers.done(1, False, reason="disk full")
     assert of(Discard, cache.drain_commands()) == [
         Discard((key_of(None, ids(*TURN[:12])),))
     ]
@@ -177,7 +177,7 @@ def test_what_continues_a_bundle_waits_for_its_outcome() -> None:
     serve(cache, "next", NEXT, (105, 106))
     cache.drain_commands()
     assert [one.start for one in disk(cache).begun.values()] == [0]
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     (write,) = of(Write, cache.drain_commands())
     assert isinstance(write, Write) and write.rows.start == 12
 
@@ -188,7 +188,7 @@ def test_what_the_host_evicts_before_its_turn_is_not_written() -> None:
     while host(cache).memory.evict_pages(1_000):
         pass
     assert not of(Write, cache.drain_commands())
-    assert cache.writing == 0
+    assert cache.lower_tiers.writing == 0
 
 
 def test_notes_do_not_pile_up() -> None:
@@ -196,7 +196,7 @@ def test_notes_do_not_pile_up() -> None:
     cache = make(rates=replace(RATES, prefill_seconds_per_token=1e-9))
     for i in range(200):
         serve(cache, f"r{i}", span(20 * i, 20 * i + 9), (5000, 5001))
-    assert cache.writing <= 2 * PLAN.blocks
+    assert cache.lower_tiers.writing <= 2 * PLAN.blocks
 
 
 def test_what_the_tier_does_not_take() -> None:
@@ -220,7 +220,7 @@ def test_what_is_there_is_not_written_again() -> None:
     cache = make()
     chat_on_disk(cache)
     serve(cache, "again", CHAT, (100, 101, 102))
-    assert of(Store, cache.drain_commands()) and not cache.writing
+    assert of(Store, cache.drain_commands()) and not cache.lower_tiers.writing
 
 
 # ---------------------------------------------------------------------- fetch
@@ -230,12 +230,12 @@ def test_a_fetch_fills_rows_of_the_host() -> None:
     cache = make()
     key = chat_on_disk(cache)
     found = fetch(cache, NEXT)
-    assert (found.length, cache.fetching) == (12, 1)
+    assert (found.length, cache.lower_tiers.fetching) == (12, 1)
     tokens = ids(*TURN[:12])
     rows = BundleRows(key, None, tokens, 0, {Pool.KV: PageRows(0, (1, 2, 3))}, 1)
     assert cache.drain_commands()[-1] == Fetch(2, "disk", (rows,))
     assert used(cache) == {"host.kv": 3, "host.state": 1}
-    assert not cache.is_restored(found)
+    assert not cache.lower_tiers.is_restored(found)
     assert not host(cache).match(None, ids(*NEXT), 14).length, "not reported yet"
     audit(cache)
 
@@ -246,9 +246,9 @@ def test_what_was_fetched_is_restored_and_counted() -> None:
     start(cache, "runs", LATER)
     found = fetch(cache, NEXT)
     cache.drain_commands()
-    cache.outer_done(2, True)
-    assert cache.is_restored(found) and cache.fetching == 0
-    restore = cache.restore(cache.look_up(NEXT), after=found)
+    cache.lower_tiers.done(2, True)
+    assert cache.lower_tiers.is_restored(found) and cache.lower_tiers.fetching == 0
+    restore = cache.lower_tiers.restore(cache.look_up(NEXT), after=found)
     assert isinstance(restore, Restore) and restore.length == 12
     assert len(of(Load, cache.drain_commands())) == 2
     cache.pass_time(100.0)
@@ -270,7 +270,7 @@ def test_what_the_host_has_is_not_fetched() -> None:
     serve(cache, "chat", CHAT, (100, 101, 102))
     serve(cache, "next", NEXT, (105, 106))
     cache.drain_commands()
-    cache.outer_done(2, True)
+    cache.lower_tiers.done(2, True)
     forget(cache)
     serve(cache, "chat", CHAT, (100, 101, 102))
     while cache.memory.evict_pages(1_000):
@@ -288,11 +288,11 @@ def test_a_chain_is_filled_in_the_order_of_the_sequence() -> None:
     cache = make()
     serve(cache, "chat", CHAT[:9], (100, 101))
     cache.drain_commands()
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     tokens = (*CHAT[:9], 100, 101, 103)
     serve(cache, "next", tokens, (104, 105))
     cache.drain_commands()
-    cache.outer_done(2, True)
+    cache.lower_tiers.done(2, True)
     forget(cache)
     fetch(cache, (*tokens, 104, 105, 106))
     (command,) = of(Fetch, cache.drain_commands())
@@ -307,7 +307,7 @@ def test_many_wait_for_one_fetch() -> None:
     cache = make()
     chat_on_disk(cache)
     found = fetch(cache, NEXT)
-    assert cache.restore(cache.look_up((*TURN, 300, 301))) is found
+    assert cache.lower_tiers.restore(cache.look_up((*TURN, 300, 301))) is found
     assert len(of(Fetch, cache.drain_commands())) == 1
 
 
@@ -322,13 +322,15 @@ def test_nobody_waits_longer_than_computing_takes() -> None:
     found = fetch(cache, NEXT)
     assert found.awaited_until == found.length - found.start == 4.0
     cache.pass_time(3.9)
-    assert not cache.is_restored(found)
+    assert not cache.lower_tiers.is_restored(found)
     cache.pass_time(4.0)
-    assert cache.is_restored(found) and not found.is_over
-    restore = cache.restore(cache.look_up(NEXT))
+    assert cache.lower_tiers.is_restored(found) and not found.is_over
+    restore = cache.lower_tiers.restore(cache.look_up(NEXT))
     assert isinstance(restore, Restore) and restore.length == 8, "of the host at least"
-    assert used(cache)["host.state"] == 1 + cache.writing, "its rows stay its own"
-    cache.outer_done(found.ticket, True)
+    assert used(cache)["host.state"] == 1 + cache.lower_tiers.writing, (
+        "its rows stay its own"
+    )
+    cache.lower_tiers.done(found.ticket, True)
     assert host(cache).match(None, ids(*NEXT), 14).length == 12
     audit(cache)
 
@@ -338,10 +340,10 @@ def test_a_failed_fetch_gives_back_its_rows_and_is_not_tried_again() -> None:
     key = chat_on_disk(cache)
     found = fetch(cache, NEXT)
     cache.drain_commands()
-    cache.outer_done(2, False, reason="corrupt", bundle=0)
-    assert cache.is_restored(found)
-    assert cache.restore(cache.look_up(NEXT), after=found) is None
-    assert cache.restore(cache.look_up(NEXT)) is None, "it is forgotten"
+    cache.lower_tiers.done(2, False, reason="corrupt", bundle=0)
+    assert cache.lower_tiers.is_restored(found)
+    assert cache.lower_tiers.restore(cache.look_up(NEXT), after=found) is None
+    assert cache.lower_tiers.restore(cache.look_up(NEXT)) is None, "it is forgotten"
     assert of(Discard, cache.drain_commands()) == [Discard((key,))]
     assert disk(cache).stats.load_failures == {"corrupt": 1}
     assert not any(used(cache).values())
@@ -353,9 +355,9 @@ def test_nothing_is_fetched_twice_in_a_row() -> None:
     cache = make()
     chat_on_disk(cache)
     found = fetch(cache, NEXT)
-    cache.outer_done(2, True)
+    cache.lower_tiers.done(2, True)
     forget(cache)
-    assert cache.restore(cache.look_up(NEXT), after=found) is None
+    assert cache.lower_tiers.restore(cache.look_up(NEXT), after=found) is None
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_only_what_repays_is_fetched(
     rates = replace(RATES, prefill_seconds_per_token=prefill)
     cache = make(rates=rates, read_bytes_per_second=read)
     chat_on_disk(cache)
-    assert (cache.restore(cache.look_up(NEXT)) is not None) == begins
+    assert (cache.lower_tiers.restore(cache.look_up(NEXT)) is not None) == begins
 
 
 def test_a_fetch_counts_those_before_it() -> None:
@@ -382,8 +384,8 @@ def test_a_fetch_counts_those_before_it() -> None:
         tokens = ids(*span(first, first + 12))
         tier.entries[key_of(None, tokens)] = Entry(None, tokens, 0, 7)
     fetch(cache, NEXT)
-    assert cache.restore(cache.look_up(span(300, 314))) is None
-    cache.outer_done(2, True)
+    assert cache.lower_tiers.restore(cache.look_up(span(300, 314))) is None
+    cache.lower_tiers.done(2, True)
     fetch(cache, span(300, 314))
     cache.pass_time(3.0)
     fetch(cache, span(400, 414))
@@ -402,10 +404,10 @@ def test_a_host_that_holds_what_is_worth_more_is_left_alone() -> None:
     )
     serve(cache, "long", span(0, 40), (100, 101))
     cache.drain_commands()
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     short = ids(*span(300, 304))
     disk(cache).entries[key_of(None, short)] = Entry(None, short, 0, 5)
-    assert cache.restore(cache.look_up(span(300, 306))) is None
+    assert cache.lower_tiers.restore(cache.look_up(span(300, 306))) is None
     assert disk(cache).stats.loads_refused == 1
     audit(cache)
 
@@ -442,13 +444,13 @@ def test_a_flush_forgets_what_is_on_its_way() -> None:
     serve(cache, "later", LATER, (300, 301))
     cache.drain_commands()
     assert cache.flush()
-    assert cache.writing == cache.fetching == 1
+    assert cache.lower_tiers.writing == cache.lower_tiers.fetching == 1
     assert any(used(cache).values()), "rows that are in use stay in use"
     audit(cache)
     serve(cache, "again", LATER, (300, 301))
     assert not of(Write, cache.drain_commands()), "that key is out"
-    cache.outer_done(3, True)
-    cache.outer_done(2, True)
+    cache.lower_tiers.done(3, True)
+    cache.lower_tiers.done(2, True)
     assert not any(used(cache).values())
     assert not cache.tree.match(None, ids(*NEXT), 14).length
     assert not host(cache).match(None, ids(*NEXT), 14).length
@@ -463,21 +465,21 @@ def test_a_flush_discards_what_the_tier_has() -> None:
     key = chat_on_disk(cache)
     assert cache.flush()
     assert cache.drain_commands()[-1] == Discard((key,))
-    assert cache.restore(cache.look_up(NEXT)) is None
+    assert cache.lower_tiers.restore(cache.look_up(NEXT)) is None
 
 
 def test_reports_of_nothing() -> None:
     cache = make()
     with pytest.raises(ValueError, match="nothing is on its way under ticket 1"):
-        cache.outer_done(1, True)
+        cache.lower_tiers.done(1, True)
     with pytest.raises(ValueError, match="there is no outer tier"):
-        HybridCache(PagePool(3), SlotPool(3), 4, cache.policy).outer_done(1, True)
+        HybridCache(PagePool(3), SlotPool(3), 4, cache.policy).lower_tiers.done(1, True)
 
 
 def test_tiers_that_cannot_go_together() -> None:
     cache = make()
     with pytest.raises(ValueError, match="come once"):
-        cache.use_tiers([FakeTier(1)])
+        cache.lower_tiers.use_outer([FakeTier(1)])
     with pytest.raises(ValueError, match="need a host tier"):
         HybridCache(PagePool(3), SlotPool(3), 4, cache.policy, tiers=(FakeTier(1),))
     bare = HybridCache(
@@ -489,9 +491,9 @@ def test_tiers_that_cannot_go_together() -> None:
         rates=RATES,
     )
     with pytest.raises(ValueError, match="the same name"):
-        bare.use_tiers([FakeTier(1), FakeTier(1)])
+        bare.lower_tiers.use_outer([FakeTier(1), FakeTier(1)])
     with pytest.raises(ValueError, match="only one outer tier keeps"):
-        bare.use_tiers([FakeTier(1), FakeTier(1, name="other")])
+        bare.lower_tiers.use_outer([FakeTier(1), FakeTier(1, name="other")])
 
 
 def test_found_is_a_chain() -> None:

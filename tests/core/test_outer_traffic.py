@@ -27,13 +27,14 @@ from hybrid_plugin.core.commands import (
     Write,
 )
 from hybrid_plugin.core.tiers.outer import OuterTiers
-from hybrid_plugin.core.tiers.outer_tier import OuterTier, Storing
+from hybrid_plugin.core.tiers.outer_tier import Storing
 from hybrid_plugin.core.tiers.writes import FLUSHED
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
 from tests.core.engine import FakeEngine
 from tests.core.outer import FakeTier, key_of
 from tests.core.profiles import SOAK_FACTOR, machine_settings
+from tests.core.support import Tiers
 from tests.core.test_invariants import EngineMachine
 from tests.core.traffic import (
     Traffic,
@@ -79,7 +80,7 @@ def test_traffic(kind: str) -> None:
         except (AssertionError, ValueError) as error:
             setup = traffic.engine.setup
             raise AssertionError(f"seed {seed}, {setup}: {error}") from error
-        (tier,) = traffic.engine.cache.tiers
+        (tier,) = traffic.engine.cache.lower_tiers.outer
         done = tier.stats.as_dict("disk")
         for name in EXERCISED:
             totals[name] += done[f"disk_{name}"]
@@ -153,10 +154,10 @@ TestElasticOuter.settings = machine_settings(100)
 class _Broken(HybridCache):
     """Changes the tiers behind the host, where there are any."""
 
-    def use_tiers(self, tiers: Sequence[OuterTier]) -> None:
-        HybridCache.use_tiers(self, tiers)
-        outer, host = self._outer, self.host
-        assert outer is not None and outer._writes is not None and host is not None
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        outer, host = self.outer(), self.host
+        assert outer._writes is not None and host is not None
         self.change(outer._fetches, outer._writes, host)
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
@@ -165,28 +166,31 @@ class _Broken(HybridCache):
 
     def outer(self) -> OuterTiers:
         """The tiers behind the host."""
-        assert self._outer is not None
-        return self._outer
+        outer = self.lower_tiers._outer
+        assert outer is not None
+        return outer
 
 
 class FindsBeforeTheReport(_Broken):
     """Has the host find what is still fetched."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        begin = fetches._begin
+        begin, done = fetches._begin, self.lower_tiers.done
+        early: set[int] = set()
 
         def broken(*args: Any, **how: Any) -> Any:
             fetch = begin(*args, **how)
             if fetch is not None:
                 fetches.succeeded(fetch.ticket, 0.0, None)
-                self.__dict__.setdefault("early", set()).add(fetch.ticket)
+                early.add(fetch.ticket)
             return fetch
 
-        fetches._begin = broken
+        def report(ticket: int, ok: bool, **details: Any) -> None:
+            if ticket not in early:
+                done(ticket, ok, **details)
 
-    def outer_done(self, ticket: int, ok: bool, **details: Any) -> None:
-        if ticket not in self.__dict__.get("early", set()):
-            HybridCache.outer_done(self, ticket, ok, **details)
+        fetches._begin = broken
+        self.lower_tiers.done = report  # type: ignore[method-assign]
 
 
 class FreesWhatIsWritten(_Broken):
@@ -233,10 +237,12 @@ class IgnoresFailures(_Broken):
     """Takes what failed for done."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        """Only what is heard."""
+        done = self.lower_tiers.done
 
-    def outer_done(self, ticket: int, ok: bool, **details: Any) -> None:
-        HybridCache.outer_done(self, ticket, True)
+        def broken(ticket: int, ok: bool, **details: Any) -> None:
+            done(ticket, True)
+
+        self.lower_tiers.done = broken  # type: ignore[method-assign]
 
 
 class FetchesTheLastOnly(_Broken):
@@ -282,7 +288,7 @@ class DropsNamespaces(_Broken):
     """Writes and looks up under no namespace."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        (tier,) = self.tiers
+        (tier,) = self.lower_tiers.outer
         find, begin = tier.find, tier.begin_store
         tier.find = lambda namespace, *rest: find(None, *rest)  # type: ignore[method-assign]
         tier.begin_store = lambda namespace, *rest: begin(None, *rest)  # type: ignore[method-assign]
@@ -292,7 +298,7 @@ class EvictsParents(_Broken):
     """Lets the bundle go before the one that is written."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        (tier,) = self.tiers
+        (tier,) = self.lower_tiers.outer
         begin = tier.begin_store
 
         def broken(
@@ -312,7 +318,7 @@ class BeginsBehindWhatIsOut(_Broken):
     """Writes a bundle behind one whose outcome nobody knows."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        (tier,) = self.tiers
+        (tier,) = self.lower_tiers.outer
         assert isinstance(tier, FakeTier)
         find, begun = tier.find, tier.begun
 
@@ -369,7 +375,7 @@ class WritesThroughAFlush(_Broken):
     """Keeps what is being written while everything is flushed."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        (tier,) = self.tiers
+        (tier,) = self.lower_tiers.outer
         failed = tier.store_failed
 
         def broken(key: str, reason: str) -> Sequence[str]:
@@ -385,7 +391,7 @@ class ForgetsToFlush(_Broken):
     """A flush leaves what the tier has."""
 
     def change(self, fetches: Any, writes: Any, host: Any) -> None:
-        self.tiers[0].clear = lambda: ()  # type: ignore[method-assign]
+        self.lower_tiers.outer[0].clear = lambda: ()  # type: ignore[method-assign]
 
 
 class NeverDiscards(_Broken):

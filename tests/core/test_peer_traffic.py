@@ -19,6 +19,7 @@ from hybrid_plugin.core.commands import Command, Offer, Withdraw
 from tests.core.elastic import ElasticEngine, random_elastic_setup, seeded_traffic
 from tests.core.engine import FakeEngine
 from tests.core.profiles import SOAK_FACTOR, machine_settings
+from tests.core.support import Tiers
 from tests.core.test_invariants import EngineMachine
 from tests.core.test_outer_traffic import _Recorded
 from tests.core.traffic import (
@@ -65,7 +66,7 @@ def test_traffic(kind: str) -> None:
         except (AssertionError, ValueError) as error:
             setup = traffic.engine.setup
             raise AssertionError(f"seed {seed}, {setup}: {error}") from error
-        tier = traffic.engine.cache.tiers[-1]
+        tier = traffic.engine.cache.lower_tiers.outer[-1]
         done = tier.stats.as_dict("peer")
         for name in EXERCISED:
             totals[name] += done[f"peer_{name}"]
@@ -129,9 +130,9 @@ TestElasticPeers.settings = machine_settings(50)
 class _Broken(HybridCache):
     """Changes what is offered."""
 
-    def use_tiers(self, tiers: Any) -> None:
-        HybridCache.use_tiers(self, tiers)
-        outer = self._outer
+    def __post_init__(self, tiers: Tiers) -> None:
+        HybridCache.__post_init__(self, tiers)
+        outer = self.lower_tiers._outer
         assert outer is not None and outer._offers is not None
         self.change(outer._offers, outer._fetches, self.host)
 

@@ -41,7 +41,7 @@ def chat(cache: HybridCache) -> None:
 
 def save(cache: HybridCache, tokens: Tokens = TURN) -> Saving:
     """A save that must begin."""
-    saving = cache.save(tokens)
+    saving = cache.lower_tiers.save(tokens)
     assert saving is not None
     return saving
 
@@ -67,10 +67,10 @@ def test_a_save_waits_until_its_bundle_is_reported() -> None:
     assert (saving.length, saving.is_over) == (12, False)
     cache.drain_commands()
     cache.drain_commands()
-    assert not saving.is_over and cache.writing
-    cache.outer_done(1, True)
+    assert not saving.is_over and cache.lower_tiers.writing
+    cache.lower_tiers.done(1, True)
     assert saving.is_over and not saving.reason
-    assert stored(cache) == 12 and not cache.writing
+    assert stored(cache) == 12 and not cache.lower_tiers.writing
     assert not any(used(cache).values())
     audit(cache)
 
@@ -80,14 +80,14 @@ def test_what_is_there_is_saved_at_once() -> None:
     chat_on_disk(cache)
     saving = save(cache)
     assert saving.is_over and not saving.reason
-    assert not cache.writing and not cache.drain_commands()
+    assert not cache.lower_tiers.writing and not cache.drain_commands()
 
 
 def test_nothing_can_be_saved_of_what_nobody_knows() -> None:
     cache = make()
     chat(cache)
-    assert cache.save(LATER) is None
-    assert cache.save(TURN, "another salt") is None
+    assert cache.lower_tiers.save(LATER) is None
+    assert cache.lower_tiers.save(TURN, "another salt") is None
 
 
 def test_a_save_goes_before_what_was_noted_earlier() -> None:
@@ -98,10 +98,10 @@ def test_a_save_goes_before_what_was_noted_earlier() -> None:
     cache.drain_commands()  # the two oldest have begun
     begun = [one.tokens[0] for one in disk(cache).begun.values()]
     assert begun == [0, 20]
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     cache.drain_commands()
     assert [one.tokens[0] for one in disk(cache).begun.values()] == [20, 60]
-    cache.outer_done(3, True)
+    cache.lower_tiers.done(3, True)
     assert saving.is_over and not saving.reason
     audit(cache)
 
@@ -115,7 +115,7 @@ def test_what_only_the_device_has_is_stored_first() -> None:
     assert not of(Store, cache.drain_commands())
     commands = cache.drain_commands()
     assert [type(one) for one in commands] == [Store, Store, Write]
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert saving.is_over and not saving.reason and stored(cache) == 12
 
 
@@ -130,13 +130,16 @@ def test_a_save_takes_the_place_of_what_is_worth_more() -> None:
     chat(cache)
     serve(cache, "later", LATER[:10], (300, 301, 302))
     cache.drain_commands()
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert host(cache).stats.stores_refused == 1
     saving = save(cache, (*LATER[:10], 300, 301, 302))
     cache.drain_commands()
     cache.drain_commands()
-    assert cache.resumable(TURN) and not host(cache).match(None, ids(*TURN), 12).length
-    cache.outer_done(2, True)
+    assert (
+        cache.lower_tiers.resumable(TURN)
+        and not host(cache).match(None, ids(*TURN), 12).length
+    )
+    cache.lower_tiers.done(2, True)
     assert saving.is_over and not saving.reason
     audit(cache)
 
@@ -162,9 +165,9 @@ def test_a_failed_write_is_a_reason(reason: str) -> None:
     saving = save(cache)
     cache.drain_commands()
     cache.drain_commands()
-    cache.outer_done(1, False, reason=reason)
+    cache.lower_tiers.done(1, False, reason=reason)
     assert saving.is_over and saving.reason == reason
-    assert not any(used(cache).values()) and not cache.writing
+    assert not any(used(cache).values()) and not cache.lower_tiers.writing
     audit(cache)
 
 
@@ -175,7 +178,7 @@ def test_what_the_tier_does_not_take_is_a_reason() -> None:
     cache.drain_commands()
     cache.drain_commands()
     assert saving.is_over and saving.reason == NO_ROOM
-    assert not cache.writing and not any(used(cache).values())
+    assert not cache.lower_tiers.writing and not any(used(cache).values())
 
 
 def test_a_flush_ends_saves() -> None:
@@ -186,7 +189,7 @@ def test_a_flush_ends_saves() -> None:
     cache.drain_commands()
     assert cache.flush()
     assert saving.is_over and saving.reason == FLUSHED
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert not stored(cache)
     audit(cache)
 
@@ -210,7 +213,7 @@ def test_a_tier_that_finds_nothing_behind_a_write_is_a_reason() -> None:
     cache.drain_commands()
     cache.drain_commands()
     disk(cache).find = lambda *_: ()  # type: ignore[method-assign]
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert saving.is_over and saving.reason == GONE
 
 
@@ -220,7 +223,7 @@ def test_two_saves_of_one_prefix_share_a_write() -> None:
     savings = [save(cache), save(cache)]
     commands = [*cache.drain_commands(), *cache.drain_commands()]
     assert len(of(Write, commands)) == 1
-    cache.outer_done(1, True)
+    cache.lower_tiers.done(1, True)
     assert all(one.is_over and not one.reason for one in savings)
     audit(cache)
 
@@ -232,35 +235,38 @@ def test_a_prefix_is_brought_whatever_it_is_worth() -> None:
     """Computing it would be faster, so no request would wait for it."""
     cache = make(rates=replace(RATES, prefill_seconds_per_token=1e-9))
     chat_on_disk(cache)
-    assert cache.restore(cache.look_up(NEXT)) is None
-    assert cache.resumable(TURN) == 0
-    found = cache.bring(TURN[:12])
+    assert cache.lower_tiers.restore(cache.look_up(NEXT)) is None
+    assert cache.lower_tiers.resumable(TURN) == 0
+    found = cache.lower_tiers.bring(TURN[:12])
     assert found is not None and found.length == 12
     (command,) = of(Fetch, cache.drain_commands())
     assert isinstance(command, Fetch)
-    assert cache.bring(TURN[:12]) is found, "it is on its way"
-    cache.outer_done(command.ticket, True)
+    assert cache.lower_tiers.bring(TURN[:12]) is found, "it is on its way"
+    cache.lower_tiers.done(command.ticket, True)
     assert found.is_over and not found.reason
-    assert cache.resumable(TURN) == 12
-    assert cache.bring(TURN[:12]) is None, "it is there"
+    assert cache.lower_tiers.resumable(TURN) == 12
+    assert cache.lower_tiers.bring(TURN[:12]) is None, "it is there"
     audit(cache)
 
 
 def test_a_fetch_that_failed_says_why() -> None:
     cache = make()
     chat_on_disk(cache)
-    found = cache.bring(TURN[:12])
+    found = cache.lower_tiers.bring(TURN[:12])
     cache.drain_commands()
-    cache.outer_done(2, False, reason="torn", bundle=0)
+    cache.lower_tiers.done(2, False, reason="torn", bundle=0)
     assert found is not None and found.is_over and found.reason == "torn"
-    assert cache.bring(TURN[:12]) is None and cache.resumable(TURN) == 0
+    assert (
+        cache.lower_tiers.bring(TURN[:12]) is None
+        and cache.lower_tiers.resumable(TURN) == 0
+    )
 
 
 def test_nothing_is_brought_of_what_nobody_has() -> None:
     cache = make()
     chat_on_disk(cache)
-    assert cache.bring(LATER) is None
-    assert cache.bring(TURN, "another salt") is None
+    assert cache.lower_tiers.bring(LATER) is None
+    assert cache.lower_tiers.bring(TURN, "another salt") is None
 
 
 # -------------------------------------------------------------------- records
@@ -268,30 +274,30 @@ def test_nothing_is_brought_of_what_nobody_has() -> None:
 
 def test_a_record_comes_behind_what_it_discards() -> None:
     cache = make()
-    recording = cache.record("ab", "text", ["old"])
-    assert cache.writing == 1 and not recording.is_over
+    recording = cache.lower_tiers.record("ab", "text", ["old"])
+    assert cache.lower_tiers.writing == 1 and not recording.is_over
     commands = cache.drain_commands()
     assert commands == [Discard(("old",)), WriteRecord(1, "ab", "text")]
-    cache.outer_done(1, True)
-    assert recording.is_over and not recording.reason and not cache.writing
+    cache.lower_tiers.done(1, True)
+    assert recording.is_over and not recording.reason and not cache.lower_tiers.writing
 
 
 def test_a_record_that_failed_says_why() -> None:
     cache = make()
-    recording = cache.record("ab", None)
+    recording = cache.lower_tiers.record("ab", None)
     assert cache.drain_commands() == [WriteRecord(1, "ab", None)]
-    cache.outer_done(1, False, reason="io")
+    cache.lower_tiers.done(1, False, reason="io")
     assert recording.is_over and recording.reason == "io"
     with pytest.raises(ValueError, match="ticket 1"):
-        cache.outer_done(1, True)
+        cache.lower_tiers.done(1, True)
 
 
 def test_without_a_tier_there_is_nothing_to_save_to() -> None:
     cache = HybridCache(PagePool(9), SlotPool(3), 4, SnapshotPolicy(4, 1_000))
     for call in (
-        lambda: cache.save(TURN),
-        lambda: cache.bring(TURN),
-        lambda: cache.record("ab", None),
+        lambda: cache.lower_tiers.save(TURN),
+        lambda: cache.lower_tiers.bring(TURN),
+        lambda: cache.lower_tiers.record("ab", None),
     ):
         with pytest.raises(ValueError, match="no outer tier"):
             call()

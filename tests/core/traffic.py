@@ -245,7 +245,7 @@ class Traffic:
         if what >= 0.1:
             return
         namespace = self.order.choice(NAMESPACES)
-        keeps = any(tier.keeps_bundles for tier in self.engine.cache.tiers)
+        keeps = any(tier.keeps_bundles for tier in self.engine.cache.lower_tiers.outer)
         if what >= 0.06:
             self.engine.bring(tokens, namespace)
         elif keeps:

@@ -94,11 +94,11 @@ class RealRanks(FakeRanks):
             command = self.host.out.pop(outcome.ticket)
             if outcome.lost is None:
                 self._follow(command)
-                cache.outer_done(outcome.ticket, True, seconds=outcome.seconds)
+                cache.lower_tiers.done(outcome.ticket, True, seconds=outcome.seconds)
                 continue
             self.failed += 1
             reason, bundle = outcome.lost.failure.reason, outcome.lost.bundle
-            cache.outer_done(outcome.ticket, False, reason=reason, bundle=bundle)
+            cache.lower_tiers.done(outcome.ticket, False, reason=reason, bundle=bundle)
 
     def _follow(self, command: Write | Fetch) -> None:
         """Change the fake rows as the real ones were changed."""
@@ -145,7 +145,7 @@ class DiskMirror(Mirror):
         device = traffic.engine.device
         super().__init__(device, rng)
         assert device.host is not None
-        (tier,) = traffic.engine.cache.tiers
+        (tier,) = traffic.engine.cache.lower_tiers.outer
         assert isinstance(tier, DiskTier)
         shelf = BundleShelf(
             path, IDENTITY.rank_name, tier._layouts[IDENTITY.rank_name], files=files

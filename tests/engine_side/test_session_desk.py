@@ -67,7 +67,7 @@ class Server:
         layouts = {IDENTITY.rank_name: Layouts({"kv": page_layout(4)}, STATE)}
         entries = () if files is None else files.values()
         self.tier = DiskTier(entries, budget, IDENTITY, layouts, 1e9)
-        self.cache.use_tiers([self.tier])
+        self.cache.lower_tiers.use_outer([self.tier])
         book = SessionBook(self.tier, sessions, 1)
         serving = Serving("model", "engine")
         self.desk = SessionDesk(self.cache, self.tier, book, serving)
@@ -98,10 +98,10 @@ class Server:
     def _report(self, command: object, ticket: int) -> bool:
         reason = self.fails.get(type(command))
         if reason is None:
-            self.cache.outer_done(ticket, True)
+            self.cache.lower_tiers.done(ticket, True)
         else:
             bundle = 0 if isinstance(command, Fetch) else None
-            self.cache.outer_done(ticket, False, reason=reason, bundle=bundle)
+            self.cache.lower_tiers.done(ticket, False, reason=reason, bundle=bundle)
         self.desk.step()
         return reason is None
 
@@ -162,10 +162,10 @@ def test_a_session_is_saved_and_loaded_by_the_next_server() -> None:
     assert saved["bytes"] == server.tier.used_bytes - len(*server.records.values())
     server = server.restarted()
     assert server.listed() == {"tea": 12}
-    assert server.cache.resumable(TURN) == 0
+    assert server.cache.lower_tiers.resumable(TURN) == 0
     loaded = server.take("load", name="tea")
     assert loaded == {"status": 200, "name": "tea", "tokens": 12, "saved": 12}
-    assert server.cache.resumable(NEXT) == 12
+    assert server.cache.lower_tiers.resumable(NEXT) == 12
     assert server.take("load", name="tea") == loaded, "it is there"
     audit(server.cache)
 
@@ -224,7 +224,7 @@ def test_a_name_that_is_saved_again_stands_for_the_new_turn() -> None:
     assert server.listed() == {"tea": len(turn) - 1} and len(server.records) == 1
     server = server.restarted()
     server.take("load", name="tea")
-    assert server.cache.resumable(turn) == len(turn) - 1
+    assert server.cache.lower_tiers.resumable(turn) == len(turn) - 1
 
 
 def test_a_longer_talk_is_saved_as_far_as_it_is_cached() -> None:
@@ -244,7 +244,7 @@ def test_salts_and_adapters_stay_apart(namespace: Any) -> None:
     server = server.restarted()
     refused = server.take("load", namespace, name="tea")
     assert is_refused(refused, 409, "another cache_salt or adapter")
-    assert server.cache.resumable(TURN, namespace) == 0
+    assert server.cache.lower_tiers.resumable(TURN, namespace) == 0
     assert server.take("load", "alice", name="tea")["tokens"] == 12
 
 

@@ -133,7 +133,7 @@ def serve(
             action="save", name=SESSION, tokens=tokens, created=7
         )
     found["stats"], found["levels"] = engine.counts(), engine.levels()
-    found["used"] = engine.manager.cache.tiers[0].used_bytes
+    found["used"] = engine.manager.cache.lower_tiers.outer[0].used_bytes
     found["sizes"] = [file.stat().st_size for file in files_of(files)]
     if is_flushed:
         found["flushed"] = engine.llm.reset_prefix_cache()

@@ -213,7 +213,7 @@ class Served:
 
     def is_restoring(self) -> bool:
         """Whether a restore is on its way."""
-        return self.manager.cache.restores_due is not None
+        return self.manager.cache.lower_tiers.restores_due is not None
 
     def counts(self) -> dict[str, int]:
         """All totals of the cache, with those of the tiers behind it."""
@@ -221,7 +221,7 @@ class Served:
         totals = dict(cache.stats.as_dict())
         if cache.host is not None:
             totals |= cache.host.stats.as_dict()
-        for tier in cache.tiers:
+        for tier in cache.lower_tiers.outer:
             totals |= tier.stats.as_dict(tier.name)
         return totals
 

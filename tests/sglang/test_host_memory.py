@@ -133,7 +133,7 @@ def test_a_request_waits_until_its_prefix_should_be_there() -> None:
     bench.keep_busy()
     again = bench.wait_for_restore()
     assert set(kinds(bench.take())) == {Load}
-    due = bench.core.restores_due
+    due = bench.core.lower_tiers.restores_due
     assert due is not None and due > bench.clock.now
     bench.clock.now = due - 0.01
     assert bench.step() == [] and bench.take() == []

@@ -73,7 +73,7 @@ class HostWindowBench(WindowBench):
     def step(self, chunk: int | None = None) -> list[str]:
         self.clock.now += 1.0
         ran = super().step(chunk)
-        self.waits += self.core.restores_due is not None
+        self.waits += self.core.lower_tiers.restores_due is not None
         self.cache.idle()
         return ran
 

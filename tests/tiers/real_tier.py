@@ -7,18 +7,18 @@ The checks are those of `tests/core/test_outer_traffic.py`; the ranks are late a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.tiers.host_plan import HostPlan
-from hybrid_plugin.core.tiers.outer_tier import OuterTier
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.disk import DiskTier
 from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.store.tier import StoreTier
 from tests.core.profiles import SOAK_FACTOR
+from tests.core.support import Tiers
 from tests.core.test_outer_traffic import EXERCISED, traffic_of
 from tests.core.traffic import Traffic
 from tests.tiers.support import IDENTITY, STATE, page_layout
@@ -50,12 +50,13 @@ class TierTraffic(Generic[Tier]):
         found: list[Tier] = []
 
         class Cache(HybridCache):
-            def use_tiers(self, tiers: Sequence[OuterTier]) -> None:
+            def __post_init__(self, tiers: Tiers) -> None:
+                HybridCache.__post_init__(self, ())
                 assert self.host is not None
                 (fake,) = tiers
                 rank = {IDENTITY.rank_name: layouts_of(self, self.host.plan)}
                 found.append(make(self.host.plan, rank, fake.read_bytes_per_second))
-                HybridCache.use_tiers(self, found)
+                self.lower_tiers.use_outer(found)
 
         traffic = traffic_of(kind, seed, (1, 4, 16)[seed % 3], Cache)
         assert traffic.engine.ranks is not None

@@ -161,7 +161,7 @@ def test_an_engine_that_is_started_again_has_what_was_written(
     engine = start()
     assert engine.serve("one", 1000) == 0
     engine.finish()
-    (tier,) = engine.manager.cache.tiers
+    (tier,) = engine.manager.cache.lower_tiers.outer
     assert len(engine.names()) == tier.stats.stores > 0
     assert nothing_kept(engine.manager)
     engine = start()
@@ -182,7 +182,7 @@ def test_an_engine_that_is_started_again_has_what_was_written(
     engine.manager.free(again)
     engine.finish()
     assert nothing_kept(engine.manager)
-    (tier,) = engine.manager.cache.tiers
+    (tier,) = engine.manager.cache.lower_tiers.outer
     assert tier.stats.hit_tokens == LENGTH and tier.stats.loads == 1
 
 
@@ -238,7 +238,7 @@ def test_what_other_weights_leave_is_never_found(start: Callable[..., Engine]) -
     engine.files.weights_changed()
     assert engine.serve("two", 5000) == 0
     engine.finish()
-    (tier,) = engine.manager.cache.tiers
+    (tier,) = engine.manager.cache.lower_tiers.outer
     before = tier.stats.stores
     engine.serve("three", 9000)
     engine.finish()
@@ -263,7 +263,7 @@ def test_what_is_ordered_under_the_old_name_is_refused(
     engine.serve("two", 5000)
     commands = engine.finish()
     assert any(isinstance(one, Write) for one in commands)
-    (tier,) = engine.manager.cache.tiers
+    (tier,) = engine.manager.cache.lower_tiers.outer
     assert tier.stats.store_failures.total() > 0
     assert engine.names() == old
 
@@ -436,7 +436,7 @@ def test_time_passes_only_where_files_are_all_that_is_waited_for(
     taken: list[Report] = []
     one.kv_cache_manager = SimpleNamespace(
         has_work=work,
-        cache=SimpleNamespace(restores_due=due),
+        cache=SimpleNamespace(lower_tiers=SimpleNamespace(restores_due=due)),
         take_report=taken.append,
         hit_checking=None,
     )

@@ -100,7 +100,7 @@ def test_a_request_waits_until_its_prefix_should_be_there() -> None:
     loads = of.drain_commands()
     assert {one.pool for one in loads if isinstance(one, Load)} == {"kv", "state"}
     assert Await not in kinds(loads)
-    due = of.cache.restores_due
+    due = of.cache.lower_tiers.restores_due
     assert due is not None and due > clock.now
     clock.now = due - 0.01
     of.step_begins()
@@ -184,7 +184,7 @@ def test_what_came_for_one_behind_is_kept_until_its_turn() -> None:
     assert of.must_wait(later)
     assert of.must_wait(first)
     of.drain_commands()
-    due = of.cache.restores_due
+    due = of.cache.lower_tiers.restores_due
     assert due is not None
     clock.now = due
     of.step_begins()

@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def tier(self) -> Any:
-        (tier,) = self.manager.cache.tiers
+        (tier,) = self.manager.cache.lower_tiers.outer
         return tier
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ def start() -> Iterator[Callable[..., Engine]]:
 def settled(engine: Engine) -> None:
     """Let the rank hear what became of its offers."""
     end = time.monotonic() + PATIENCE
-    while engine.manager.cache.offering:
+    while engine.manager.cache.lower_tiers.offering:
         assert time.monotonic() < end
         engine.step()
         time.sleep(0.001)

@@ -188,7 +188,7 @@ def test_a_session_survives_a_restart(start: Callable[..., Engine]) -> None:
     loaded = take(engine, action="load", name="tea")
     assert (loaded["status"], loaded["tokens"]) == (200, LENGTH + 1)
     assert not engine.manager.has_work
-    assert engine.manager.cache.resumable(TOKENS) == LENGTH + 1
+    assert engine.manager.cache.lower_tiers.resumable(TOKENS) == LENGTH + 1
     assert engine.serve("two", 1000) == LENGTH
     removed = take(engine, action="remove", name="tea")
     assert removed["status"] == 200

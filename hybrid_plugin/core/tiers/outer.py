@@ -145,7 +145,7 @@ class OuterTiers:
             self._saves.go_on(store)
 
     def record(self, name: str, text: str | None, discard: Sequence[str]) -> Recording:
-        """Have a text kept beside the bundles; see `HybridCache.record`."""
+        """Have a text kept beside the bundles; see `LowerTiers.record`."""
         if self._writes is None:
             raise ValueError("no outer tier keeps bundles")
         self._discard(discard)
@@ -164,7 +164,7 @@ class OuterTiers:
         bundle: int | None,
         seconds: float | None,
     ) -> None:
-        """Take a report; see `HybridCache.outer_done`."""
+        """Take a report; see `LowerTiers.done`."""
         discarded: Sequence[str] = ()
         if ticket in self._fetches.running:
             if ok:

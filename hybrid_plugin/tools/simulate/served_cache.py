@@ -100,7 +100,7 @@ class PluginCache:
         self._restoring, self._may_begin = 0, True
         self._front_door.pass_time()
         if not self.cache.live:
-            self.cache.end_restores()
+            self.cache.lower_tiers.end_restores()
         self._front_door.plan_sharing(waiting)
 
     def must_wait(self, job: Job) -> bool:
