@@ -40,6 +40,8 @@ PAGE = 16
 CHUNK = 96
 SHARED = 250
 RETRACT_EVERY = 6
+TOP_K = 200
+"""Tokens that sampled answers are chosen from, at a temperature of 1."""
 ROUNDS = 25
 """Of the scheduler, until some of a crowd's requests decode and others wait."""
 LAYERS = {"nemotron_h": (1, 5, 8), "qwen3_5": (1, 4, 6)}
@@ -71,6 +73,8 @@ class BlockEngine(Engine):
         """Sequences that were verified, over all steps."""
         self.stops: dict[int, int] = {}
         """By number of a prompt, a token that ends its answer."""
+        self.sampled: set[int] = set()
+        """Numbers of prompts whose answers are sampled, and not greedy."""
         self._rounds_left: int | None = None
         self.scheduler.maybe_sleep_on_idle = lambda: None  # phases are short
         worker = self.scheduler.draft_worker
@@ -114,6 +118,9 @@ class BlockEngine(Engine):
     def _ingest(self) -> None:
         for request in self._waiting:
             number = int(request.rid)
+            if number in self.sampled:
+                request.sampling_params.top_k = TOP_K
+                request.sampling_params.top_p = 0.9
             if number in self.stops:
                 request.sampling_params.ignore_eos = False
                 request.sampling_params.stop_token_ids = {self.stops[number]}
@@ -222,6 +229,13 @@ def serve(engine: BlockEngine, model: Path) -> dict[str, Any]:
     }
     ask("first, some right", first)
     ask("second, some right", second)
+    serving.forget()
+    engine.sampled = set(range(1, len(first), 2))
+    mixed, _ = engine.ask(first, ANSWER)
+    engine.sampled = set()
+    found["sampled"] = [
+        said == answer for said, answer in zip(mixed, answers, strict=True)
+    ]
     serving.forget()
     stops = {n: _first_of_its_kind(answer) for n, answer in enumerate(longer)}
     engine.stops = {n: longer[n][place] for n, place in stops.items()}

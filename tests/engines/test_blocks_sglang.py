@@ -90,6 +90,10 @@ def test_drafts_are_accepted_and_rejected(found: dict[str, Any]) -> None:
     assert 1.5 < found["lengths"]["first, some right"] < 4
 
 
+def test_answers_beside_sampled_ones_stay_greedy(found: dict[str, Any]) -> None:
+    assert found["sampled"] == [number % 2 == 0 for number in range(len(TURNS))]
+
+
 def test_answers_end_at_stops_within_a_block(found: dict[str, Any]) -> None:
     assert found["stopped at"] == found["stop tokens"]
     turns = zip(TURNS, found["stopped at"], strict=True)
