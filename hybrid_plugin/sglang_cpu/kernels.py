@@ -26,7 +26,7 @@ from hybrid_plugin.sglang_cpu.draft_trees import links_of_mask
 from hybrid_plugin.sglang_cpu.experts import leave_experts_to_their_rank
 from hybrid_plugin.sglang_cpu.headless_models import leave_models_without_heads
 from hybrid_plugin.sglang_cpu.replacements import (
-    HOOKS,
+    INSTALLED,
     MISSING_NAMES,
     REPLACEMENTS,
     TREE_MASKS,
@@ -52,7 +52,7 @@ def install() -> None:
         ConfigError: naming each hook point that this SGLang moved.
     """
     import_tree_masks()
-    require(HOOKS)
+    require(INSTALLED)
     for replacement in REPLACEMENTS:
         replace(replacement.point.target, load(replacement.ours))
     for missing in MISSING_NAMES:

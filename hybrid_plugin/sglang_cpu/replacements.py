@@ -701,7 +701,7 @@ HEADS = HookPoint(
 )
 """What `headless_models` wraps."""
 
-HOOKS = (
+INSTALLED = (
     *(r.point for r in REPLACEMENTS),
     _FORWARD,
     _SAMPLE,
@@ -714,3 +714,6 @@ HOOKS = (
     EXPERTS,
 )
 """All that `kernels.install` relies on."""
+
+HOOKS = (*INSTALLED, EMBEDS)
+"""Every point, as the compatibility checks read them."""
