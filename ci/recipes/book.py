@@ -101,6 +101,8 @@ class Recipe:
     published: Command
     gpus: int
     gpu: str
+    beside: Mapping[str, str]
+    """Shapes of other models that the command names."""
     renamed: Mapping[str, str]
     drop: tuple[str, ...]
     add: tuple[str, ...]
@@ -162,6 +164,7 @@ def _recipe(
         published=Command.parse(entry["command"]),
         gpus=entry["gpus"],
         gpu=entry.get("gpu", "H100"),
+        beside=entry.get("beside", {}),
         renamed=entry.get("renamed", {}),
         drop=tuple(instead.get("drop", ())),
         add=tuple(instead.get("add", ())),

@@ -669,6 +669,23 @@ SHAPES: dict[str, Config] = {
             "qkv_hidden_size": 192,
         },
     },
+    "kimi-k3-dspark": {
+        # It reads layers that this K3 has; how many heads it has is not published.
+        "architectures": ["DSparkDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": _COMMON["vocab_size"],
+        "hidden_size": 7168,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "block_size": 7,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": 1000},
+    },
     "glm-5.3-flash": {
         "architectures": ["Glm5NextForConditionalGeneration"],
         "model_type": "glm5_next",

@@ -89,7 +89,13 @@ def _try(recipe: Recipe, command: Command) -> Verdict:
     outlook = importlib.import_module(f"hybrid_plugin.{recipe.engine}.outlook")
     with tempfile.TemporaryDirectory() as name, _environment(command):
         folder = write(Path(name, "model"), recipe.shape, recipe.weights)
-        flags = [_here(word, command, folder) for word in command.flags]
+        others = {
+            other: str(write(Path(name, shape), shape))
+            for other, shape in recipe.beside.items()
+        }
+        flags = [
+            others.get(word, _here(word, command, folder)) for word in command.flags
+        ]
         found = outlook.foresee(str(folder), flags, CACHE_BYTES)
     if found.prospect.value != SERVED:
         return Verdict(found.prospect.value, _sentence(found.reason))

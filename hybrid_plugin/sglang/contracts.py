@@ -1137,6 +1137,92 @@ DRAFT_HOOKS = (
 )
 """For speculative decoding."""
 
+_FLASH = f"{_SPECULATIVE}.dflash_worker_v2:DFlashWorkerV2"
+_SPARK = f"{_SPECULATIVE}.dspark_components"
+
+BLOCK_DRAFT_HOOKS = (
+    HookPoint(
+        f"{_FLASH}._accept_block",
+        ("self", "candidates", "prefix_lens"),
+        mentions=("accept_len", "commit_lens", "bonus", "out_tokens", "new_seq_lens"),
+    ),
+    # What it returns is what states, the draft model's KV and the next step begin with.
+    HookPoint(
+        f"{_FLASH}.forward_batch_generation",
+        ("self", "batch"),
+        mentions=(
+            "_accept_block",
+            "_update_target_mamba_state_after_verify",
+            "_append_target_hidden_to_draft_kv_by_loc",
+            "_make_next_draft_input_decode",
+            "on_publish",
+            "prefix_lens",
+            "speculative_num_draft_tokens",
+        ),
+    ),
+    HookPoint(
+        f"{_FLASH}._update_target_mamba_state_after_verify",
+        mentions=("update_mamba_state_after_mtp_verify", "commit_lens"),
+    ),
+    HookPoint(
+        f"{_SPARK}.dspark_verify:TargetVerifyExecutor.accept_and_finalize",
+        ("self", "prefix_lens"),
+        mentions=("build_accept_outs", "folded_accept"),
+    ),
+    HookPoint(
+        f"{_SPARK}.dspark_verify:AcceptOuts",
+        mentions=(
+            "correct_len",
+            "bonus",
+            "commit_lens",
+            "new_seq_lens",
+            "out_tokens",
+        ),
+    ),
+    HookPoint(
+        f"{_SPARK}.dspark_worker_v2:DSparkWorkerV2.__init__",
+        # With numbers of drafts that are fixed, no graph accepts but DeepSeek's.
+        mentions=("_verify_executor", "is_compact_mode", "static_epilogue_supported"),
+    ),
+    HookPoint(
+        f"{_SPARK}.dspark_worker_v2:DSparkWorkerV2._forward_decode",
+        mentions=(
+            "_verify_executor",
+            "accept_and_finalize",
+            "_commit_target_mamba_states_after_verify",
+            "commit_hidden",
+            "make_next_draft_input",
+            "on_publish",
+            "prefix_lens",
+        ),
+    ),
+    HookPoint(
+        f"{_SPARK}.dspark_worker_v2:DSparkWorkerV2"
+        "._commit_target_mamba_states_after_verify",
+        mentions=("update_mamba_state_after_mtp_verify", "commit_lens"),
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.ragged_verify:read_ragged_verify_mode",
+        mentions=("SGLANG_RAGGED_VERIFY_MODE",),
+    ),
+    HookPoint(
+        f"{_SPECULATIVE}.dflash_info_v2:DFlashDraftInputV2.prepare_for_decode",
+        mentions=("alloc_for_spec_decode", "decode_batch_idx"),
+    ),
+    HookPoint(
+        f"{_SRT}.model_executor.model_runner_components.spec_aux_hidden_state"
+        ":_resolve_dflash_aux_hidden_state",
+        mentions=("draft_model_config", "draft_kv_num_layers"),
+    ),
+    # Where no prefix cache is, KDA leaves the accepted state in the scratch.
+    HookPoint(
+        f"{_SRT}.layers.attention.linear.kda_backend"
+        ":KDAAttnBackend._can_fuse_accept_state",
+        mentions=("disable_radix_cache",),
+    ),
+)
+"""For draft models that propose a block at once: DFLASH and DSPARK."""
+
 REPLAY_HOOKS = (
     HookPoint(
         f"{_POOL}:HybridReqToTokenPool._init_mamba_pool",
@@ -1290,5 +1376,5 @@ ENGINE_HOOKS = (
 )
 """What every process of an engine with the plugin relies on."""
 
-HOOKS = ENGINE_HOOKS + SAVED_SESSION_HOOKS + HIT_CHECK_HOOKS
+HOOKS = ENGINE_HOOKS + BLOCK_DRAFT_HOOKS + SAVED_SESSION_HOOKS + HIT_CHECK_HOOKS
 """Every point, as the compatibility checks read them."""

@@ -16,6 +16,7 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.refusals import ending_the_server, named
 from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.contracts import (
+    BLOCK_DRAFT_HOOKS,
     COMMAND_LINE_HOOKS,
     ENGINE_HOOKS,
     HIT_CHECK_HOOKS,
@@ -723,15 +724,21 @@ def _verify_drafts() -> None:
     already; that one has moved the states on.
     Fix: run the cache's commands before each step of a speculative worker; tell the
     core what it verifies, and what came of it; and end what is accepted at the first
-    stop, so that the next step begins where the answer ends.  A paused prompt's next
-    token is what its draft KV is computed with.
+    stop, so that the next step begins where the answer ends.  Workers for blocks of
+    drafts accept by methods of their own, which `with_commands` wraps.  A paused
+    prompt's next token is what its draft KV is computed with.
     Delete when: the worker runs device work of the radix cache backend, and SGLang cuts
     answers on the device.
     """
     from hybrid_plugin.sglang.speculation import workers
 
+    @named()
     def commanded(result: type, algorithm: Any, *_: Any, **__: Any) -> type:
-        return workers.with_commands(result) if _is_ours() else result
+        if not _is_ours():
+            return result
+        if algorithm.is_dflash_family():
+            _require(BLOCK_DRAFT_HOOKS)
+        return workers.with_commands(result)
 
     def sampled(result: Any, verify_input: Any, batch: Any, *_: Any, **__: Any) -> Any:
         if not _served_by(batch.tree_cache):

@@ -12,8 +12,15 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from hybrid_plugin.sglang_cpu import adapters, draft_tokens, kernels, transfers
+from hybrid_plugin.sglang_cpu import (
+    adapters,
+    draft_blocks,
+    draft_tokens,
+    kernels,
+    transfers,
+)
 from hybrid_plugin.sglang_cpu.compressed_keys import choose_as_few_as_asked
+from hybrid_plugin.sglang_cpu.replacements import EMBEDS
 
 _SAVES_NOTHING = "saves_nothing"
 """Mark of what stands in for a memory saver."""
@@ -39,6 +46,7 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
         wait_for_no_gpu_s_dump()
         transfers.prepare(server_args)
         adapters.adapt_in_torch(server_args)
+        draft_blocks.take_dspark()
         save_no_memory_of_sglang_s()
 
     def get_device(self, device_id: int = 0) -> str:
@@ -69,11 +77,32 @@ class HybridCpu(CpuDeviceMixin, SRTPlatform):
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """Those whose drafts SGLang verifies with kernels that ours replace."""
-        return algorithm in ("EAGLE", "EAGLE3", "STANDALONE")
+        return algorithm in ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK")
+
+    def supports_speculative_draft_attention_backend(
+        self, algorithm: str, backend: str
+    ) -> bool:
+        """PyTorch's, as for the model itself."""
+        return backend == self.get_default_attention_backend()
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        """The same."""
+        return self.get_default_attention_backend()
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         """Where the tokens of drafts lie."""
         return draft_tokens.positions_of_rows
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        """Keep SGLang's worker, with embeddings in the model's type.
+
+        Raises:
+            ConfigError: naming what this SGLang moved.
+        """
+        if algorithm == "DFLASH":
+            kernels.require([EMBEDS])
+            draft_blocks.embed_in_the_models_type()
+        return None
 
     def init_backend(self) -> None:
         """Put our kernels in the place of SGLang's, and leave the rest a core.

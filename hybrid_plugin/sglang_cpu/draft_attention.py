@@ -60,16 +60,31 @@ def _verifying(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices],
             forward_batch.seq_lens,
-            mask_among_drafts(
-                forward_batch.spec_info.custom_mask,
-                forward_batch.seq_lens,
-                forward_batch.spec_info.draft_token_num,
-            ),
+            _mask(layer, forward_batch),
             layer.scaling,
         ).flatten(1)
 
     setattr(forward, _APPLIED, original)
     return forward
+
+
+def _mask(layer: Any, forward_batch: Any) -> torch.Tensor:
+    """``[N, L, L]``, which drafts a draft sees: all, in a block proposed at once.
+
+    Raises:
+        NotImplementedError: for a layer of such a block that has a mask as well.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    drafts = forward_batch.spec_info
+    if layer.attn_type != AttentionType.ENCODER_ONLY:
+        return mask_among_drafts(
+            drafts.custom_mask, forward_batch.seq_lens, drafts.draft_token_num
+        )
+    if drafts.custom_mask is not None:
+        raise NotImplementedError("a block of drafts that see each other has no mask")
+    size = drafts.draft_token_num
+    return torch.ones((forward_batch.seq_lens.numel(), size, size), dtype=torch.bool)
 
 
 def attend(

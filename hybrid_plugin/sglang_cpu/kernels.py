@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.sglang_cpu import draft_blocks
 from hybrid_plugin.sglang_cpu.adapters import adapt_in_plain_memory
 from hybrid_plugin.sglang_cpu.compressed_keys import (
     choose_as_few_as_asked,
@@ -25,7 +26,7 @@ from hybrid_plugin.sglang_cpu.draft_trees import links_of_mask
 from hybrid_plugin.sglang_cpu.experts import leave_experts_to_their_rank
 from hybrid_plugin.sglang_cpu.headless_models import leave_models_without_heads
 from hybrid_plugin.sglang_cpu.replacements import (
-    HOOKS,
+    INSTALLED,
     MISSING_NAMES,
     REPLACEMENTS,
     TREE_MASKS,
@@ -39,7 +40,7 @@ from hybrid_plugin.sglang_cpu.sparse_latents import (
     read_chosen_latents,
 )
 from hybrid_plugin.sglang_cpu.window_attention import read_windows_in_their_pool
-from hybrid_plugin.upstream.hookpoints import LiveView, problems, resolve
+from hybrid_plugin.upstream.hookpoints import HookPoint, LiveView, problems, resolve
 
 _PACKAGE = "hybrid_plugin.sglang_cpu"
 
@@ -51,13 +52,7 @@ def install() -> None:
         ConfigError: naming each hook point that this SGLang moved.
     """
     import_tree_masks()
-    view = LiveView("sglang")
-    found = problems(HOOKS, view)
-    if found:
-        raise ConfigError(
-            f"hybrid-plugin's CPU platform does not fit SGLang {view.version}: "
-            f"{'; '.join(found)}. Install a version it supports."
-        )
+    require(INSTALLED)
     for replacement in REPLACEMENTS:
         replace(replacement.point.target, load(replacement.ours))
     for missing in MISSING_NAMES:
@@ -65,6 +60,8 @@ def install() -> None:
         setattr(module, missing.name, load(missing.ours))
     read_windows_in_their_pool()
     verify_with_a_mask()
+    draft_blocks.attend_in_torch()
+    draft_blocks.sample_blocks()
     read_chosen_latents()
     plan_in_plain_memory()
     adapt_in_plain_memory()
@@ -75,6 +72,21 @@ def install() -> None:
     embed_in_the_models_type()
     leave_models_without_heads(replace)
     leave_experts_to_their_rank(replace)
+
+
+def require(points: Iterable[HookPoint]) -> None:
+    """Check what this package relies on.
+
+    Raises:
+        ConfigError: naming each hook point that this SGLang moved.
+    """
+    view = LiveView("sglang")
+    found = problems(points, view)
+    if found:
+        raise ConfigError(
+            f"hybrid-plugin's CPU platform does not fit SGLang {view.version}: "
+            f"{'; '.join(found)}. Install a version it supports."
+        )
 
 
 def import_tree_masks() -> None:

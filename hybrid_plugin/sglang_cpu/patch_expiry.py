@@ -104,6 +104,26 @@ NEEDED = {
         ".forward_extend",
         "extend_prefix_lens",
     ),
+    "draft_blocks.take_dspark": _while_there(
+        f"{_SRT}.arg_groups.speculative_hook:_handle_dspark", "xpu", "resolving_view"
+    ),
+    "draft_blocks.attend_in_torch": _while_there(
+        f"{_SRT}.speculative.draft_worker_common"
+        ":resolve_draft_worker_attention_backend",
+        "DRAFT_ATTENTION_BACKEND_CHOICES",
+    ),
+    "draft_blocks.embed_in_the_models_type": _while_there(
+        f"{_SRT}.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
+        "bfloat16",
+    ),
+    "draft_blocks.sample_blocks": _while_there(
+        f"{_SRT}.speculative.dflash_utils:is_dflash_sampling_verify_available",
+        "_DFLASH_SAMPLING_VERIFY_AVAILABLE",
+    ),
+    "torch_shims.record_no_streams": _while_there(
+        f"{_SRT}.speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation",
+        "record_stream",
+    ),
     "torch_shims.wait_for_no_gpu": _while_there(
         f"{_SRT}.models.qwen3_next:Qwen3NextForCausalLM.set_embed_and_head",
         "cuda",

@@ -470,6 +470,25 @@ REPLACEMENTS = (
         )
     ),
     _replace(
+        "speculative.reject_sampling:chain_speculative_sampling_triton",
+        "draft_blocks:accept_chain",
+        "predicts",
+        "accept_index",
+        "accept_token_num",
+        "candidates",
+        "retrive_index",
+        "retrive_next_token",
+        "retrive_next_sibling",
+        "uniform_samples",
+        "uniform_samples_for_final_sampling",
+        "target_probs",
+        "draft_probs",
+        "threshold_single",
+        "threshold_acc",
+        "deterministic",
+        "block_verification",
+    ),
+    _replace(
         "speculative.cache_locs:assign_draft_cache_locs_contiguous_func",
         "draft_tokens:positions_of_branches",
         "req_pool_indices",
@@ -534,6 +553,13 @@ _SAMPLE = HookPoint(
     f"{_SRT}.speculative.eagle_utils:eagle_sample",
     mentions=("tree_speculative_sampling_target_only", "uniform_samples"),
 )
+_SAMPLE_BLOCKS = HookPoint(
+    f"{_SRT}.speculative.dflash_utils:compute_dflash_sampling_correct_drafts_and_bonus",
+    mentions=(
+        "tree_speculative_sampling_target_only",
+        "_DFLASH_SAMPLING_VERIFY_AVAILABLE",
+    ),
+)
 MISSING_NAMES = (
     *(
         MissingName(_FORWARD, f"{name}{ending}", f"convolution:{ours}")
@@ -543,7 +569,10 @@ MISSING_NAMES = (
         )
         for ending in ("", "_triton")
     ),
-    MissingName(_SAMPLE, "tree_speculative_sampling_target_only", "draft_trees:sample"),
+    *(
+        MissingName(one, "tree_speculative_sampling_target_only", "draft_trees:sample")
+        for one in (_SAMPLE, _SAMPLE_BLOCKS)
+    ),
 )
 
 _NATIVE = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
@@ -592,12 +621,19 @@ DRAFTS = (
     ),
     HookPoint("sglang.srt.mem_cache.memory_pool:KVWriteLoc"),
     HookPoint(
+        "sglang.srt.layers.radix_attention:AttentionType", mentions=("ENCODER_ONLY",)
+    ),
+    HookPoint("sglang.srt.arg_groups.choices:add_draft_attention_backend_choices"),
+    HookPoint(
+        "sglang.srt.speculative.dflash_utils:is_dflash_sampling_verify_available"
+    ),
+    HookPoint(
         f"{_OPS}.speculative.cache_locs:assign_extend_cache_locs_func",
         (*_ROWS, "batch_size", "draft_token_num", "device"),
         mentions=("_get_oot_speculative_cache_locs_fn",),
     ),
 )
-"""What `draft_attention` and the platform's functions for drafts rely on."""
+"""What `draft_attention`, `draft_blocks` and the platform rely on for drafts."""
 
 SPARSE = (
     HookPoint(
@@ -649,6 +685,14 @@ SPARSE = (
 )
 """What `sparse_latents` takes the place of, and reads."""
 
+EMBEDS = HookPoint(
+    f"{_SRT}.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
+    ("self", "forward_batch", "pp_proxy_tensors"),
+    mentions=("input_embeds", "replace_embeds"),
+)
+"""What `draft_blocks` wraps once a server with DFLASH is built: `install` runs before
+there is such a class."""
+
 HEADS = HookPoint(
     DIVIDES_HEADS,
     ("model_config", "load_config", "tp_size"),
@@ -657,10 +701,11 @@ HEADS = HookPoint(
 )
 """What `headless_models` wraps."""
 
-HOOKS = (
+INSTALLED = (
     *(r.point for r in REPLACEMENTS),
     _FORWARD,
     _SAMPLE,
+    _SAMPLE_BLOCKS,
     *WINDOWS,
     TREE_MASKS,
     *DRAFTS,
@@ -669,3 +714,6 @@ HOOKS = (
     EXPERTS,
 )
 """All that `kernels.install` relies on."""
+
+HOOKS = (*INSTALLED, EMBEDS)
+"""Every point, as the compatibility checks read them."""

@@ -23,6 +23,7 @@ def apply() -> None:
     leave_memory_unpinned()
     name_no_gpu()
     wait_for_no_gpu()
+    record_no_streams()
 
 
 def answer_with_the_cpu_module() -> None:
@@ -106,3 +107,24 @@ def leave_memory_unpinned() -> None:
 
     setattr(pin_memory, _APPLIED, original)
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign,assignment]
+
+
+def record_no_streams() -> None:
+    """Symptom: the first step with drafts of a block fails, "unknown parameter type".
+
+    Cause: its worker tells a tensor of the stream that reads it, on whatever device;
+    a CPU's streams are none that a tensor could be told of.
+    Fix: a tensor in a CPU's memory is told of none; nothing runs behind its back.
+    Delete when: SGLang looks where the tensor is, as `record_stream_each` does.
+    """
+    original = torch.Tensor.record_stream
+    if hasattr(original, _APPLIED):
+        return
+
+    @functools.wraps(original)
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        if self.device.type != "cpu":
+            original(self, stream)
+
+    setattr(record_stream, _APPLIED, original)
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]

@@ -20,7 +20,11 @@ from safetensors.torch import load_file, save_file
 from tests.engines.drivers.driver import MODEL
 
 RANK = 4
-"""Of the adapter."""
+"""Of the adapter, and of a head that corrects drafts."""
+BLOCK = 4
+"""Tokens that are proposed at once, the known one counted where DFLASH counts it."""
+SHARP = 2.0
+"""Scale of queries and keys."""
 
 
 def write_eagle(folder: Path) -> Path:
@@ -45,6 +49,71 @@ def write_eagle3(folder: Path) -> Path:
         "lm_head.weight": _random(config["vocab_size"], size),
     }
     return _write(folder, config, weights)
+
+
+def write_block_drafter(folder: Path, model: Path, layers: Sequence[int]) -> Path:
+    """Write a model that proposes a block of drafts at once, for DFLASH and DSPARK.
+
+    Its attention is sharp, and what it reads are hidden states of the target alone, so
+    that what it proposes tells other KV apart.
+
+    Args:
+        folder: to write it to.
+        model: its target.
+        layers: of the target, whose outputs it reads.
+    """
+    torch.manual_seed(5)
+    target = json.loads((model / "config.json").read_text())
+    size, tokens, count = target["hidden_size"], target["vocab_size"], 2
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": size,
+        "intermediate_size": 2 * size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": count,
+        "vocab_size": tokens,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "dflash_config": {"mask_token_id": 257, "target_layer_ids": list(layers)},
+        "markov_rank": RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+    }
+    weights = {
+        "fc.weight": torch.randn(size, len(layers) * size) * size**-0.5,
+        "hidden_norm.weight": torch.ones(size),
+        "norm.weight": torch.ones(size),
+    }
+    for number in range(count):
+        prefix = f"layers.{number}."
+        for name, weight in _layer(config, prefix, size).items():
+            weights[name] = weight
+            if weight.dim() == 2:
+                weights[name] = torch.randn(weight.shape) * weight.shape[1] ** -0.5
+        for name in ("q_norm", "k_norm"):
+            weights[f"{prefix}self_attn.{name}.weight"] = torch.full((32,), SHARP)
+    return _write(folder, config, weights, torch.float32)
+
+
+def write_spark_drafter(folder: Path, model: Path, layers: Sequence[int]) -> Path:
+    """Write the same with a head that corrects each draft by the one before it."""
+    written = write_block_drafter(folder, model, layers)
+    config = json.loads((written / "config.json").read_text())
+    config["architectures"] = ["Qwen3DSparkModel"]
+    weights = load_file(written / "model.safetensors")
+    for name in ("w1", "w2"):
+        shape = config["vocab_size"], RANK
+        weights[f"markov_head.markov_{name}.weight"] = torch.randn(shape)
+    shutil.rmtree(written)
+    return _write(folder, config, weights, torch.float32)
 
 
 def write_draft_model(folder: Path) -> Path:
@@ -152,10 +221,13 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _write(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    folder: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    typed = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    typed = {name: weight.to(dtype) for name, weight in weights.items()}
     save_file(typed, folder / "model.safetensors", {"format": "pt"})
     return folder

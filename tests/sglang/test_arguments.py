@@ -106,15 +106,19 @@ class Drafts:
     """As much of SGLang's arguments as says whether drafts are served."""
 
     enable_multi_layer_eagle = speculative_adaptive = enable_mixed_chunk = False
+    speculative_draft_window_size: int | None = None
+    disaggregation_mode = "null"
     max_running_requests: int | None = None
     attn_dp_size = 1
 
-    def __init__(self, algorithm: str | None, **flags: int) -> None:
+    def __init__(self, algorithm: str | None, **flags: int | str) -> None:
         self.speculative_algorithm = algorithm
         vars(self).update(flags)
 
 
-@pytest.mark.parametrize("name", ["nextn", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize(
+    "name", ["nextn", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "dflash", "DSPARK"]
+)
 def test_drafts_that_are_served(name: str) -> None:
     assert list(conflicts(Drafts(name), windows=False)) == []
 
@@ -131,11 +135,30 @@ def test_drafts_that_are_served(name: str) -> None:
         ),
         (Drafts("EAGLE", speculative_adaptive=True), False, "drop --speculative-adap"),
         (Drafts("EAGLE", enable_mixed_chunk=True), False, "drop --enable-mixed-chunk"),
+        (
+            Drafts("DFLASH", speculative_draft_window_size=64),
+            False,
+            "drop --speculative-draft-window-size",
+        ),
+        (
+            Drafts("DSPARK", disaggregation_mode="prefill"),
+            False,
+            "DSPARK is not served in prefill servers yet",
+        ),
     ],
 )
 def test_drafts_that_are_not(view: Drafts, windows: bool, sentence: str) -> None:
     (found,) = conflicts(view, windows=windows)
     assert sentence in found
+
+
+def test_numbers_of_drafts_that_differ_by_request_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    (found,) = conflicts(Drafts("DSPARK"), windows=False)
+    assert "set SGLANG_RAGGED_VERIFY_MODE to static, and not to compact" in found
+    assert list(conflicts(Drafts("DFLASH"), windows=False)) == []
 
 
 REPLAY = HybridConfig(draft_states="replay")

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang import __version__
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.sglang import (
@@ -22,7 +23,8 @@ from hybrid_plugin.sglang import (
     saved_sessions,
 )
 from hybrid_plugin.sglang_cpu import kernels
-from hybrid_plugin.sglang_cpu.replacements import HOOKS as PLATFORM_HOOKS
+from hybrid_plugin.sglang_cpu.cpu import HybridCpu
+from hybrid_plugin.sglang_cpu.replacements import EMBEDS, INSTALLED
 from hybrid_plugin.upstream.hookpoints import Contract
 from tests.compat.take_away import take_away
 
@@ -38,6 +40,12 @@ def hook_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests share this process: what is checked first is what is tested."""
     monkeypatch.setattr(patches, "_hook", lambda *_: None)
     monkeypatch.setattr(patches, "_apply", lambda: None)
+
+
+class Worker:
+    """Stands for one of SGLang's."""
+
+    def forward_batch_generation(self, batch: Any) -> None: ...
 
 
 @pytest.fixture
@@ -59,6 +67,39 @@ def test_server_does_not_start(
     assert contract.target in str(refusal.value)
 
 
+@pytest.mark.parametrize("contract", _used(contracts.BLOCK_DRAFT_HOOKS))
+def test_a_server_whose_blocks_of_drafts_moved_does_not_start(
+    contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One with other drafts does."""
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(
+        patches, "_hook", lambda target, _, hook: hooks.update({target: hook})
+    )
+    patches._verify_drafts()
+    spec_info = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
+    created = hooks[f"{spec_info}.create_worker"]
+    monkeypatch.setattr(patches, "_is_ours", lambda: True)
+    blocks, others = SpeculativeAlgorithm.DSPARK, SpeculativeAlgorithm.EAGLE
+    assert issubclass(created(Worker, blocks, None), Worker)
+    take_away(contract, "sglang", monkeypatch, tmp_path)
+    assert issubclass(created(Worker, others, None), Worker)
+    with pytest.raises(ConfigError, match="does not fit SGLang") as refusal:
+        created(Worker, blocks, None)
+    assert contract.target in str(refusal.value)
+
+
+def test_dflash_needs_to_know_where_a_model_gets_embeddings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the CPU platform."""
+    take_away(EMBEDS, "sglang", monkeypatch, tmp_path)
+    assert HybridCpu().get_speculative_worker_cls("DSPARK") is None
+    with pytest.raises(ConfigError, match="does not fit SGLang") as refusal:
+        HybridCpu().get_speculative_worker_cls("DFLASH")
+    assert EMBEDS.target in str(refusal.value)
+
+
 @pytest.mark.parametrize("contract", _used(contracts.SAVED_SESSION_HOOKS))
 def test_a_server_whose_endpoints_moved_does_not_start(
     contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -78,7 +119,7 @@ def test_a_server_whose_endpoints_moved_does_not_start(
     assert contract.target in str(refusal.value)
 
 
-@pytest.mark.parametrize("contract", _used(PLATFORM_HOOKS))
+@pytest.mark.parametrize("contract", _used(INSTALLED))
 def test_platform_does_not_start(
     contract: Contract, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

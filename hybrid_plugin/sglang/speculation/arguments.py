@@ -7,16 +7,23 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from sglang.srt.environ import envs
+
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.engine.kernel_choice import Mixer, are_recorded
+from hybrid_plugin.sglang import disaggregation
 from hybrid_plugin.sglang.activation import FLAG
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 
-SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+_BLOCKS = ("DFLASH", "DSPARK")
+"""Draft models that propose a block at once."""
+SERVED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", *_BLOCKS)
 _PAGED_TREES = {"NGRAM": ("flashinfer",)}
 """Attention backends that verify trees in pages, where they are fewer than those below;
 SGLang refuses the others."""
 _PAGED_TREES_OF_DRAFT_MODELS = ("flashinfer", "fa3", "triton")
+_STATIC = "static"
+"""SGLang's default: DSPARK's confidence in its drafts is not used."""
 MOST_REQUESTS = 2048
 """SGLang runs so many at once, if there is room, unless told otherwise."""
 _RECORDED = (Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2)
@@ -36,7 +43,7 @@ def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]
     if not _is_served(name):
         yield (
             f"--speculative-algorithm {name} is not supported yet; use NEXTN, EAGLE, "
-            "EAGLE3, STANDALONE or NGRAM."
+            "EAGLE3, STANDALONE, NGRAM, DFLASH or DSPARK."
         )
     if windows:
         yield (
@@ -59,6 +66,22 @@ def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]
         yield (
             "batches that mix prompts with drafts are not supported yet; drop "
             "--enable-mixed-chunk."
+        )
+    if name == "DFLASH" and view.speculative_draft_window_size is not None:
+        yield (
+            "DFLASH with a cache of its draft model's own is not supported yet; drop "
+            "--speculative-draft-window-size."
+        )
+    if name in _BLOCKS and disaggregation.sends(view):
+        yield (
+            f"{name} is not served in prefill servers yet; drop "
+            "--speculative-algorithm."
+        )
+    mode = envs.SGLANG_RAGGED_VERIFY_MODE.get()
+    if name == "DSPARK" and mode != _STATIC:
+        yield (
+            f"DSPARK must verify equally many drafts of each request; set "
+            f"SGLANG_RAGGED_VERIFY_MODE to {_STATIC}, and not to {mode}, or unset it."
         )
 
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from hybrid_plugin.device.arena import to_device
+from hybrid_plugin.sglang.speculation import chains
 
 
 def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
@@ -34,9 +37,23 @@ def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
 def with_commands(worker: type) -> type:
     """A class of SGLang's speculative workers that runs the cache's commands.
 
+    Those for blocks of drafts accept by methods of their own, whose results end at each
+    request's first stop.
+
     Args:
         worker: SGLang's, or a platform's.
     """
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._hybrid_batch = None
+        worker.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        verifier = vars(self).get("_verify_executor")  # of DSPARK
+        if verifier is not None:
+            verifier.accept_and_finalize = _ending(
+                self, verifier.accept_and_finalize, chains.end_spark
+            )
+        if hasattr(worker, "_accept_block"):  # of DFLASH
+            self._accept_block = _ending(self, self._accept_block, chains.end_flash)
 
     def forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         # Not with this module: the plugin is registered before SGLang says where
@@ -50,6 +67,7 @@ def with_commands(worker: type) -> type:
             return run(self, batch, *args, **kwargs)
         verifies = batch.forward_mode.is_decode()
         idles = batch.forward_mode.is_idle()
+        self._hybrid_batch = batch
         cache.step_begins(batch)
         result = run(self, batch, *args, **kwargs)
         if verifies:
@@ -59,4 +77,27 @@ def with_commands(worker: type) -> type:
         cache.step_launched(batch)
         return result
 
-    return type(worker.__name__, (worker,), {"forward_batch_generation": forward})
+    members = {"__init__": build, "forward_batch_generation": forward}
+    return type(worker.__name__, (worker,), members)
+
+
+def _ending(
+    worker: Any, accept: Callable[..., Any], end: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A method that accepts drafts, and ends them at each request's first stop.
+
+    Args:
+        worker: of `with_commands`.
+        accept: SGLang's method, bound; it takes names.
+        end: of `chains`, for its result.
+    """
+
+    def accepted(*args: Any, **kwargs: Any) -> Any:
+        batch = worker._hybrid_batch
+        outcome = accept(*args, **kwargs)
+        if batch is None:  # of a cache that is not ours
+            return outcome
+        cut = partial(chains.ended, batch.tree_cache, batch)
+        return end(outcome, kwargs["prefix_lens"], cut)
+
+    return accepted

@@ -207,9 +207,9 @@ REFUSALS = {
 
 CONFLICTS = {
     "unknown drafts": (
-        ("--speculative-algorithm=DFLASH",),
-        "--speculative-algorithm DFLASH is not supported yet; use NEXTN, EAGLE, "
-        "EAGLE3, STANDALONE or NGRAM.",
+        ("--speculative-algorithm=UNO",),
+        "--speculative-algorithm UNO is not supported yet; use NEXTN, EAGLE, "
+        "EAGLE3, STANDALONE, NGRAM, DFLASH or DSPARK.",
     ),
     "a changing number of drafts": (
         ("--speculative-algorithm=NGRAM", "--speculative-adaptive"),
