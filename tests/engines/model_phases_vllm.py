@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.engines.model_workload import (
     MAX_MODEL_LEN,
@@ -26,6 +26,9 @@ from tests.engines.model_workload import (
 )
 from tests.engines.phases import report
 from tests.models.kinds import STATES_ALONE, Kind, find
+
+if TYPE_CHECKING:
+    from hybrid_plugin.core.cache import HybridCache
 
 OPTIONS: dict[str, Any] = {"page_size": PAGE}
 
@@ -89,11 +92,16 @@ class VllmEngine:
         """Drop everything cached."""
         assert self._llm.reset_prefix_cache()
 
+    @property
+    def cache(self) -> HybridCache:
+        """The plugin's cache."""
+        core: Any = self._llm.llm_engine.engine_core
+        found: HybridCache = core.engine_core.scheduler.kv_cache_manager.cache
+        return found
+
     def stats(self) -> dict[str, Any]:
         """Of the plugin's cache."""
-        core: Any = self._llm.llm_engine.engine_core
-        manager = core.engine_core.scheduler.kv_cache_manager
-        return dict(manager.cache.stats.as_dict())
+        return dict(self.cache.stats.as_dict())
 
     def pressure(self) -> AbstractContextManager[None]:
         """Now and then a sequence that grows gets no page: vLLM preempts."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ WRITERS = {
     "eagle": draft_heads.write_eagle,
     "eagle3": draft_heads.write_eagle3,
     "draft_model": draft_heads.write_draft_model,
+    "dflash": partial(draft_heads.write_block_drafter, model=MODEL, layers=(0, 2)),
 }
 HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None
 

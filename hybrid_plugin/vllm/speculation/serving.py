@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _METHODS = frozenset(
     {
         "custom_class",
+        "dflash",
         "draft_model",
         "eagle",
         "eagle3",

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves chats by vLLM with blocks of drafts, by DFlash; prints what came out.
+
+python -m tests.engines.block_phases_vllm OPTIONS FOLDER
+
+OPTIONS is a JSON object of the plugin's.  One request runs at a time, so that each
+proposal belongs to the text that its request has come to.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.engines import draft_heads, slow_decay
+from tests.engines.greedy import gaps
+from tests.engines.messages import Answer, Ask
+from tests.engines.model_phases_vllm import VllmEngine, set_environment
+from tests.engines.phases import report
+
+DRAFTS = 3
+TURNS = (130, 50)
+"""Prompt lengths of chats; the first one's takes two passes."""
+ANSWER = 24
+READ = (3, 7)
+"""Layers of the model whose outputs the draft model reads."""
+Tokens = list[list[int]]
+Proposals = dict[int, dict[int, list[int]]]
+
+
+class Proposed:
+    """What the draft model proposed."""
+
+    def __init__(self) -> None:
+        """Listen from now on."""
+        from vllm.v1.spec_decode.dflash import DFlashProposer
+
+        self.chat = 0
+        self.drafts: Proposals = {}
+        """By chat, and by the number of tokens that were computed of it."""
+        propose = DFlashProposer.propose
+
+        def noted(proposer: Any, *args: Any, **named: Any) -> Any:
+            drafts = propose(proposer, *args, **named)
+            computed = int(named["common_attn_metadata"].seq_lens[0])
+            rejected = named.get("num_rejected_tokens_gpu")
+            computed -= 0 if rejected is None else int(rejected[0])
+            by_length = self.drafts.setdefault(self.chat, {})
+            by_length[computed] = drafts[0].tolist()
+            return drafts
+
+        DFlashProposer.propose = noted
+
+    def take(self) -> Proposals:
+        """What was proposed since the last call."""
+        found, self.drafts = self.drafts, {}
+        return found
+
+
+def compared(one: Proposals, other: Proposals, starts: list[int]) -> dict[str, int]:
+    """How far proposals behind the starts differ."""
+    pairs = [
+        (drafts, other[chat][length])
+        for chat, by_length in one.items()
+        for length, drafts in by_length.items()
+        if length >= starts[chat] and length in other[chat]
+    ]
+    return {
+        "texts": len(pairs),
+        "kinds": len({tuple(drafts) for drafts, _ in pairs}),
+        "unlike": sum(drafts != others for drafts, others in pairs),
+    }
+
+
+def zero_draft_kv(worker: Any, pages: list[int]) -> None:
+    """Forget the draft model's KV of some pages."""
+    runner = worker.model_runner
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    for name in runner.drafter._draft_attn_layer_names:
+        layers[name].kv_cache[pages] = 0.0
+
+
+class Chats:
+    """Asks an engine, one chat at a time."""
+
+    def __init__(self, engine: VllmEngine, proposed: Proposed, model: Path) -> None:
+        """Begin with nothing asked."""
+        self._engine, self._proposed, self._model = engine, proposed, model
+        self.gaps: dict[str, list[float]] = {}
+        self.cached: dict[str, list[int]] = {}
+        self.answers: dict[str, Tokens] = {}
+
+    def ask(self, phase: str, prompts: Tokens) -> tuple[Tokens, Proposals]:
+        """Answers, and what was proposed on the way."""
+        answers, self.cached[phase] = [], []
+        for number, prompt in enumerate(prompts):
+            self._proposed.chat = number
+            (answer,), (cached,) = self._engine.ask([prompt], ANSWER)
+            answers.append(answer)
+            self.cached[phase].append(cached)
+        self.answers[phase] = answers
+        return answers, self._proposed.take()
+
+    def compare(self, phase: str, prompts: Tokens) -> None:
+        """See how much likelier other tokens were than the answers of a phase."""
+        asks = [Ask(tuple(prompt), ANSWER) for prompt in prompts]
+        said = [Answer(tuple(answer)) for answer in self.answers[phase]]
+        self.gaps[phase] = list(gaps(self._model, asks, said))
+
+
+def main(options: dict[str, Any], folder: Path) -> None:
+    """Print one line of JSON."""
+    model = slow_decay.write_nemotron_h(folder / "model")
+    drafter = draft_heads.write_block_drafter(folder / "drafts", model, READ)
+    proposed = Proposed()
+    engine = VllmEngine(
+        model,
+        additional_config={"hybrid_plugin": options},
+        speculative_config={
+            "method": "dflash",
+            "model": str(drafter),
+            "num_speculative_tokens": DRAFTS,
+        },
+    )
+    chats = Chats(engine, proposed, model)
+    choose = random.Random(1)
+    first = [[choose.randrange(1, 250) for _ in range(length)] for length in TURNS]
+    answers, _ = chats.ask("first", first)
+    second = [[*p, *a, *range(7, 12)] for p, a in zip(first, answers, strict=True)]
+    _, behind_hits = chats.ask("second", second)
+    engine.forget()
+    _, without = chats.ask("second alone", second)
+    engine.forget()
+    chats.ask("first again", first)
+    pages = [page for node in engine.cache.tree.nodes() for page in node.pages]
+    engine._llm.collective_rpc(zero_draft_kv, args=(pages,))
+    _, from_zeros = chats.ask("second, draft KV zeroed", second)
+    chats.compare("first", first)
+    chats.compare("second", second)
+    starts = [len(prompt) for prompt in second]
+    stats = engine.stats()
+    report(
+        {
+            "gaps": chats.gaps,
+            "answers": chats.answers,
+            "cached": chats.cached,
+            "proposed": compared(behind_hits, without, starts),
+            "proposed from zeros": compared(from_zeros, without, starts),
+            "turn_ends_missed": stats["turn_ends_missed"],
+        }
+    )
+
+
+if __name__ == "__main__":
+    set_environment()
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
