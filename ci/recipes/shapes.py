@@ -669,6 +669,21 @@ SHAPES: dict[str, Config] = {
             "qkv_hidden_size": 192,
         },
     },
+    "qwen3.5-27b-dflash": {
+        # It reads layers that this Qwen3.5 has.
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": _COMMON["vocab_size"],
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "block_size": 16,
+        "dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": 1000},
+    },
     "kimi-k3-dspark": {
         # It reads layers that this K3 has; how many heads it has is not published.
         "architectures": ["DSparkDraftModel"],

@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,9 +93,7 @@ def _try(recipe: Recipe, command: Command) -> Verdict:
             other: str(write(Path(name, shape), shape))
             for other, shape in recipe.beside.items()
         }
-        flags = [
-            others.get(word, _here(word, command, folder)) for word in command.flags
-        ]
+        flags = [_here(_with(word, others), command, folder) for word in command.flags]
         found = outlook.foresee(str(folder), flags, CACHE_BYTES)
     if found.prospect.value != SERVED:
         return Verdict(found.prospect.value, _sentence(found.reason))
@@ -114,6 +112,13 @@ class Parser(DeepSeekR1ReasoningParser):
     pass
 """
 """A file that a checkpoint brings along and a flag of vLLM names."""
+
+
+def _with(word: str, others: Mapping[str, str]) -> str:
+    """A flag's value, or the JSON in it, with folders in place of other models."""
+    for name, folder in others.items():
+        word = word.replace(name, folder)
+    return word
 
 
 def _here(word: str, command: Command, folder: Path) -> str:
