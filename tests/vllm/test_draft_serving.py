@@ -73,6 +73,7 @@ def test_methods_that_were_not_tried() -> None:
         draft(window=128),
         draft(layer_types=["full_attention", "sliding_attention"]),
         draft(layer_types=["chunked_attention"]),
+        draft(dflash_config={"use_swa": True}),
     ],
 )
 def test_draft_models_with_windows(model: Any) -> None:

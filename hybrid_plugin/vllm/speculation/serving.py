@@ -131,6 +131,8 @@ def takes_fewer_drafts(vllm_config: VllmConfig) -> bool:
 
 
 def _has_windows(model: ModelConfig) -> bool:
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or ()
     named = {"sliding_attention", "chunked_attention"} & set(kinds)
-    return bool(named) or model.get_sliding_window() is not None
+    of_blocks = (getattr(text, "dflash_config", None) or {}).get("use_swa")
+    return bool(named or of_blocks) or model.get_sliding_window() is not None
