@@ -70,6 +70,7 @@ def with_commands(worker: type) -> type:
         self._hybrid_batch = batch
         cache.step_begins(batch)
         result = run(self, batch, *args, **kwargs)
+        self._hybrid_batch = None
         if verifies:
             cache.drafts.launched(batch, result.speculative_num_draft_tokens)
         if idles:  # a pass of padding, beside ranks that verify
