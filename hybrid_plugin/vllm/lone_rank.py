@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def built(config: VllmConfig) -> Iterator[None]:
-    """Make the layers of rank 0; they enter the configuration.
+    """Make the layers of rank 0, those of a draft model too; they enter the
+    configuration.
 
     Some ask for the number of ranks again when they are asked for their caches: that is
     to be done within.
@@ -43,7 +45,29 @@ def built(config: VllmConfig) -> Iterator[None]:
             torch.device("meta"),
         ):
             initialize_model(config)
+            _make_draft_layers(config)
         yield
+
+
+def _make_draft_layers(config: VllmConfig) -> None:
+    """Make the layers of what proposes drafts, whose KV is in the pages too."""
+    from vllm.config.utils import replace
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    drafting = config.speculative_config
+    if drafting is None or not (drafting.use_eagle() or drafting.uses_draft_model()):
+        return
+    model, own = drafting.draft_model_config, drafting.apply_draft_overrides(config)
+    stands_alone = drafting.uses_draft_model()
+    own = replace(own, model_config=model) if stands_alone else copy(own)
+    # Heads of quantised models are often not quantised, which only their weights tell.
+    # It changes nothing of what is kept of a sequence.
+    own.quant_config = None
+    with set_current_vllm_config(own), set_default_torch_dtype(model.dtype):
+        prefix = "draft_model" if stands_alone else ""
+        initialize_model(own, prefix=prefix, model_config=model)
 
 
 def _make_groups_of_one() -> None:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -16,12 +19,19 @@ pytest.importorskip("vllm")
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.vllm import outlook, servable
+from tests.engines import draft_heads
 from tests.engines.drivers.driver import MODEL
 from tests.vllm.hybrid_models import SERVED, STATES_ALONE, write
 
 NEMOTRON = "NemotronHForCausalLM"
 FLAGS = ("--skip-tokenizer-init", "--max-model-len=512", "--enforce-eager")
 
+WRITERS: dict[str, Callable[..., Path]] = {
+    "eagle": draft_heads.write_eagle,
+    "eagle3": draft_heads.write_eagle3,
+    "draft_model": draft_heads.write_draft_model,
+    "dflash": partial(draft_heads.write_block_drafter, model=MODEL, layers=(0, 2)),
+}
 WITHOUT: dict[str, dict[str, Any]] = {
     "Glm5NextForConditionalGeneration": {
         "model_type": "glm5_next",
@@ -132,6 +142,19 @@ def test_what_drafts_take_is_said(tmp_path: Path) -> None:
     assert without.note == "" and without.layout is not None
     wider, plain = found.layout.states[0], without.layout.states[0]
     assert wider.state_bytes > plain.state_bytes, "windows hold the drafts' inputs"
+
+
+@pytest.mark.parametrize("method", ["mtp", *WRITERS])
+def test_what_proposes_drafts_has_kv_in_pages(method: str, tmp_path: Path) -> None:
+    """As much as one of the bundled model's two attention layers, in each of these."""
+    drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method in WRITERS:
+        drafting["model"] = str(WRITERS[method](tmp_path / method))
+    flags = (*FLAGS, "--speculative-config", json.dumps(drafting))
+    found = outlook.foresee(str(MODEL), flags, 1 << 30)
+    alone = outlook.foresee(str(MODEL), FLAGS, 1 << 30)
+    assert found.layout is not None and alone.layout is not None, found
+    assert found.layout.page_bytes == 3 * alone.layout.page_bytes // 2
 
 
 def layout_of(folder: Path, architecture: str, *flags: str) -> CacheLayout:
