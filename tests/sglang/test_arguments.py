@@ -138,6 +138,33 @@ def test_drafts_that_are_not(view: Drafts, windows: bool, sentence: str) -> None
     assert sentence in found
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "flags", "flag"),
+    [
+        ("EAGLE", {"speculative_eagle_topk": 1}, None),
+        ("NEXTN", {"speculative_eagle_topk": None}, None),
+        ("EAGLE", {"speculative_eagle_topk": 2}, "--speculative-eagle-topk to 1"),
+        ("NGRAM", {"speculative_ngram_max_bfs_breadth": 1}, None),
+        (
+            "NGRAM",
+            {"speculative_ngram_max_bfs_breadth": 10},
+            "--speculative-ngram-max-bfs-breadth to 1",
+        ),
+    ],
+)
+def test_models_whose_index_keys_stand_for_several_tokens_verify_chains(
+    algorithm: str, flags: dict[str, int], flag: str | None
+) -> None:
+    view = Drafts(algorithm, **({"speculative_eagle_topk": None} | flags))
+    found = list(conflicts(view, windows=False, rings=True))
+    assert found == [] if flag is None else flag in found[0]
+
+
+def test_drafts_for_compressed_keys_are_not() -> None:
+    (found,) = conflicts(Drafts("NGRAM"), windows=False, compressed=True)
+    assert "models with compressed keys" in found
+
+
 REPLAY = HybridConfig(draft_states="replay")
 
 

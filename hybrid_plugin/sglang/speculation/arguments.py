@@ -22,13 +22,16 @@ MOST_REQUESTS = 2048
 _RECORDED = (Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2)
 
 
-def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]:
+def conflicts(
+    view: Any, *, windows: bool, compressed: bool = False, rings: bool = False
+) -> Iterator[str]:
     """Sentences about what the plugin does not support, with the way out.
 
     Args:
         view: SGLang's resolved arguments.
         windows: whether the model has a pool for windows.
-        rings: whether some of its index keys stand for several tokens.
+        compressed: whether its attention chooses by compressed keys.
+        rings: whether its index keys stand for several tokens each.
     """
     name = algorithm(view)
     if name is None:
@@ -43,10 +46,15 @@ def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]
             "drafts are not supported yet for models with windows; drop "
             f"--speculative-algorithm, or {FLAG}."
         )
-    if rings:
+    if compressed:
         yield (
-            "drafts are not supported yet for models whose index keys stand for "
-            f"several tokens; drop --speculative-algorithm, or {FLAG}."
+            "drafts are not supported yet for models with compressed keys; drop "
+            f"--speculative-algorithm, or {FLAG}."
+        )
+    if rings and _breadth(view, name) > 1:
+        yield (
+            "where index keys stand for several tokens each, SGLang verifies chains of "
+            f"drafts and no trees; set {_breadth_flag(name)} to 1."
         )
     if view.enable_multi_layer_eagle:
         yield (
@@ -109,10 +117,22 @@ def needs_single_tokens(view: Any) -> bool:
     if name is None:
         return False
     paged = _PAGED_TREES.get(name, _PAGED_TREES_OF_DRAFT_MODELS)
+    return _breadth(view, name) > 1 and view.attention_backend not in paged
+
+
+def _breadth(view: Any, name: str) -> int:
+    """Drafts that follow one draft at most: 1 in chains."""
     breadth = view.speculative_eagle_topk
     if name == "NGRAM":
         breadth = view.speculative_ngram_max_bfs_breadth
-    return (breadth or 1) > 1 and view.attention_backend not in paged
+    return breadth or 1
+
+
+def _breadth_flag(name: str) -> str:
+    """Which argument says how many drafts follow one draft."""
+    if name == "NGRAM":
+        return "--speculative-ngram-max-bfs-breadth"
+    return "--speculative-eagle-topk"
 
 
 def _is_served(name: str) -> bool:
