@@ -212,17 +212,20 @@ class Serving:
         return answers
 
     def chats(self) -> Tokens:
-        """First turns, second turns, and prompts that begin alike; the second turns."""
+        """First turns, and second turns, which it returns."""
         answers = self.ask("first", self.first)
         if self.stock:
             answers = self.stock[self.reads]["answers"]["first"]
         turns = zip(self.first, answers, self._more, strict=True)
         second = [prompt + answer + new for prompt, answer, new in turns]
         self.ask("second", second)
+        return second
+
+    def beginnings(self) -> None:
+        """Prompts that begin alike."""
         (common,) = _prompts(3, [SHARED])
         for number, end in enumerate(_prompts(4, [30] * 3)):
             self.ask(f"shared {number}", [common + end])
-        return second
 
     def damaged(self, phase: str, second: Tokens, cut: Callable[[], Any]) -> None:
         """Serve both turns, with some of what the second ones hit damaged."""
@@ -246,6 +249,7 @@ class Serving:
 def serve_hits(serving: Serving) -> dict[str, Any]:
     """All phases without drafts, on damaged hits too."""
     second = serving.chats()
+    serving.beginnings()
     pool = serving.engine.pool
     keys = pool.index_key_cache.buffer
     rings = [*pool._compress_tail_k, *pool._compress_tail_score]
@@ -382,6 +386,8 @@ def main(folder: Path, mode: str, answers: str | None) -> None:
         for reads in ("chosen", "all"):
             serving = Serving(engine, folder, None, reads)
             serving.chats()
+            if reads == "chosen":
+                serving.beginnings()
             found[reads] = serving.found
         report(found)
         return
