@@ -267,17 +267,6 @@ INDEX_HOOKS = (
         f"{_SRT}.mem_cache.index_key_cache:IndexKeyCache._buffer_shape",
         mentions=("index_kpool", "quant_block_size"),
     ),
-    # Called with tokens that a worker moves; chains lie where they are moved to.
-    HookPoint(
-        f"{_SRT}.mem_cache.index_key_cache:IndexKeyCache.move",
-        ("self", "tgt_loc", "src_loc"),
-        mentions=("index_kpool",),
-    ),
-    HookPoint(
-        f"{_POOL}:DSATokenToKVPool.move_kv_cache",
-        ("self", "tgt_loc", "src_loc"),
-        mentions=("index_key_cache", "move"),
-    ),
     HookPoint(
         f"{_POOL}:DSATokenToKVPool._init_kpool_compress_tail_buffers",
         mentions=(

@@ -37,9 +37,6 @@ NEEDED = {
         ".kpool_decode_update_index_cache",
         "req_pool_indices",
     ),
-    "patches._leave_index_keys_of_chains": _while_there(
-        f"{_SRT}.mem_cache.index_key_cache:IndexKeyCache.move", "index_kpool"
-    ),
     "patches._find_pending_keys_by_slots": _while_there(
         f"{_SRT}.layers.attention.qwen_sparse_attn_backend:QwenSparseAttnBackend"
         "._qsa_build_write_plan",

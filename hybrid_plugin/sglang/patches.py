@@ -78,7 +78,6 @@ def hook_engine() -> None:
     _divide_memory(memory, layers, replay)
     _share_memory(memory, replay)
     _find_rings_by_slots(memory)
-    _leave_index_keys_of_chains()
     _find_pending_keys_by_slots(memory)
     _leave_states_in_place(memory)
     _convolve_beyond_32_bits()
@@ -308,27 +307,6 @@ def _find_rings_by_slots(memory: PoolMemory) -> None:
     plan = f"{_SRT}.layers.attention.dsa.kpool_plan"
     _hook(f"{plan}.init_kpool_extend_metadata", "AFTER", prefill)
     _hook(f"{plan}.update_kpool_write_plan", "AROUND", verify)
-
-
-def _leave_index_keys_of_chains() -> None:
-    """Symptom: the first n-gram drafts for GLM-5.3-Flash end the server, "Moving pooled
-    index keys requires regrouping tokens".
-
-    Cause: SGLang's n-gram worker moves accepted drafts to the front of those that were
-    verified, also where they are a chain and lie there already, and no index key that
-    stands for several tokens can be moved.
-    Fix: such keys stay where they are; trees are refused for these models
-    (`speculation.arguments`).
-    Delete when: `NGRAMWorker` moves accepted drafts of trees only, as `EAGLEWorkerV2`
-    does.
-    """
-
-    def move(original: Callable[..., None], self: Any, *args: Any) -> None:
-        if self.pool.index_kpool == 1 or not _is_ours():
-            original(self, *args)
-
-    keys = f"{_SRT}.mem_cache.index_key_cache.IndexKeyCache"
-    _hook(f"{keys}.move", "AROUND", move)
 
 
 def _find_pending_keys_by_slots(memory: PoolMemory) -> None:

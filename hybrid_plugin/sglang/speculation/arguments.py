@@ -51,10 +51,12 @@ def conflicts(
             "drafts are not supported yet for models with compressed keys; drop "
             f"--speculative-algorithm, or {FLAG}."
         )
-    if rings and _breadth(view, name) > 1:
+    # N-grams are padded to a width, by children of the root, whatever their breadth.
+    if rings and (name == "NGRAM" or (view.speculative_eagle_topk or 1) > 1):
         yield (
-            "where index keys stand for several tokens each, SGLang verifies chains of "
-            f"drafts and no trees; set {_breadth_flag(name)} to 1."
+            "where index keys stand for several tokens each, SGLang can verify chains "
+            "of drafts only, and n-grams are trees; use NEXTN or EAGLE with "
+            "--speculative-eagle-topk 1."
         )
     if view.enable_multi_layer_eagle:
         yield (
@@ -117,22 +119,10 @@ def needs_single_tokens(view: Any) -> bool:
     if name is None:
         return False
     paged = _PAGED_TREES.get(name, _PAGED_TREES_OF_DRAFT_MODELS)
-    return _breadth(view, name) > 1 and view.attention_backend not in paged
-
-
-def _breadth(view: Any, name: str) -> int:
-    """Drafts that follow one draft at most: 1 in chains."""
     breadth = view.speculative_eagle_topk
     if name == "NGRAM":
         breadth = view.speculative_ngram_max_bfs_breadth
-    return breadth or 1
-
-
-def _breadth_flag(name: str) -> str:
-    """Which argument says how many drafts follow one draft."""
-    if name == "NGRAM":
-        return "--speculative-ngram-max-bfs-breadth"
-    return "--speculative-eagle-topk"
+    return (breadth or 1) > 1 and view.attention_backend not in paged
 
 
 def _is_served(name: str) -> bool:
