@@ -122,8 +122,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         speculation.conflicts(
             view,
             windows=has_windows(model),
-            rings=has_compressed_keys(model)
-            or (has_states(model) and ring_group(model) is not None),
+            compressed=has_compressed_keys(model),
+            rings=has_states(model) and ring_group(model) is not None,
         ),
         speculation.unrecorded(view, options, model),
     )

@@ -93,7 +93,7 @@ def kept_layers(
         layers += [state_layer(str(layer)) for layer in state_pool.mamba_layer_ids]
         taps_first = getattr(_shape_of(model), "conv_slice_axis", 0) == 1
         named[Pool.STATE] = bundle_layouts.state_rows(
-            state_pool, taps_first, _state_axes(model), _rings(kv_pool)
+            state_pool, taps_first, _state_axes(model), _rings(kv_pool, drafts)
         )
     return KeptLayers(named, in_order(layers), _kv_dtype(kv_pool.dtype))
 
@@ -154,10 +154,11 @@ def _joined(
     return [*pages, *more]
 
 
-def _rings(kv_pool: Any) -> list[torch.Tensor]:
+def _rings(kv_pool: Any, drafts: Sequence[Any]) -> list[torch.Tensor]:
     """Of tokens without an index key, which lie behind the states."""
     full = getattr(kv_pool, "full_kv_pool", kv_pool)
-    return [*ring_tensors(full), *pending_tensors(kv_pool)]
+    own = [*ring_tensors(full), *pending_tensors(kv_pool)]
+    return [*own, *(ring for pool in drafts for ring in ring_tensors(pool))]
 
 
 def _shape_of(model: Any) -> Any:

@@ -9,6 +9,7 @@ for yet wait in a ring (`rings`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -27,6 +28,16 @@ _SCALE_BYTES = 4
 _BLOCK = 128
 _RING_ITEM = 2
 """Bytes of a channel of a waiting token's key, and of its score."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKeys:
+    """What a draft model has of index keys, beside its latents."""
+
+    keys: AttentionGroup
+    """Of a page."""
+    rings: StateGroup | None
+    """Of a slot; None where a key stands for one token."""
 
 
 def has_index_keys(model: Any) -> bool:
@@ -94,9 +105,35 @@ def ring_group(model: Any, drafts: int = 0) -> StateGroup | None:
         model: SGLang's `ModelConfig`.
         drafts: tokens that a sequence verifies at most.
     """
-    layers, size = layers_with_index_keys(model), tokens_of_key(model)
+    return _rings(model, tuple(map(str, layers_with_index_keys(model))), drafts)
+
+
+def keys_of_draft(
+    model: Any, layers: int, page_size: int, drafts: int
+) -> DraftKeys | None:
+    """What a draft model has, each of whose layers chooses anew; None without keys.
+
+    Args:
+        model: SGLang's `ModelConfig` of the draft model.
+        layers: that have KV.
+        page_size: tokens in a page.
+        drafts: tokens that a sequence verifies at most.
+    """
+    if not has_index_keys(model):
+        return None
+    names = tuple(f"draft {n}" for n in range(layers))
+    keys = tuple(f"{name} index keys" for name in names)
+    return DraftKeys(
+        AttentionGroup(keys, page_bytes(model, page_size)),
+        _rings(model, names, drafts),
+    )
+
+
+def _rings(model: Any, layers: tuple[str, ...], drafts: int) -> StateGroup | None:
+    """Those of some layers, each with room for the tokens of a key and for drafts."""
+    size = tokens_of_key(model)
     if not layers or size == 1 or not get_dsa_index_kpool_compress(model.hf_config):
         return None
     width = int(get_dsa_index_head_dim(model.hf_config))
     ring = 2 * (size + drafts) * width * _RING_ITEM
-    return StateGroup(tuple(f"{n} ring" for n in layers), ring)
+    return StateGroup(tuple(f"{name} ring" for name in layers), ring)

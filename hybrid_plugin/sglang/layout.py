@@ -26,7 +26,9 @@ def make_layout(
     layers: StageLayers | None = None,
     packed: bool = False,
     draft: AttentionGroup | None = None,
+    draft_keys: index_keys.DraftKeys | None = None,
     scratch: ScratchLayout | None = None,
+    drafts: int = 0,
 ) -> CacheLayout:
     """How the cache of one rank is laid out.
 
@@ -45,7 +47,9 @@ def make_layout(
         layers: of the model; None for all of them.
         packed: whether all layers of a page of elastic pools lie side by side.
         draft: of elastic pools, the layers of a draft model.
+        draft_keys: what a draft model has of index keys, in pools of either kind.
         scratch: of elastic pools, the rows in which drafts are verified.
+        drafts: tokens that a sequence verifies at most.
     """
     hybrid = mambaish_config(model)
     params = hybrid.mamba2_cache_params
@@ -55,17 +59,21 @@ def make_layout(
         tensors = kv_tensors(model, layers)
     states = tuple(map(str, layers.states))
     slot = slot_bytes(params) if elastic else params.mamba_cache_per_req
-    keys, ring = index_keys.page_group(model, page_size), index_keys.ring_group(model)
+    keys = index_keys.page_group(model, page_size)
     keys = keys or compressed_keys.page_group(model, page_size)
+    rings = [index_keys.ring_group(model, drafts)]
+    if draft_keys is not None:
+        rings.append(draft_keys.rings)
     layout = CacheLayout(
         page_size=page_size,
         attention=(
             *_attention(tensors, token_bytes * page_size),
             *(() if keys is None else (keys,)),
+            *(() if draft_keys is None else (draft_keys.keys,)),
         ),
         states=(
             StateGroup(states, slot // len(params.layers)),
-            *(() if ring is None else (ring,)),
+            *(ring for ring in rings if ring is not None),
             *compressed_keys.ring_groups(model),
             *side_states.groups(hybrid),
         ),

@@ -98,6 +98,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
     from hybrid_plugin.sglang.speculation.replay import passes
+    from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
     from hybrid_plugin.sglang.speculation.scratch_layout import scratch_layout
 
     model = ModelConfig.from_server_args(server_args)
@@ -121,6 +122,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         page_size=page_size,
         device_type=device_type,
         layers=layers,
+        drafts=drafts_per_step(),
     )
     limits = planning.limits_of(
         model,

@@ -113,6 +113,8 @@ def reserve_slots(
         page_size=page_size,
         device_type=device.type,
         layers=layers,
+        draft_keys=draft_pages.draft_keys(configurator, page_size),
+        drafts=scratch.drafts_per_step(),
     )
     fixed_layout = lay_out(
         token_bytes=_token_bytes(configurator, kv, layers), elastic=False
@@ -181,7 +183,11 @@ def _token_bytes(configurator: Any, kv: Any, layers: StageLayers) -> int:
     dim = calculate_mla_kv_cache_dim(
         model_config=model, kv_cache_dtype=configurator.kv_cache_dtype
     )
-    return int(dim * configurator.kv_cache_dtype.itemsize * len(layers.attention))
+    latents = int(dim * configurator.kv_cache_dtype.itemsize * len(layers.attention))
+    draft = draft_pages.draft_group(configurator, get_schedule().page_size)
+    if draft is None:
+        return latents
+    return latents + draft.page_bytes * len(draft.layers) // get_schedule().page_size
 
 
 def elastic_layout(
@@ -405,6 +411,8 @@ def share_draft_pages(
 ) -> None:
     """Have pages carry the draft model's KV as well: it has the same positions.
 
+    Slots carry its rings, if it has any.
+
     Args:
         pools: SGLang's `_InitializedPools` of the draft model.
         model: that model; its configuration is often the target's, states and all.
@@ -421,12 +429,14 @@ def share_draft_pages(
         )
     kv_pool = pools.token_to_kv_pool
     pages = getattr(kv_pool, "full_kv_pool", kv_pool)
+    rings = memory.rings.give_to_slots(pages, target)
     states = target.mamba_pool.mamba_cache  # SGLang may name them there as well
     targets = [*states.conv, states.temporal, *scratch.scratch_tensors(states)]
-    known_pools.require(kv_pool, (), [*kv_tensors(pages), *targets])
+    own = [*kv_tensors(pages), *index_tensors(pages), *ring_tensors(pages)]
+    known_pools.require(kv_pool, (), [*own, *targets])
     memory.drafts.append(pages)
     if memory.shared is None:
-        memory.join_pages(page_rows(pages, get_schedule().page_size))
+        memory.join(page_rows(pages, get_schedule().page_size), rings)
     elif not memory.shared.is_complete:
         raise cannot_serve(
             "elastic pools are not for this kind of draft model; set elastic to false."

@@ -87,14 +87,19 @@ class PoolMemory:
         self._executor = self._built(kv_pool, state_pool, page_size, interior, rings)
         return self._executor
 
-    def join_pages(self, rows: Sequence[torch.Tensor]) -> None:
-        """Have the executor copy more of each page: the KV of a draft model.
+    def join(
+        self, pages: Sequence[torch.Tensor], slots: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Have the executor copy more of each page and slot: what a draft model keeps.
 
         Args:
-            rows: `[pages, bytes]` int8, as many as there are pages.
+            pages: `[pages, bytes]` int8, as many as there are pages.
+            slots: `[slots, bytes]` int8, as many as there are slots.
         """
         assert self._executor is not None, "a draft model is loaded after its target"
-        self._executor.join(Pool.KV, rows)
+        self._executor.join(Pool.KV, pages)
+        if slots:
+            self._executor.join(Pool.STATE, slots)
 
     def _built(
         self,

@@ -2,7 +2,8 @@
 """Draft models on a CPU: the attention of the steps in which they propose tokens.
 
 A sequence has `topk` branches.  Their KV lies behind the sequence's own tokens, `steps`
-positions for each branch, in that order.
+positions for each branch, in that order.  Models with index keys have a backend of
+their own (`sparse_latents`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from hybrid_plugin.sglang_cpu import sparse_latents
 from hybrid_plugin.sglang_cpu.draft_attention import attend
 
 
@@ -68,7 +71,7 @@ class DraftSteps:
         """There is nothing to prepare."""
 
 
-def decode_backend(self: Any) -> DraftSteps | None:
+def decode_backend(self: Any) -> DraftSteps | sparse_latents.DraftSteps | None:
     """For SGLang's `DraftBackendFactory`, which knows no backend of ours.
 
     Returns:
@@ -76,12 +79,22 @@ def decode_backend(self: Any) -> DraftSteps | None:
     """
     if self.speculative_num_steps <= 1:
         return None
-    return DraftSteps(self.draft_model_runner, self.topk, self.speculative_num_steps)
+    runner = self.draft_model_runner
+    kind = sparse_latents.DraftSteps if _has_index_keys(runner) else DraftSteps
+    return kind(runner, self.topk, self.speculative_num_steps)
 
 
-def extend_backend(self: Any) -> TorchNativeAttnBackend:
+def extend_backend(self: Any) -> Any:
     """The same, for the accepted tokens behind each verification."""
-    return TorchNativeAttnBackend(self.draft_model_runner)
+    runner = self.draft_model_runner
+    if _has_index_keys(runner):
+        return sparse_latents.make_backend(runner)
+    return TorchNativeAttnBackend(runner)
+
+
+def _has_index_keys(runner: Any) -> bool:
+    """Whether a draft model chooses by index keys what it reads."""
+    return bool(is_deepseek_dsa(runner.model_config.hf_config))
 
 
 def mask_of_branches(branches: int, steps: int, seen: int) -> torch.Tensor:

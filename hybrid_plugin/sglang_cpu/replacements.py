@@ -678,6 +678,7 @@ SPARSE = (
         mentions=("kpool_extend_plan",),
     ),
     HookPoint(f"{_SRT}.layers.attention.attention_registry:ATTENTION_BACKENDS"),
+    HookPoint(f"{_SRT}.configs.model_config:is_deepseek_dsa", ("config",)),
     HookPoint(
         "sglang.kernels.fused_op:BaseFusedOp.register_oot_forward",
         ("op_cls", "fn", "platform_key"),

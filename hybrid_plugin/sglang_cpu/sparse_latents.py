@@ -2,7 +2,10 @@
 """Sparse attention over latents on a CPU, by pooled index keys.
 
 A query reads the tokens whose index keys suit it best, and those that no index key
-stands for yet.  `T` tokens of a pass, `H` heads, `L` numbers of a latent.
+stands for yet.  Drafts are verified in chains, each of which sees the drafts before it:
+their tokens go one by one into the ring, as those of decode steps do, and those that
+are not accepted are overwritten by what comes in their place.  `T` tokens of a pass,
+`H` heads, `L` numbers of a latent.
 """
 
 from __future__ import annotations
@@ -15,13 +18,18 @@ import torch
 from torch.nn import functional
 
 from hybrid_plugin.sglang_cpu import index_keys
+from hybrid_plugin.sglang_cpu.draft_attention import mask_among_drafts
 from hybrid_plugin.sglang_cpu.plain_memory import WithoutPinning
 
 BACKEND = "dsa"
 """SGLang's name for backends of such attention."""
 _UNSUPPORTED = (
-    "SGLang on the platform hybrid_cpu runs sparse attention in prefills and decodes "
-    "with pooled index keys only; run without drafts, or on a GPU."
+    "SGLang on the platform hybrid_cpu runs sparse attention with pooled index keys "
+    "only; run this model on a GPU."
+)
+_TREE = (
+    "SGLang on the platform hybrid_cpu verifies chains of drafts for models with index "
+    "keys, and no trees; set --speculative-eagle-topk to 1."
 )
 
 
@@ -96,6 +104,34 @@ def make_backend(runner: Any) -> Any:
     return SparseLatents(runner)
 
 
+class DraftSteps:
+    """What SGLang takes for the backend of all steps in which a draft model proposes.
+
+    A step is a decode of one token, behind those of the steps before it; all of them
+    read the same plan.
+    """
+
+    def __init__(self, runner: Any, branches: int, steps: int) -> None:
+        """Work for a draft model.
+
+        Args:
+            runner: SGLang's, of the model.
+            branches: of a sequence.
+            steps: in which the model proposes; the last one needs no attention.
+
+        Raises:
+            NotImplementedError: for several branches.
+        """
+        if branches > 1:
+            raise NotImplementedError(_TREE)
+        backend = make_backend(runner)
+        self.attn_backends = [backend] * (steps - 1)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan where the index keys of the steps' tokens go."""
+        self.attn_backends[0].init_forward_metadata(forward_batch)
+
+
 def choose(
     self: Any,
     x: torch.Tensor,
@@ -164,19 +200,22 @@ def _keep(
 ) -> None:
     """Write index keys, and the ring, by SGLang's own functions for it."""
     ape, is_rounded = indexer.index_kpool_compress_ape, indexer.scale_fmt is not None
-    if batch.forward_mode.is_decode():
-        pool.kpool_decode_update_index_cache(
-            layer_id=layer,
-            key=keys,
-            slot_score=scores,
-            ape=ape,
-            block_tables=plan.pieces,
-            req_pool_indices=batch.req_pool_indices,
-            positions=positions,
-            seq_lens=batch.seq_lens,
-            out_cache_loc=batch.out_cache_loc,
-            round_scale=is_rounded,
-        )
+    if not batch.forward_mode.is_extend_without_speculative():
+        width = _tokens_of_each(batch)
+        for number in range(width):
+            place = positions[number::width]
+            pool.kpool_decode_update_index_cache(
+                layer_id=layer,
+                key=keys[number::width],
+                slot_score=scores[number::width],
+                ape=ape,
+                block_tables=plan.pieces,
+                req_pool_indices=batch.req_pool_indices,
+                positions=place,
+                seq_lens=place + 1,
+                out_cache_loc=batch.out_cache_loc[number::width],
+                round_scale=is_rounded,
+            )
         return
     writes, tails = plan.kpool_extend_plan.writes, plan.kpool_extend_plan.tails
     tail_k, tail_score = pool.get_compress_tail_buffers(layer)
@@ -238,6 +277,8 @@ def _plan(backend: Any, batch: Any) -> Pass:
     from sglang.srt.layers.attention.dsa import kpool_plan
 
     pool, mode = backend.token_to_kv_pool, batch.forward_mode
+    if mode.is_target_verify():
+        _require_chains(batch)
     size = pool.index_page_size
     table = backend.req_to_token_pool.req_to_token[batch.req_pool_indices.long()]
     found = Pass(table[:, ::size] // size)
@@ -256,16 +297,35 @@ def _plan(backend: Any, batch: Any) -> Pass:
 
 
 def _rows(batch: Any) -> Iterator[tuple[int, slice, int]]:
-    """Each sequence's row, tokens of the pass, and length."""
-    lengths = batch.seq_lens.tolist()
-    if batch.forward_mode.is_decode():
-        counts = [1] * len(lengths)
-    else:
+    """Each sequence's row, tokens of the pass, and length with them."""
+    positions = batch.positions.tolist()
+    if batch.forward_mode.is_extend_without_speculative():
         counts = batch.extend_seq_lens.tolist()
+    else:
+        counts = [_tokens_of_each(batch)] * len(batch.seq_lens)
     start = 0
-    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        yield row, slice(start, start + count), length
-        start += count
+    for row, count in enumerate(counts):
+        end = start + count
+        yield row, slice(start, end), positions[end - 1] + 1
+        start = end
+
+
+def _tokens_of_each(batch: Any) -> int:
+    """Tokens of each sequence in a pass that gives all of them equally many."""
+    return len(batch.positions) // len(batch.seq_lens)
+
+
+def _require_chains(batch: Any) -> None:
+    """Refuse trees, whose drafts do not stand at the positions behind each other.
+
+    Raises:
+        NotImplementedError: if a draft does not see all drafts before it.
+    """
+    info = batch.spec_info
+    drafts = info.draft_token_num
+    seen = mask_among_drafts(info.custom_mask, batch.seq_lens, drafts)
+    if not torch.equal(seen, torch.ones_like(seen).tril()):
+        raise NotImplementedError(_TREE)
 
 
 def _attend(
@@ -302,9 +362,7 @@ def _attend(
     Raises:
         NotImplementedError: where no indexer chose.
     """
-    mode = forward_batch.forward_mode
-    plain = mode.is_decode() or mode.is_extend_without_speculative()
-    if topk_indices is None or not plain:
+    if topk_indices is None:
         raise NotImplementedError(_UNSUPPORTED)
     kept = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
     width = layer.v_head_dim

@@ -5,7 +5,9 @@ A plugin of SGLang (`faults` has its entry point).  It knows the greedy answers 
 test's prompts, from the file that HYBRID_TEST_ORACLE names, and drafts the next tokens
 of them, or others: all right, none, or a number that changes from step to step.  With
 `--speculative-eagle-topk` above 1 the drafts are a tree in which the right ones stand
-anywhere.
+anywhere.  Chains lie where accepted drafts belong, and are not moved: SGLang's n-gram
+worker, whose drafts are trees, would move them, as it cannot index keys of several
+tokens.
 """
 
 from __future__ import annotations
@@ -134,6 +136,14 @@ def _worker() -> type:
             self._drafts = Drafts(
                 Path(os.environ[VARIABLE]), self.draft_token_num, self.topk or 1
             )
+
+        def forward_batch_generation(self, *args: Any, **kwargs: Any) -> Any:
+            run = super().forward_batch_generation
+            if (self.topk or 1) > 1:
+                return run(*args, **kwargs)
+            mover = "move_accept_tokens_to_target_kvcache"
+            with patch.object(ngram_worker, mover, lambda *_: None):
+                return run(*args, **kwargs)
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Any, Any]:
             trees = [

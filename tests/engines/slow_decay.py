@@ -306,7 +306,8 @@ def write_recurrent_gemma(folder: Path, seed: int = 0) -> Path:
 def write_glm5_next(folder: Path, seed: int = 0) -> Path:
     """Write a GLM-5.3-Flash (Kimi delta attention, sparse latent attention): small.
 
-    An index key stands for 4 tokens, as published, and a query reads 16 of them.
+    An index key stands for 4 tokens, as published, and a query reads 16 of them.  As
+    published, it has a head that proposes drafts, which is random like the rest.
     """
     from transformers import Glm5NextConfig
 
@@ -329,6 +330,9 @@ def write_glm5_next(folder: Path, seed: int = 0) -> Path:
         "linear_head_dim": 32,
         "linear_num_heads": 4,
         "hc_mult": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
         "tie_word_embeddings": False,
     }
     vision = {
@@ -345,9 +349,38 @@ def write_glm5_next(folder: Path, seed: int = 0) -> Path:
         "index_kpool_compress": True,
         "indexer_types": None,
         "first_k_dense_replace": len(kinds),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 1,
     }
-    return write_with_images(config, folder, seed, published)
+    write_with_images(config, folder, seed, published)
+    _rewrite(folder, lambda tensors: _add_glm5_next_head(tensors, len(kinds), text))
+    return folder
+
+
+def _add_glm5_next_head(tensors: Tensors, layer: int, text: dict[str, Any]) -> None:
+    """Add the layer behind the last one: latent attention with experts."""
+    layers, size = "model.language_model.layers", text["hidden_size"]
+    for name, weight in list(tensors.items()):
+        kept = name.removeprefix(f"{layers}.1.")
+        if kept != name and not kept.startswith(("hc_", "mlp.")):
+            tensors[f"{layers}.{layer}.{kept}"] = weight.clone()
+    experts = {"gate.weight": (text["n_routed_experts"], size)}
+    inner = text["moe_intermediate_size"]
+    parts = [f"experts.{number}" for number in range(text["n_routed_experts"])]
+    for part in (*parts, "shared_experts"):
+        experts |= {f"{part}.{name}_proj.weight": (inner, size) for name in _GATED}
+        experts[f"{part}.down_proj.weight"] = (size, inner)
+    shapes = {f"mlp.{name}": shape for name, shape in experts.items()}
+    shapes["eh_proj.weight"] = (size, 2 * size)
+    for name, shape in shapes.items():
+        tensors[f"{layers}.{layer}.{name}"] = weight = torch.empty(shape)
+        _initialise(name, weight)
+    for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight"):
+        tensors[f"{layers}.{layer}.{name}"] = torch.ones(size)
+    correction = torch.zeros(text["n_routed_experts"])
+    tensors[f"{layers}.{layer}.mlp.gate.e_score_correction_bias"] = correction
+
+
+_GATED = ("gate", "up")
 
 
 def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:

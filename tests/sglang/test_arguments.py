@@ -109,6 +109,7 @@ class Drafts:
     speculative_draft_window_size: int | None = None
     disaggregation_mode = "null"
     max_running_requests: int | None = None
+    speculative_eagle_topk: int | None = None
     attn_dp_size = 1
 
     def __init__(self, algorithm: str | None, **flags: int | str) -> None:
@@ -159,6 +160,39 @@ def test_numbers_of_drafts_that_differ_by_request_are_not(
     (found,) = conflicts(Drafts("DSPARK"), windows=False)
     assert "set SGLANG_RAGGED_VERIFY_MODE to static, and not to compact" in found
     assert list(conflicts(Drafts("DFLASH"), windows=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "breadth", "served"),
+    [
+        ("EAGLE", 1, True),
+        ("NEXTN", None, True),
+        ("EAGLE", 2, False),
+        ("NGRAM", None, False),
+    ],
+)
+def test_models_whose_index_keys_stand_for_several_tokens_verify_chains(
+    algorithm: str, breadth: int | None, served: bool
+) -> None:
+    view = Drafts(algorithm)
+    view.speculative_eagle_topk = breadth
+    refusal = (
+        "where index keys stand for several tokens each, SGLang can verify chains of "
+        "drafts only, and n-grams are trees; use NEXTN or EAGLE with "
+        "--speculative-eagle-topk 1."
+    )
+    found = list(conflicts(view, windows=False, rings=True))
+    assert found == ([] if served else [refusal])
+
+
+def test_nor_blocks_of_drafts() -> None:
+    (found,) = conflicts(Drafts("DSPARK"), windows=False, rings=True)
+    assert found.startswith("DSPARK is not served yet where index keys stand")
+
+
+def test_drafts_for_compressed_keys_are_not() -> None:
+    (found,) = conflicts(Drafts("NGRAM"), windows=False, compressed=True)
+    assert "models with compressed keys" in found
 
 
 REPLAY = HybridConfig(draft_states="replay")

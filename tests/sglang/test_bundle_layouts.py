@@ -125,7 +125,7 @@ def with_a_draft() -> Made:
         mamba_pool=slots, **{**ATTENTION, "full_attention_layer_ids": [0]}
     ).full_kv_pool
     executor = memory.executor(pool, slots, PAGE)
-    memory.join_pages(page_rows(draft, PAGE))
+    memory.join(page_rows(draft, PAGE))
     pages = key_value_rows(pool.full_kv_pool, PAGE, ["1", "3"])
     drafted = key_value_rows(draft, PAGE, ["draft 0"])
     assert isinstance(pages, list) and isinstance(drafted, list)

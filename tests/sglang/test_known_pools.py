@@ -97,10 +97,12 @@ INDEXED = {
 }
 
 
-def indexed_pool(slots: Any) -> Any:
+def indexed_pool(slots: Any, **more: Any) -> Any:
     """SGLang's pool of two attention layers, of which the first has index keys."""
     with get_parallel().override(attn_dcp_size=1):
-        return HybridLinearKVPool(mamba_pool=slots.mamba_pool, **(ATTENTION | INDEXED))
+        return HybridLinearKVPool(
+            mamba_pool=slots.mamba_pool, **(ATTENTION | INDEXED | more)
+        )
 
 
 def check(kv_pool: Any, slots: Any) -> None:
@@ -136,28 +138,68 @@ def test_index_keys_and_their_rings_are_copied() -> None:
     assert torch.equal(kept[2], kept[1])
 
 
-def test_a_layout_has_as_many_bytes_as_the_pools() -> None:
-    """Host memory is planned by the layout, and copied by the pools."""
+def indexed_model(architecture: str = "Glm5NextForConditionalGeneration") -> Any:
+    """As much of SGLang's `ModelConfig` as says what index keys there are."""
     config = SimpleNamespace(
-        architectures=["Glm5NextForConditionalGeneration"],
+        architectures=[architecture],
         index_topk=64,
         index_kpool=4,
         index_kpool_compress=True,
         index_head_dim=128,
         index_topk_pattern="FFFS",
     )
-    slots = states()
+    return SimpleNamespace(hf_config=config)
+
+
+@pytest.mark.parametrize("drafts", [0, 6])
+def test_a_layout_has_as_many_bytes_as_the_pools(
+    drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory is planned by the layout, and copied by the pools."""
+    slots, model = states(), indexed_model()
     params = SimpleNamespace(full_attention_layer_ids=[1, 3])
-    model: Any = SimpleNamespace(hf_config=config)
-    pool = indexed_pool(slots)
+    pool = indexed_pool(slots, tail_extra_slots=drafts)
     rows = Rings().give_to_slots(pool.full_kv_pool, slots)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_keys, "mambaish_config", lambda model: params)
-        keys, ring = index_keys.page_group(model, 256), index_keys.ring_group(model)
+    monkeypatch.setattr(index_keys, "mambaish_config", lambda model: params)
+    keys = index_keys.page_group(model, 256)
+    ring = index_keys.ring_group(model, drafts)
     assert keys is not None and ring is not None
     (found,) = index_tensors(pool.full_kv_pool)
     assert len(keys.layers) == 1 and keys.page_bytes == found.shape[1]
     assert len(ring.layers) == 1 and ring.state_bytes == sum(r.shape[1] for r in rows)
+
+
+def test_slots_carry_the_rings_of_a_draft_model() -> None:
+    """The head of a GLM-5.3-Flash has index keys of its own."""
+    slots, memory = states(), PoolMemory()
+    target = indexed_pool(slots, tail_extra_slots=6)
+    rings = memory.rings.give_to_slots(target.full_kv_pool, slots)
+    executor = memory.executor(target, slots.mamba_pool, 256, rings=rings)
+    before = {pool: len(parts) for pool, parts in executor.parts().items()}
+    one_layer = {"full_attention_layer_ids": [0], "skip_topk_layers": None}
+    draft = indexed_pool(slots, tail_extra_slots=6, **one_layer)
+    pools = SimpleNamespace(token_to_kv_pool=draft, req_to_token_pool=slots)
+    with get_context().override_server_args(page_size=256):
+        planning.share_draft_pages(pools, torch.nn.Linear(1, 1), slots, memory)
+    added = {
+        pool: sum(part.shape[1] for part in parts[before[pool] :])
+        for pool, parts in executor.parts().items()
+    }
+    head = indexed_model("Glm5NextForConditionalGenerationNextN")
+    kept = index_keys.keys_of_draft(head, 1, 256, 6)
+    assert kept is not None and kept.rings is not None
+    assert added[Pool.STATE] == kept.rings.state_bytes
+    latents = 256 * INDEXED["kv_lora_rank"] * 2
+    assert added[Pool.KV] == kept.keys.page_bytes + latents
+    ring, scores = draft.get_compress_tail_buffers(0)
+    own = target.get_compress_tail_buffers(1)[0]
+    ring[3], scores[3], own[3] = 1, 2, 3
+    keys = draft.full_kv_pool.index_key_cache.buffer[0]
+    keys[1] = 5
+    executor.run([Copy(Pool.STATE, 3, 2), Copy(Pool.KV, 1, 2)])
+    for part in (ring, scores, own):
+        assert torch.equal(part[2], part[3])
+    assert torch.equal(keys[2], keys[1])
 
 
 def compressed_pool(slots: Any) -> Any:
@@ -265,12 +307,18 @@ def test_drafts_have_a_scratch_and_may_have_a_model(
 
     draft = HybridLinearKVPool(mamba_pool=slots.mamba_pool, **ATTENTION)
     joined: list[list[torch.Tensor]] = []
-    memory: Any = SimpleNamespace(join_pages=joined.append, shared=None, drafts=[])
+    memory: Any = SimpleNamespace(
+        join=lambda *rows: joined.extend(rows),
+        shared=None,
+        drafts=[],
+        rings=Rings(),
+    )
     pools = SimpleNamespace(token_to_kv_pool=draft, req_to_token_pool=slots)
     model = torch.nn.Linear(1, 1)
     with get_context().override_server_args(page_size=16):
         planning.share_draft_pages(pools, model, slots, memory)
         assert [len(rows) for rows in joined[0]] == [64 // 16 + 1] * 4
+        assert joined[1] == []
         draft.full_kv_pool.summaries = torch.zeros(5, 8)
         with pytest.raises(ConfigError, match="summaries"):
             planning.share_draft_pages(pools, model, slots, memory)

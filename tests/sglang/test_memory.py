@@ -104,7 +104,7 @@ def test_pages_carry_the_kv_of_a_draft_model() -> None:
     memory, draft = PoolMemory(), MHATokenToKVPool(PAGES * PAGE)
     target = MHATokenToKVPool(PAGES * PAGE)
     executor = memory.executor(SimpleNamespace(full_kv_pool=target), StatePool(), PAGE)
-    memory.join_pages(page_rows(draft, PAGE))
+    memory.join(page_rows(draft, PAGE))
     tensors = [*kv_tensors(target), *kv_tensors(draft)]
     pages = [tensor.view(PAGES, PAGE, 2, 3) for tensor in tensors]
     before = [page.clone() for page in pages]

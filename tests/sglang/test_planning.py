@@ -133,7 +133,8 @@ class Running:
         self.kv_cache_dtype, self.draft_attn_tp_size = torch.bfloat16, 1
         for module in (elastic, draft_pages, scratch_layout):
             monkeypatch.setattr(module, "get_spec", lambda: self.spec)
-        monkeypatch.setattr(scratch_layout, "drafts_per_step", lambda: self.drafts)
+        for module in (draft_pages, scratch_layout):
+            monkeypatch.setattr(module, "drafts_per_step", lambda: self.drafts)
         monkeypatch.setattr(draft_pages, "mambaish_config", lambda _: None)
         monkeypatch.setattr(planning, "attention_backends", lambda: ("triton",))
         monkeypatch.setattr(planning, "mambaish_config", lambda of: of.states)
@@ -167,6 +168,7 @@ class Running:
             self.spec_aux_config = SimpleNamespace(
                 draft_model_config=SimpleNamespace(
                     attention_arch=AttentionArch.MHA,
+                    hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
                     head_dim=8,
                     get_num_kv_heads=lambda _: 5,
                 ),

@@ -12,7 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("sglang")
 
-from hybrid_plugin.sglang_cpu import draft_attention, draft_models, draft_tokens
+from hybrid_plugin.sglang_cpu import (
+    draft_attention,
+    draft_models,
+    draft_tokens,
+    sparse_latents,
+)
 
 BRANCHES, STEPS, HEADS, KV_HEADS, WIDTH = 3, 4, 4, 2, 8
 LENGTHS = [5, 0]
@@ -61,10 +66,18 @@ def test_branches_lie_behind_their_sequence() -> None:
         )
 
 
-def test_the_last_step_proposes_without_attention() -> None:
-    runner = SimpleNamespace(
-        device="cpu", req_to_token_pool=None, token_to_kv_pool=None
+def runner_of(**config: Any) -> Any:
+    """SGLang's `ModelRunner` of a draft model, as far as backends read it."""
+    return SimpleNamespace(
+        device="cpu",
+        req_to_token_pool=None,
+        token_to_kv_pool=None,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(**config)),
     )
+
+
+def test_the_last_step_proposes_without_attention() -> None:
+    runner = runner_of(architectures=["LlamaForCausalLM"])
     factory: Any = SimpleNamespace(
         draft_model_runner=runner, topk=BRANCHES, speculative_num_steps=STEPS
     )
@@ -75,3 +88,17 @@ def test_the_last_step_proposes_without_attention() -> None:
     factory.speculative_num_steps = 1
     assert draft_models.decode_backend(factory) is None
     assert draft_models.extend_backend(factory).token_to_kv_pool is None
+
+
+def test_models_with_index_keys_have_a_backend_of_their_own() -> None:
+    runner = runner_of(
+        architectures=["Glm5NextForConditionalGenerationNextN"], index_topk=64
+    )
+    factory: Any = SimpleNamespace(
+        draft_model_runner=runner, topk=1, speculative_num_steps=STEPS
+    )
+    steps = draft_models.decode_backend(factory)
+    assert isinstance(steps, sparse_latents.DraftSteps)
+    assert len(steps.attn_backends) == STEPS - 1
+    extend = draft_models.extend_backend(factory)
+    assert type(extend).__name__ == type(steps.attn_backends[0]).__name__

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +163,112 @@ def test_a_query_reads_the_best_keys_and_what_has_none() -> None:
 def test_a_query_before_the_first_key_reads_its_tokens() -> None:
     found = sparse_latents._best(torch.zeros(1, 0), torch.tensor([2]), SIZE, 2 * SIZE)
     assert found[0].tolist() == [-1] * 8 + [0, 1, 2]
+
+
+WIDTH_OF_STEP = 6
+"""Tokens that a step verifies."""
+
+
+class Verifying(Sequence):
+    """The same sequence, whose tokens are drafted, rightly and wrongly."""
+
+    def __init__(self, room: int = SIZE + WIDTH_OF_STEP) -> None:
+        """Give the ring `room` for so many tokens."""
+        super().__init__()
+        ring = torch.zeros(3, room, WIDTH, dtype=torch.bfloat16)
+        self.ring = (ring, ring.clone())
+
+    def verify(self, start: int, right: int) -> None:
+        """Verify a step's tokens from `start` on, of which the first few are right."""
+        places = torch.arange(start, start + WIDTH_OF_STEP)
+        known = places.clamp(max=LENGTH - 1)
+        wrong = torch.arange(WIDTH_OF_STEP) >= right
+        keys, scores = self.keys[known], self.scores[known]
+        keys[wrong], scores[wrong] = -keys[wrong] - 1, scores[wrong] + 3
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: False),
+            positions=places,
+            seq_lens=torch.tensor([start]),
+            req_pool_indices=torch.tensor([ROW]),
+            out_cache_loc=PAGE * SIZE + places,
+        )
+        indexer = SimpleNamespace(index_kpool_compress_ape=self.ape, scale_fmt=None)
+        plan = sparse_latents.Pass(self.pieces)
+        sparse_latents._keep(indexer, self, plan, keys, scores, places, batch, layer=0)
+
+    def kpool_decode_update_index_cache(self, layer_id: int, **given: Any) -> None:
+        """As SGLang's pool does."""
+        ring = dict(zip(("tail_k", "tail_score"), self.ring, strict=True))
+        index_keys.step(Pool(), self.buf, **ring, **given)
+
+
+def verified(prompt: int, accepted: list[int], **room: int) -> Verifying:
+    """A prompt, and behind it steps that each accept so many drafts."""
+    sequence = Verifying(**room)
+    sequence.prefill(0, prompt)
+    position = prompt
+    for count in accepted:
+        sequence.verify(position, 1 + count)
+        position += 1 + count
+    return sequence
+
+
+@pytest.mark.parametrize("prompt", [1, 6, 8, 11])
+@pytest.mark.parametrize(
+    "accepted",
+    [[0, 0, 0, 0, 0], [5, 5], [2, 0, 3, 1], [1, 1, 1, 1, 1]],
+    ids=lambda accepted: str(accepted),
+)
+def test_rejected_drafts_leave_no_key_behind(prompt: int, accepted: list[int]) -> None:
+    """Bit for bit: the keys of known tokens, and the ring of those without a key."""
+    sequence, whole = verified(prompt, accepted), Sequence()
+    end = min(prompt + sum(accepted) + len(accepted), LENGTH)
+    whole.prefill(0, prompt)
+    for position in range(prompt, end):
+        whole.step(position)
+    count = end // SIZE
+    assert torch.equal(sequence.found()[:count], whole.found()[:count])
+    for ours, other in zip(sequence.ring, whole.ring, strict=True):
+        for position in range(count * SIZE, end):
+            row = ours[ROW, position % ours.shape[1]]
+            assert torch.equal(row, other[ROW, position % other.shape[1]])
+
+
+def test_a_sequence_goes_on_from_a_copy_of_its_ring_behind_rejected_drafts() -> None:
+    """What a hit does: the ring was copied when the turn ended, between two keys."""
+    sequence, whole = verified(6, [2, 1]), Sequence()
+    whole.prefill(0, LENGTH)
+    copies = [ring[ROW].clone() for ring in sequence.ring]
+    sequence.verify(11, 0)  # as the overlap schedule does, behind the end
+    for ring, copy in zip(sequence.ring, copies, strict=True):
+        ring[ROW] = copy
+    sequence.prefill(11, LENGTH)
+    assert torch.equal(sequence.buf, whole.buf)
+
+
+def test_a_ring_without_room_for_drafts_loses_tokens() -> None:
+    """What the room is for; SGLang takes as much."""
+    whole = Sequence()
+    whole.prefill(0, LENGTH)
+    narrow = verified(7, [0] * 5, room=SIZE)
+    differs = (narrow.found() != whole.found()).any(1)
+    assert differs[:3].tolist() == [False, False, True]
+    exact = verified(7, [0] * 5, room=SIZE - 1 + WIDTH_OF_STEP)
+    assert torch.equal(exact.found()[:3], whole.found()[:3])
+
+
+def test_trees_are_refused() -> None:
+    mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
+    lengths = torch.tensor([5, 9])
+
+    def batch(mask: torch.Tensor | None) -> Any:
+        info = SimpleNamespace(draft_token_num=3, custom_mask=mask)
+        return SimpleNamespace(spec_info=info, seq_lens=lengths)
+
+    sparse_latents._require_chains(batch(None))
+    sparse_latents._require_chains(batch(mask.flatten()))
+    mask[1, 2, 1] = False
+    with pytest.raises(NotImplementedError, match="chains of drafts"):
+        sparse_latents._require_chains(batch(mask.flatten()))
+    with pytest.raises(NotImplementedError, match="chains of drafts"):
+        sparse_latents.DraftSteps(None, branches=2, steps=3)

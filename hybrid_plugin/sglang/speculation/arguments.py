@@ -29,13 +29,16 @@ MOST_REQUESTS = 2048
 _RECORDED = (Mixer.GATED_DELTA_NET, Mixer.KDA, Mixer.MAMBA2)
 
 
-def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]:
+def conflicts(
+    view: Any, *, windows: bool, compressed: bool = False, rings: bool = False
+) -> Iterator[str]:
     """Sentences about what the plugin does not support, with the way out.
 
     Args:
         view: SGLang's resolved arguments.
         windows: whether the model has a pool for windows.
-        rings: whether some of its index keys stand for several tokens.
+        compressed: whether its attention chooses by compressed keys.
+        rings: whether its index keys stand for several tokens each.
     """
     name = algorithm(view)
     if name is None:
@@ -50,10 +53,22 @@ def conflicts(view: Any, *, windows: bool, rings: bool = False) -> Iterator[str]
             "drafts are not supported yet for models with windows; drop "
             f"--speculative-algorithm, or {FLAG}."
         )
-    if rings:
+    if compressed:
         yield (
-            "drafts are not supported yet for models whose index keys stand for "
-            f"several tokens; drop --speculative-algorithm, or {FLAG}."
+            "drafts are not supported yet for models with compressed keys; drop "
+            f"--speculative-algorithm, or {FLAG}."
+        )
+    # N-grams are padded to a width, by children of the root, whatever their breadth.
+    if rings and (name == "NGRAM" or (view.speculative_eagle_topk or 1) > 1):
+        yield (
+            "where index keys stand for several tokens each, SGLang can verify chains "
+            "of drafts only, and n-grams are trees; use NEXTN or EAGLE with "
+            "--speculative-eagle-topk 1."
+        )
+    if rings and name in _BLOCKS:
+        yield (
+            f"{name} is not served yet where index keys stand for several tokens each; "
+            "use NEXTN or EAGLE with --speculative-eagle-topk 1."
         )
     if view.enable_multi_layer_eagle:
         yield (

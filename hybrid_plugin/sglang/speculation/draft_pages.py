@@ -10,7 +10,10 @@ from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_di
 from sglang.srt.runtime_context import get_spec
 
 from hybrid_plugin.core.memory.layout import AttentionGroup
+from hybrid_plugin.sglang import index_keys
+from hybrid_plugin.sglang.index_keys import DraftKeys
 from hybrid_plugin.sglang.layout import is_latent
+from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
 
 
 def draft_group(configurator: Any, page_size: int) -> AttentionGroup | None:
@@ -23,12 +26,10 @@ def draft_group(configurator: Any, page_size: int) -> AttentionGroup | None:
     Returns:
         A group of which each tensor counts as a layer; None without a draft model.
     """
-    model = configurator.spec_aux_config.draft_model_config
-    if get_spec().speculative_algorithm is None or model is None:
+    model = _draft_model(configurator)
+    if model is None:
         return None
-    count = int(configurator.spec_aux_config.draft_kv_num_layers)
-    if mambaish_config(model) is not None:
-        count = 1  # SGLang's pool for the prediction layer of a model with states
+    count = _layers(configurator, model)
     item: int = configurator.kv_cache_dtype.itemsize
     if is_latent(model):
         dim = calculate_mla_kv_cache_dim(
@@ -40,6 +41,29 @@ def draft_group(configurator: Any, page_size: int) -> AttentionGroup | None:
     halves = ("keys", "values")
     names = tuple(f"draft {n} {half}" for n in range(count) for half in halves)
     return AttentionGroup(names, heads * model.head_dim * item * page_size)
+
+
+def draft_keys(configurator: Any, page_size: int) -> DraftKeys | None:
+    """What a draft model with index keys of its own has of them; arguments as above."""
+    model = _draft_model(configurator)
+    if model is None:
+        return None
+    layers = _layers(configurator, model)
+    return index_keys.keys_of_draft(model, layers, page_size, drafts_per_step())
+
+
+def _draft_model(configurator: Any) -> Any | None:
+    """SGLang's `ModelConfig` of the draft model, if there is one."""
+    if get_spec().speculative_algorithm is None:
+        return None
+    return configurator.spec_aux_config.draft_model_config
+
+
+def _layers(configurator: Any, model: Any) -> int:
+    """Layers of a draft model that have KV."""
+    if mambaish_config(model) is not None:
+        return 1  # SGLang's pool for the prediction layer of a model with states
+    return int(configurator.spec_aux_config.draft_kv_num_layers)
 
 
 def backends() -> tuple[str, ...]:
