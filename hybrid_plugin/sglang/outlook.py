@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.sglang.activation import FLAG, read_options
+
+if TYPE_CHECKING:
+    from hybrid_plugin.core.memory.layout import AttentionGroup
 
 
 def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
@@ -97,6 +101,7 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     from hybrid_plugin.sglang.arguments import has_windows
     from hybrid_plugin.sglang.layout import make_layout
     from hybrid_plugin.sglang.log import logger
+    from hybrid_plugin.sglang.speculation import draft_pages
     from hybrid_plugin.sglang.speculation.replay import passes
     from hybrid_plugin.sglang.speculation.scratch import drafts_per_step
     from hybrid_plugin.sglang.speculation.scratch_layout import scratch_layout
@@ -112,16 +117,19 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     options = read_options()
     # Of what has no attention layers, SGLang's model knows no heads.
     token_bytes = _token_bytes(model) * attention_layers if attention_layers else 0
+    drafter = _drafter(server_args, model)
+    draft = draft_pages.draft_group(drafter, page_size)
+    backends = (*attention_backends(), *draft_pages.backends())
     packed = attention_layers > 0 and page_layout.can_pack(
-        model, attention_backends(), token_bytes, layers=layers
+        model, backends, token_bytes, draft, page_size, layers
     )
     lay_out = partial(
         make_layout,
         model,
-        token_bytes=token_bytes,
         page_size=page_size,
         device_type=device_type,
         layers=layers,
+        draft_keys=draft_pages.draft_keys(drafter, page_size),
         drafts=drafts_per_step(),
     )
     limits = planning.limits_of(
@@ -135,8 +143,10 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     params = mambaish_config(model).mamba2_cache_params
     return Outlook.sized(
         lay_out(
+            token_bytes=token_bytes,
             elastic=True,
             packed=packed,
+            draft=draft,
             scratch=scratch_layout(
                 params,
                 device_type,
@@ -148,9 +158,36 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         options,
         limits,
         logger,
-        fixed_layout=lay_out(elastic=False),
+        fixed_layout=lay_out(
+            token_bytes=token_bytes + _token_bytes_of(draft, page_size), elastic=False
+        ),
         beside=planning.scratch_bytes(model, cache_bytes, options, limits),
     )
+
+
+def _drafter(server_args: Any, model: Any) -> Any:
+    """As much of SGLang's `KVCacheConfigurator` as says what a draft model keeps."""
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.draft_parallel import legacy_draft_attn_tp_size
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    return SimpleNamespace(
+        kv_cache_dtype=_kv_dtype(model),
+        draft_attn_tp_size=legacy_draft_attn_tp_size(algorithm),
+        spec_aux_config=spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
+            server_args=server_args,
+            model_config=model,
+            spec_algorithm=algorithm,
+            is_draft_worker=False,
+        ),
+    )
+
+
+def _token_bytes_of(draft: AttentionGroup | None, page_size: int) -> int:
+    """KV of one token in a draft model."""
+    return 0 if draft is None else draft.page_bytes * len(draft.layers) // page_size
 
 
 def _token_bytes(model: Any) -> int:

@@ -14,6 +14,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from tests.engines import draft_heads
+from tests.engines.drivers.driver import MODEL
+
 LAGUNA = {
     "architectures": ["LagunaForCausalLM"],
     "model_type": "laguna",
@@ -44,9 +47,14 @@ def foresee(folder: Path, config: dict[str, Any], *flags: str) -> str:
 def run(code: str, folder: Path, config: dict[str, Any], *flags: str) -> list[str]:
     """The lines that code prints, which is given a model and a server's flags."""
     (folder / "config.json").write_text(json.dumps(config))
+    return printed(code, str(folder), "--skip-tokenizer-init", *flags)
+
+
+def printed(code: str, *arguments: str) -> list[str]:
+    """The lines that code prints in a process of its own."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HYBRID_")}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), "--skip-tokenizer-init", *flags],
+        [sys.executable, "-c", code, *arguments],
         env=clean | {"SGLANG_PLATFORM": "hybrid_cpu"},
         capture_output=True,
         text=True,
@@ -210,3 +218,30 @@ def test_states_alone_are_served_from_one_pool(tmp_path: Path) -> None:
     flags = ("--dtype=float32", "--context-length=512")
     found = run(FORESEE_SIZES, tmp_path, MAMBA2, *flags)[-1]
     assert found == f"served True 0 {slot} {slots} None"
+
+
+WITH_DRAFTS = """
+import json, sys
+from hybrid_plugin.sglang.outlook import foresee
+model, drafter, *flags = sys.argv[1:]
+eagle = ["--speculative-algorithm=EAGLE", "--speculative-num-steps=3",
+         "--speculative-eagle-topk=1", "--speculative-num-draft-tokens=4"]
+block = ["--speculative-algorithm=DFLASH", "--speculative-num-draft-tokens=4",
+         f"--speculative-draft-model-path={drafter}"]
+for drafts in ([], eagle, block):
+    layout = foresee(model, [*flags, *drafts], 1 << 30).layout
+    print("FOUND", json.dumps((layout.page_bytes, layout.slot_bytes)))
+"""
+
+
+def test_what_proposes_drafts_has_kv_in_pages(tmp_path: Path) -> None:
+    """As much as one of the bundled model's two attention layers, in either of these.
+
+    Slots have no part of it: a head's layer keeps no state, whatever the target's do.
+    """
+    drafter = draft_heads.write_block_drafter(tmp_path / "drafts", MODEL, (0, 2))
+    arguments = (str(MODEL), str(drafter), "--skip-tokenizer-init", "--page-size=16")
+    lines = printed(WITH_DRAFTS, *arguments)
+    sizes = [json.loads(line[6:]) for line in lines if line.startswith("FOUND")]
+    (page, slot), *others = sizes
+    assert others == [[3 * page // 2, slot]] * 2
