@@ -43,15 +43,19 @@ class CompressedKeys(AnyCache):
     """An engine that tells the compressed keys of each request at its end."""
 
     @property
-    def pools(self) -> tuple[Any, Any]:
-        """SGLang's pool of attention layers, and that of slots."""
-        runner = self.scheduler.tp_worker.model_runner
-        return runner.token_to_kv_pool, runner.req_to_token_pool
+    def pool(self) -> Any:
+        """SGLang's pool of attention layers."""
+        return self.scheduler.tp_worker.model_runner.token_to_kv_pool
 
-    def _index_keys(self, req: Any) -> Any:
+    @property
+    def rows(self) -> Any:
+        """That of slots."""
+        return self.scheduler.tp_worker.model_runner.req_to_token_pool
+
+    def _index_keys(self, req: Any, pool: Any) -> Any:
         import torch
 
-        pool, rows = self.pools
+        rows = self.rows
         size = pool.qsa_compress_ratio
         length = len(req.origin_input_ids) + len(req.output_ids) - 1
         row = rows.req_to_token[req.kv.req_pool_idx, : length // size * size]
@@ -80,7 +84,7 @@ def serve(engine: CompressedKeys, folder: Path) -> dict[str, Any]:
         ask(f"shared {number}", [common + end])
     engine.cache.reset()
     ask("empty", second)
-    pool, rows = engine.pools
+    pool, rows = engine.pool, engine.rows
     side = (rows.short_conv_pool.conv_state, rows.ngram_pool.context)
     rings = (*pool.qsa_key_state_buffer_pool, pool.qsa_rope_position_buffer)
     damages: dict[str, Callable[[], Any]] = {
