@@ -254,13 +254,11 @@ class Admissions:
         windows = [size.now] * len(self._memory.windows)
         wanted = self._memory.wanted
         sequences = len(self._sequences) + 1
-        ahead = wanted(size.in_all + size.promised, windows, 1, sequences)
-        return self._memory.obtain(
-            match,
-            now=wanted(size.now, windows, 1, sequences),
-            ahead=ahead if size.in_all > size.now else None,
-            left=kept,
-        )
+        ahead = None
+        if size.in_all > size.now:
+            ahead = wanted(size.in_all + size.promised, windows, 1, sequences)
+        now = wanted(size.now, windows, 1, sequences)
+        return self._memory.obtain(match, now=now, ahead=ahead, left=kept)
 
     # -------------------------------------------------------------------- hit
 

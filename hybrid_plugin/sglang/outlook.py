@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_plugin.engine import elastic_memory
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.sglang.activation import FLAG, read_options
-
-if TYPE_CHECKING:
-    from hybrid_plugin.core.memory.layout import AttentionGroup
 
 
 def foresee(model: str, flags: Sequence[str], cache_bytes: int) -> Outlook:
@@ -117,8 +114,12 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
     options = read_options()
     # Of what has no attention layers, SGLang's model knows no heads.
     token_bytes = _token_bytes(model) * attention_layers if attention_layers else 0
-    drafter = _drafter(server_args, model)
-    draft = draft_pages.draft_group(drafter, page_size)
+    drafts = drafts_per_step()
+    draft = draft_keys = None
+    if drafts:
+        drafter = _drafter(server_args, model)
+        draft = draft_pages.draft_group(drafter, page_size)
+        draft_keys = draft_pages.draft_keys(drafter, page_size)
     backends = (*attention_backends(), *draft_pages.backends())
     packed = attention_layers > 0 and page_layout.can_pack(
         model, backends, token_bytes, draft, page_size, layers
@@ -129,8 +130,8 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         page_size=page_size,
         device_type=device_type,
         layers=layers,
-        draft_keys=draft_pages.draft_keys(drafter, page_size),
-        drafts=drafts_per_step(),
+        draft_keys=draft_keys,
+        drafts=drafts,
     )
     limits = planning.limits_of(
         model,
@@ -159,7 +160,8 @@ def _sized(server_args: Any, page_size: int, cache_bytes: int) -> Outlook:
         limits,
         logger,
         fixed_layout=lay_out(
-            token_bytes=token_bytes + _token_bytes_of(draft, page_size), elastic=False
+            token_bytes=token_bytes + draft_pages.token_bytes(draft, page_size),
+            elastic=False,
         ),
         beside=planning.scratch_bytes(model, cache_bytes, options, limits),
     )
@@ -183,11 +185,6 @@ def _drafter(server_args: Any, model: Any) -> Any:
             is_draft_worker=False,
         ),
     )
-
-
-def _token_bytes_of(draft: AttentionGroup | None, page_size: int) -> int:
-    """KV of one token in a draft model."""
-    return 0 if draft is None else draft.page_bytes * len(draft.layers) // page_size
 
 
 def _token_bytes(model: Any) -> int:

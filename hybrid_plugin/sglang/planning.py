@@ -184,10 +184,9 @@ def _token_bytes(configurator: Any, kv: Any, layers: StageLayers) -> int:
         model_config=model, kv_cache_dtype=configurator.kv_cache_dtype
     )
     latents = int(dim * configurator.kv_cache_dtype.itemsize * len(layers.attention))
-    draft = draft_pages.draft_group(configurator, get_schedule().page_size)
-    if draft is None:
-        return latents
-    return latents + draft.page_bytes * len(draft.layers) // get_schedule().page_size
+    page_size = get_schedule().page_size
+    draft = draft_pages.draft_group(configurator, page_size)
+    return latents + draft_pages.token_bytes(draft, page_size)
 
 
 def elastic_layout(

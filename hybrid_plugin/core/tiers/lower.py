@@ -107,9 +107,9 @@ class LowerTiers:
 
         Args:
             found: its look-up, not older than the step.
-            after: what the sequence waited for last, if anything.  Is what a restore
-                brought gone already, the sequence waits no more; nothing is fetched
-                twice in a row.
+            after: what the sequence waited for last, if anything.  If what a restore
+                brought is gone already, the sequence does not wait again; nothing is
+                fetched twice in a row.
 
         Returns:
             What to wait for; one that is over asks for another look-up at once.  None
@@ -135,7 +135,7 @@ class LowerTiers:
         """Begin to fetch to the host what outer tiers have of a waiting sequence.
 
         `restore` does it too, for a sequence that could be admitted; here nobody asks
-        whether it could.  Is something returned, it is what the sequence waits for.
+        whether it could.  If something is returned, the sequence waits for it.
         """
         restores = self._restores_for(found)
         if restores is None or self._outer is None:

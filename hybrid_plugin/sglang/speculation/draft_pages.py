@@ -43,6 +43,11 @@ def draft_group(configurator: Any, page_size: int) -> AttentionGroup | None:
     return AttentionGroup(names, heads * model.head_dim * item * page_size)
 
 
+def token_bytes(draft: AttentionGroup | None, page_size: int) -> int:
+    """KV of one token in the layers of a draft model; 0 without one."""
+    return 0 if draft is None else draft.page_bytes * len(draft.layers) // page_size
+
+
 def draft_keys(configurator: Any, page_size: int) -> DraftKeys | None:
     """What a draft model with index keys of its own has of them; arguments as above."""
     model = _draft_model(configurator)
