@@ -9,11 +9,14 @@ proposal belongs to the text that its request has come to.
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.engines import draft_heads, slow_decay
 from tests.engines.greedy import gaps
@@ -21,6 +24,7 @@ from tests.engines.messages import Answer, Ask
 from tests.engines.model_phases_vllm import VllmEngine, set_environment
 from tests.engines.phases import report
 
+ON_GPU = torch.cuda.is_available()
 DRAFTS = 3
 TURNS = (130, 50)
 """Prompt lengths of chats; the first one's takes two passes."""
@@ -36,23 +40,49 @@ class Proposed:
 
     def __init__(self) -> None:
         """Listen from now on."""
-        from vllm.v1.spec_decode.dflash import DFlashProposer
-
         self.chat = 0
         self.drafts: Proposals = {}
         """By chat, and by the number of tokens that were computed of it."""
+        if ON_GPU:
+            self._listen_to_the_second_runner()
+        else:
+            self._listen()
+
+    def _listen(self) -> None:
+        from vllm.v1.spec_decode.dflash import DFlashProposer
+
         propose = DFlashProposer.propose
 
         def noted(proposer: Any, *args: Any, **named: Any) -> Any:
             drafts = propose(proposer, *args, **named)
-            computed = int(named["common_attn_metadata"].seq_lens[0])
-            rejected = named.get("num_rejected_tokens_gpu")
-            computed -= 0 if rejected is None else int(rejected[0])
-            by_length = self.drafts.setdefault(self.chat, {})
-            by_length[computed] = drafts[0].tolist()
+            lengths = named["common_attn_metadata"].seq_lens
+            self._note(drafts, lengths, named.get("num_rejected_tokens_gpu"))
             return drafts
 
         DFlashProposer.propose = noted
+
+    def _listen_to_the_second_runner(self) -> None:
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+        propose = DFlashSpeculator.propose
+        signature = inspect.signature(propose)
+
+        def noted(speculator: Any, *args: Any, **named: Any) -> Any:
+            drafts = propose(speculator, *args, **named)
+            given = signature.bind(speculator, *args, **named).arguments
+            if not given.get("dummy_run"):
+                lengths = given["input_batch"].seq_lens
+                self._note(drafts, lengths, given["num_rejected"])
+            return drafts
+
+        DFlashSpeculator.propose = noted
+
+    def _note(
+        self, drafts: torch.Tensor, lengths: torch.Tensor, rejected: torch.Tensor | None
+    ) -> None:
+        """Of the one sequence that runs."""
+        computed = int(lengths[0]) - (0 if rejected is None else int(rejected[0]))
+        self.drafts.setdefault(self.chat, {})[computed] = drafts[0].tolist()
 
     def take(self) -> Proposals:
         """What was proposed since the last call."""
@@ -79,7 +109,12 @@ def zero_draft_kv(worker: Any, pages: list[int]) -> None:
     """Forget the draft model's KV of some pages."""
     runner = worker.model_runner
     layers = runner.vllm_config.compilation_config.static_forward_context
-    for name in runner.drafter._draft_attn_layer_names:
+    names = (
+        runner.speculator.draft_attn_layer_names
+        if ON_GPU
+        else runner.drafter._draft_attn_layer_names
+    )
+    for name in names:
         layers[name].kv_cache[pages] = 0.0
 
 
@@ -118,6 +153,8 @@ def main(options: dict[str, Any], folder: Path) -> None:
     proposed = Proposed()
     engine = VllmEngine(
         model,
+        # Attention that looks ahead takes no float32 on a GPU.
+        dtype="bfloat16" if ON_GPU else "float32",
         additional_config={"hybrid_plugin": options},
         speculative_config={
             "method": "dflash",

@@ -11,22 +11,19 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
-from tests.engines.block_phases_vllm import ANSWER, TURNS
+from hybrid_plugin.tools.demo.compare import NEAR_TIE
+from tests.engines.block_phases_vllm import ANSWER, ON_GPU, TURNS
 from tests.engines.phases import run_phases
 
 pytest.importorskip("vllm")
 
 from tests.engines.drivers.vllm import IMPORTS
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="in float32, on a CPU"),
-]
+pytestmark = pytest.mark.engine
 
-ROUNDING = 2e-3
-"""Nats by which another token may be likelier, in float32."""
+ROUNDING = NEAR_TIE if ON_GPU else 2e-3
+"""Nats by which another token may be likelier, in bfloat16 and in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +38,8 @@ def found(
 
 def test_answers_are_greedy_ones(found: dict[str, Any]) -> None:
     assert max(max(gaps) for gaps in found["gaps"].values()) < ROUNDING
+    if ON_GPU:  # a pass of another length rounds differently
+        return
     said = found["answers"]
     assert said["second"] == said["second alone"] == said["second, draft KV zeroed"]
     assert said["first"] == said["first again"]
@@ -61,5 +60,5 @@ def test_the_draft_model_proposes_behind_hits_what_it_does_without(
     """Its KV is restored with the model's; without it, it proposes something else."""
     compared, zeroed = found["proposed"], found["proposed from zeros"]
     assert compared["texts"] > 30 and compared["kinds"] > compared["texts"] / 4
-    assert compared["unlike"] == 0
+    assert compared["unlike"] <= (compared["texts"] / 4 if ON_GPU else 0)
     assert zeroed["unlike"] > zeroed["texts"] / 2
