@@ -27,7 +27,7 @@ from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.restores import TransferRates
 from tests.core.audit import audit
 from tests.core.outer import Entry, FakePeers, FakeTier
-from tests.core.support import ByMinimum, Tokens, serve, span
+from tests.core.support import ByMinimum, Tokens, serve, span, start
 
 PLAN = HostPlan({Pool.KV: 1, Pool.STATE: 4}, block_bytes=4, blocks=16)
 RATES = TransferRates(load_bytes_per_second=10.0, prefill_seconds_per_token=1.0)
@@ -303,6 +303,18 @@ def test_a_request_waits_no_longer_than_the_patience() -> None:
         cache.pass_time(until)
         assert cache.lower_tiers.is_restored(fetch) and not fetch.is_over
         assert cache.lower_tiers.restore(cache.look_up((*CHAT, 50))) is None
+
+
+def test_a_request_waits_longer_the_more_sequences_run_beside_it() -> None:
+    """They would wait for what it computes, those too that came after it."""
+    cache = make()
+    given(cache, *CHAT)
+    fetch = prefetched(cache, (*CHAT, 50))
+    start(cache, "other", span(1000, 1002))
+    cache.pass_time(15.0)
+    assert not cache.lower_tiers.is_restored(fetch), "10 tokens, which two wait for"
+    cache.finish("other", span(1000, 1002), computed=0)
+    assert cache.lower_tiers.is_restored(fetch) and not fetch.is_over
 
 
 @pytest.mark.parametrize(("read", "begins"), [(1.0, True), (0.6, False)])

@@ -22,10 +22,31 @@ def test_passes_of_any_length_give_the_rate_and_some_slow_ones_change_nothing(
     rate: float, passes: list[int], slow: int
 ) -> None:
     measured = PrefillTime(pass_tokens=64)
-    for tokens in passes[:1] * REMEMBERED_PASSES + passes:
+    for tokens in [64] * REMEMBERED_PASSES + passes:
+        measured.observe(tokens, rate * (tokens + 64))
+    for number in range(slow):
+        measured.observe((8, 100)[number % 2], 10.0)
+    assert measured.token_seconds == pytest.approx(rate)
+
+
+@given(
+    rate=st.floats(1e-7, 1e-2),
+    passes=st.lists(st.integers(1, 63), min_size=1, max_size=80),
+    slow=st.integers(0, REMEMBERED_PASSES - 1),
+)
+def test_passes_of_few_tokens_say_what_a_token_takes_at_most(
+    rate: float, passes: list[int], slow: int
+) -> None:
+    measured = PrefillTime(pass_tokens=64)
+    for tokens in passes:
         measured.observe(tokens, rate * (tokens + 64))
     for _ in range(slow):
-        measured.observe(8, 10.0)
+        measured.observe(1, 10.0)
+    assert measured.token_seconds is not None
+    assert measured.token_seconds >= rate * (1 + 64 / 63) * (1 - 1e-9)
+    last = passes[-1]  # those before it may be forgotten
+    assert measured.token_seconds <= rate * (last + 64) / last * (1 + 1e-9)
+    measured.observe(64, rate * 128)
     assert measured.token_seconds == pytest.approx(rate)
 
 

@@ -45,8 +45,8 @@ class Fetching:
     rows: HostRows
     size: int
     """Bytes of the rows."""
-    awaited_until: float
-    """When sequences compute instead, on the cache's clock: `OuterTier.patience`."""
+    began: float
+    """On the cache's clock."""
     waiters: int = 0
     """Sequences that have yet to come to it.  It goes on without any."""
     is_over: bool = False
@@ -130,7 +130,7 @@ class Fetches:
         for offer in sorted(offers, key=lambda one: -one.end):
             running = self._running_for(found, offer.end)
             if running is not None:
-                return running if now < running.awaited_until else None
+                return running if now < self.awaited_until(running) else None
             if not self._repays(offer, have, now, queued):
                 computing = self._rates.waiting_seconds(offer.end - have)
                 offer.tier.fetch_refused(offer.key, computing)
@@ -161,6 +161,14 @@ class Fetches:
         offer = max(offers, key=lambda one: one.end)
         running = self._running_for(found, offer.end)
         return running or self._begin(offer, found, host, have, now, at_any_price=True)
+
+    def awaited_until(self, fetch: Fetching) -> float:
+        """When sequences compute what a fetch brings, on the cache's clock.
+
+        What that takes depends on how many sequences run by now: they wait for it too.
+        """
+        computing = self._rates.waiting_seconds(fetch.length - fetch.start)
+        return fetch.began + fetch.tier.patience(computing)
 
     def _offer(
         self,
@@ -236,7 +244,6 @@ class Fetches:
                 self._host.tree.unlock(base)
             tier.stats.loads_refused += 1
             return None
-        computing = self._rates.waiting_seconds(offer.end - have)
         fetch = Fetching(
             tier=tier,
             namespace=found.namespace,
@@ -248,7 +255,7 @@ class Fetches:
             first=first,
             rows=rows,
             size=self._size(offer),
-            awaited_until=now + tier.patience(computing),
+            began=now,
         )
         self.running[fetch.ticket] = fetch
         self._queues[tier.name].add(now, tier.read_seconds(offer.key, fetch.size))

@@ -148,13 +148,15 @@ class LowerTiers:
 
         Ends a restore if it should be over, so call it when the sequence could be
         admitted.  Nobody waits for a fetch any more that has taken as long as
-        computing would, though it is not over.
+        computing would, beside what runs by now, though it is not over.
         """
         now = self._pace.now
         if awaited.is_over or self._restores is None:
             return True
         if isinstance(awaited, Fetching):
-            return now >= awaited.awaited_until
+            assert self._outer is not None, "who fetches is behind the host"
+            self._restores.rates.running = self._running()
+            return not self._outer.is_awaited(awaited, now)
         if awaited.due > now:
             return False
         self._restores.end(awaited)

@@ -107,6 +107,10 @@ class OuterTiers:
         """Begin to fetch what a waiting sequence lacks; see `Fetches.begin`."""
         return self._fetches.begin(found, now, queued)
 
+    def is_awaited(self, fetch: Fetching, now: float) -> bool:
+        """Whether sequences wait for a fetch, and do not compute what it brings."""
+        return not fetch.is_over and now < self._fetches.awaited_until(fetch)
+
     def bring(self, found: LookUp, now: float) -> Fetching | None:
         """Begin to fetch a prefix that nobody waits for; see `Fetches.bring`."""
         return self._fetches.bring(found, now)
