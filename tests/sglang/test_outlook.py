@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,9 @@ pytest.importorskip("sglang")
 
 from tests.engines import draft_heads
 from tests.engines.drivers.driver import MODEL
+from tests.engines.drivers.sglang import IMPORTS
+from tests.engines.messages import Launch
+from tests.engines.warm_start import completed
 
 LAGUNA = {
     "architectures": ["LagunaForCausalLM"],
@@ -52,14 +53,8 @@ def run(code: str, folder: Path, config: dict[str, Any], *flags: str) -> list[st
 
 def printed(code: str, *arguments: str) -> list[str]:
     """The lines that code prints in a process of its own."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("HYBRID_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=clean | {"SGLANG_PLATFORM": "hybrid_cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = completed(Launch(command, {"SGLANG_PLATFORM": "hybrid_cpu"}, IMPORTS))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 
