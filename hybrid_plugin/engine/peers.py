@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybrid_plugin.core.cache import HybridCache
@@ -68,7 +69,11 @@ class Peers:
             tokens: of it, as many as another server can resume from.
         """
         key = cache.lower_tiers.offer(namespace, tokens)
-        return None if key is None else PeerOffer.from_text(key)
+        if key is None:
+            return None
+        assert cache.rates is not None, "who offers has a host tier"
+        measured = cache.rates.prefill_seconds_per_token
+        return replace(PeerOffer.from_text(key), token_seconds=measured)
 
     def _refuse(self, failure: Failure) -> None:
         self.tier.stats.load_failures[failure.reason] += 1

@@ -95,6 +95,9 @@ class KnownBundles:
         """See `OuterTier.read_seconds`."""
         return self._reads.seconds(size)
 
+    def token_seconds(self, key: str) -> None:
+        """See `OuterTier.token_seconds`: nobody says it."""
+
     def patience(self, computing: float) -> float:
         """As long as computing takes: nobody is served later than twice the time."""
         return computing

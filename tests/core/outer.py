@@ -66,9 +66,16 @@ class FakeTier:
         self.entries: dict[str, Entry] = {}
         self.begun: dict[str, Entry] = {}
 
+    token_seconds_there: float | None = None
+    """What a token's prefill takes who has the bundles."""
+
     def read_seconds(self, key: str, size: int) -> float:
         """See `OuterTier`."""
         return size / self.read_bytes_per_second
+
+    def token_seconds(self, key: str) -> float | None:
+        """See `OuterTier`."""
+        return self.token_seconds_there
 
     def patience(self, computing: float) -> float:
         """See `OuterTier`."""
@@ -204,10 +211,17 @@ class FakePeers:
         """Of that, what was offered before a flush."""
         self._count = 0
 
+    token_seconds_there: float | None = None
+    """What a token's prefill takes who has the bundles."""
+
     def read_seconds(self, key: str, size: int) -> float:
         """See `OuterTier`."""
         assert key in self.entries
         return size / self.read_bytes_per_second
+
+    def token_seconds(self, key: str) -> float | None:
+        """See `OuterTier`."""
+        return self.token_seconds_there
 
     def patience(self, computing: float) -> float:
         """See `OuterTier`."""

@@ -317,6 +317,25 @@ def test_a_request_waits_longer_the_more_sequences_run_beside_it() -> None:
     assert cache.lower_tiers.is_restored(fetch) and not fetch.is_over
 
 
+def test_who_computed_a_prompt_says_what_computing_takes() -> None:
+    """Before anything was measured here, or where only a bound is known."""
+    for here in (None, 50.0):
+        cache = make(TransferRates(10.0, here))
+        peers(cache).token_seconds_there = 1.0
+        given(cache, *CHAT)
+        fetch = prefetched(cache, (*CHAT, 50))
+        cache.pass_time(9.9)
+        assert not cache.lower_tiers.is_restored(fetch)
+        cache.pass_time(10.0)
+        assert cache.lower_tiers.is_restored(fetch)
+    cache = make(TransferRates(10.0, 50.0))
+    peers(cache).token_seconds_there = 1.0
+    peers(cache).read_bytes_per_second = 0.6
+    given(cache, *CHAT)
+    assert cache.lower_tiers.prefetch(cache.look_up((*CHAT, 50))) is None
+    assert peers(cache).refused == {"theirs": 10.0}
+
+
 @pytest.mark.parametrize(("read", "begins"), [(1.0, True), (0.6, False)])
 def test_only_what_repays_is_fetched_from_a_peer(read: float, begins: bool) -> None:
     """7 bytes from the peer and 7 to the device, or 10 tokens of prefill."""

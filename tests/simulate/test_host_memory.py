@@ -121,7 +121,9 @@ def test_the_cache_learns_what_prefills_take() -> None:
     copies.measure(0, 5.0)
     assert rates.prefill_seconds_per_token is None
     copies.measure(976, 2000.0)
-    assert rates.prefill_seconds_per_token == 2000 / (976 + PASS_TOKENS)
+    assert rates.prefill_seconds_per_token == 2000 / 976, "at most"
+    copies.measure(2976, 4000.0)
+    assert rates.prefill_seconds_per_token == 4000 / (2976 + PASS_TOKENS)
 
 
 # ---------------------------------------------------------------------- simulation

@@ -204,6 +204,12 @@ def test_a_request_waits_no_longer_than_computing_takes() -> None:
     assert tier().patience(math.inf) == LEASE_SECONDS, "nothing was computed yet"
 
 
+def test_a_peer_says_what_computing_took_it() -> None:
+    offer = offered(tier())
+    assert tier().token_seconds(offer.text) is None
+    assert tier().token_seconds(replace(offer, token_seconds=0.5).text) == 0.5
+
+
 def test_it_counts_what_is_offered() -> None:
     own = tier(ranks=2)
     first, second = offered(own), offered(own, size=50)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -388,6 +389,11 @@ def test_params_come_back_from_a_router() -> None:
     )
     assert read_offer(params[OWN]) == offer == PeerOffer.from_text(offer.text)
     assert read_offer(json.dumps(params[OWN])) == offer
+    timed = replace(offer, token_seconds=2.5e-5)
+    assert read_offer(timed.as_params()[OWN]) == timed
+    assert read_offer(json.dumps(timed.as_params()[OWN])) == timed
+    earlier = {k: v for k, v in params[OWN].items() if k != "token_seconds"}
+    assert read_offer(earlier) == offer
 
 
 @pytest.mark.parametrize(
@@ -409,6 +415,12 @@ def test_params_come_back_from_a_router() -> None:
         {"end": -4},
         {"end": 1 << 60},
         {"end": 5.0},
+        {"token_seconds": 0.0},
+        {"token_seconds": -1e-5},
+        {"token_seconds": math.inf},
+        {"token_seconds": math.nan},
+        {"token_seconds": 1},
+        {"token_seconds": "1e-5"},
     ],
     ids=str,
 )

@@ -203,6 +203,7 @@ def test_one_computes_and_the_other_goes_on(start: Callable[..., Engine]) -> Non
         params = one.prefill(f"p{first}", first)
         assert params["do_remote_prefill"] is True
         assert params["do_remote_decode"] is False
+        assert params[OWN]["token_seconds"] == 1.0, "as its ranks report it"
         assert one.manager.has_work, "the rank is to hear of the offer"
         assert any(isinstance(command, Offer) for command in one.finish())
         assert other.decode(f"d{first}", first, params) == LENGTH

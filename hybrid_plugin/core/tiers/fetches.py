@@ -132,7 +132,7 @@ class Fetches:
             if running is not None:
                 return running if now < self.awaited_until(running) else None
             if not self._repays(offer, have, now, queued):
-                computing = self._rates.waiting_seconds(offer.end - have)
+                computing = self._computing(offer.tier, offer.key, offer.end - have)
                 offer.tier.fetch_refused(offer.key, computing)
                 continue
             return self._begin(offer, found, host, have, now)
@@ -167,8 +167,13 @@ class Fetches:
 
         What that takes depends on how many sequences run by now: they wait for it too.
         """
-        computing = self._rates.waiting_seconds(fetch.length - fetch.start)
+        tokens, key = fetch.length - fetch.start, fetch.bundles[-1].key
+        computing = self._computing(fetch.tier, key, tokens)
         return fetch.began + fetch.tier.patience(computing)
+
+    def _computing(self, tier: OuterTier, key: str, tokens: int) -> float:
+        """For how long sequences wait if a bundle's last tokens are computed."""
+        return self._rates.waiting_seconds(tokens, tier.token_seconds(key))
 
     def _offer(
         self,
@@ -213,7 +218,9 @@ class Fetches:
         size, tier = self._size(offer), offer.tier
         waiting = self._queues[tier.name].seconds(now)
         reading = waiting + tier.read_seconds(offer.key, size)
-        return self._rates.repays(size, offer.end - have, reading + queued)
+        return self._rates.repays(
+            size, offer.end - have, reading + queued, tier.token_seconds(offer.key)
+        )
 
     def _begin(
         self,

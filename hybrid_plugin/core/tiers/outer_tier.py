@@ -82,6 +82,13 @@ class OuterTier(Protocol):
             size: bytes of the host rows on one rank that it fills.
         """
 
+    def token_seconds(self, key: str) -> float | None:
+        """What a token's prefill takes where a bundle was made; None if nobody says.
+
+        Args:
+            key: of it, as it was found.
+        """
+
     def patience(self, computing: float) -> float:
         """Seconds that a sequence waits for a fetch at most; then it computes.
 

@@ -35,33 +35,42 @@ class TransferRates:
     load_bytes_per_second: float
     """From the host to the device, on every rank at least."""
     prefill_seconds_per_token: float | None = None
-    """Of one sequence's prefill; None before any was measured: a restore wins then."""
+    """Of one sequence's prefill, at most; None before any was measured: a restore wins
+    then."""
     running: int = 0
     """Sequences that run: what another one computes takes the device from them too."""
 
-    def repays(self, size: int, tokens: int, queued: float) -> bool:
+    def repays(
+        self, size: int, tokens: int, queued: float, elsewhere: float | None = None
+    ) -> bool:
         """Whether sequences wait for less long for a load than for its tokens.
 
         Args:
             size: bytes to load.
             tokens: that need not be computed then.
             queued: seconds until the loads before it are over.
+            elsewhere: as for `waiting_seconds`.
         """
         seconds = queued + size / self.load_bytes_per_second
-        return seconds < self.waiting_seconds(tokens)
+        return seconds < self.waiting_seconds(tokens, elsewhere)
 
-    def waiting_seconds(self, tokens: int) -> float:
+    def waiting_seconds(self, tokens: int, elsewhere: float | None = None) -> float:
         """For how long sequences wait, all together, if so many tokens are computed.
 
         A load lets others go on, and only one sequence waits for it; the device is what
         all of them share.
 
+        Args:
+            tokens: of one sequence.
+            elsewhere: what a token's prefill took another server of this model.  One
+                that answers prompts which others compute knows only a bound itself.
+
         Returns:
             Infinite before it was measured how long prefill takes.
         """
-        if self.prefill_seconds_per_token is None:
-            return math.inf
-        return (1 + self.running) * tokens * self.prefill_seconds_per_token
+        measured = (self.prefill_seconds_per_token, elsewhere)
+        least = min((one for one in measured if one is not None), default=math.inf)
+        return (1 + self.running) * tokens * least
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -48,6 +49,8 @@ class PeerOffer:
     """`Identity.fingerprint`."""
     end: int
     """Tokens of the prefix."""
+    token_seconds: float | None = None
+    """What a token's prefill takes there, as measured; None where nothing was."""
 
     def __post_init__(self) -> None:
         ipaddress.ip_address(self.host)
@@ -62,6 +65,8 @@ class PeerOffer:
                 raise ValueError(f"{digest!r:.80} is no SHA-256")
         if not 0 < self.end <= MAX_TOKENS:
             raise ValueError(f"{self.end} tokens")
+        if self.token_seconds is not None and not 0 < self.token_seconds < math.inf:
+            raise ValueError(f"{self.token_seconds} seconds a token")
 
     @property
     def is_local(self) -> bool:
@@ -95,9 +100,13 @@ class PeerOffer:
         ports, end = found.pop("ports"), found.pop("end")
         if not isinstance(ports, list | tuple):
             raise ValueError("no ports")
+        seconds = found.pop("token_seconds")
+        if seconds is not None and type(seconds) is not float:
+            raise ValueError(f"{seconds!r:.40} is no time")
         return cls(
             ports=tuple([integer(port) for port in ports[: MOST_RANKS + 1]]),
             end=integer(end),
+            token_seconds=seconds,
             **{name: text(one) for name, one in found.items()},
         )
 

@@ -96,6 +96,10 @@ class PeerTier:
         """See `OuterTier.read_seconds`: by what reads from the same peer took."""
         return self._rates.of(PeerOffer.from_text(key)).seconds(size)
 
+    def token_seconds(self, key: str) -> float | None:
+        """See `OuterTier.token_seconds`: the server that computed it says so."""
+        return PeerOffer.from_text(key).token_seconds
+
     def patience(self, computing: float) -> float:
         """As long as computing takes: nobody is served later than twice the time.
 
