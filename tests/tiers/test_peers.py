@@ -392,6 +392,8 @@ def test_params_come_back_from_a_router() -> None:
     timed = replace(offer, token_seconds=2.5e-5)
     assert read_offer(timed.as_params()[OWN]) == timed
     assert read_offer(json.dumps(timed.as_params()[OWN])) == timed
+    whole = {**params[OWN], "token_seconds": 1}
+    assert read_offer(whole) == replace(offer, token_seconds=1.0)
     earlier = {k: v for k, v in params[OWN].items() if k != "token_seconds"}
     assert read_offer(earlier) == offer
 
@@ -419,7 +421,8 @@ def test_params_come_back_from_a_router() -> None:
         {"token_seconds": -1e-5},
         {"token_seconds": math.inf},
         {"token_seconds": math.nan},
-        {"token_seconds": 1},
+        {"token_seconds": True},
+        {"token_seconds": 10**400},
         {"token_seconds": "1e-5"},
     ],
     ids=str,

@@ -101,12 +101,10 @@ class PeerOffer:
         if not isinstance(ports, list | tuple):
             raise ValueError("no ports")
         seconds = found.pop("token_seconds")
-        if seconds is not None and type(seconds) is not float:
-            raise ValueError(f"{seconds!r:.40} is no time")
         return cls(
             ports=tuple([integer(port) for port in ports[: MOST_RANKS + 1]]),
             end=integer(end),
-            token_seconds=seconds,
+            token_seconds=None if seconds is None else _number(seconds),
             **{name: text(one) for name, one in found.items()},
         )
 
@@ -120,6 +118,20 @@ class PeerOffer:
             "remote_port": self.ports[0],
             OWN: {"format": FORMAT, **asdict(self)},
         }
+
+
+def _number(value: Any) -> float:
+    """The value, if it is a number; a router may have written 1.0 as 1.
+
+    Raises:
+        ValueError: if it is none, or beyond all bounds.
+    """
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("a number beyond all bounds") from None
 
 
 def wants_remote_decode(params: Any) -> bool:
