@@ -217,6 +217,13 @@ def serve(engine: BlockEngine, model: Path) -> dict[str, Any]:
         serving.forget()
         ask(f"shared {number} alone", [common + end])
     found["proposed"] = _compared(behind_hits, engine.proposed)
+    # What rounding does: the same without hits, in other batches.
+    together = dict(engine.proposed)
+    engine.proposed.clear()
+    for number, prompt in enumerate(second):
+        serving.forget()
+        ask(f"second {number} alone", [prompt], ANSWER + BEYOND)
+    found["proposed one by one"] = _compared(together, engine.proposed)
 
     # The same from hits whose KV for the draft model is gone.
     serving.forget()

@@ -82,8 +82,11 @@ def test_the_draft_model_proposes_behind_hits_what_it_does_without(
     _needs_drafts(found)
     compared, zeroed = found["proposed"], found["proposed from zeros"]
     assert compared["texts"] > 50 and compared["kinds"] > compared["texts"] / 4
-    # In bfloat16, a pass of another length rounds differently.
-    assert compared["unlike"] <= (zeroed["unlike"] / 2 if ON_GPU else 0)
+    # A pass of another length rounds differently, where it rounds to bfloat16.
+    rounded = found["proposed one by one"]
+    assert rounded["unlike"] < rounded["texts"] / 2
+    share = rounded["unlike"] / rounded["texts"]
+    assert compared["unlike"] <= 2 * share * compared["texts"]
     assert zeroed["unlike"] > zeroed["texts"] / 2
 
 
