@@ -240,7 +240,7 @@ def same(mine: torch.Tensor, wanted: torch.Tensor, triton: bool) -> None:
     if triton:
         assert torch.equal(mine, wanted)
     else:
-        bound = 1e-6 if mine.dtype == torch.float32 else 1e-2
+        bound = 1e-5 if mine.dtype == torch.float32 else 1e-2
         assert_near("values", mine, wanted, bound)
 
 

@@ -152,7 +152,7 @@ def _slow_restores() -> None:
     from hybrid_plugin.core.cache import HybridCache
     from hybrid_plugin.core.tiers.restores import TransferRates
 
-    def repays(self, size: int, tokens: int, queued: float) -> bool:  # type: ignore[no-untyped-def]
+    def repays(self, size: int, *_: object) -> bool:  # type: ignore[no-untyped-def]
         self.load_bytes_per_second = size / 3.0
         return True
 
@@ -168,8 +168,10 @@ def _slow_restores() -> None:
 
 def _prefills_of(seconds: float) -> None:
     from hybrid_plugin.engine.prefill_time import PrefillTime
+    from hybrid_plugin.tiers.peers.tier import PeerTier
 
     PrefillTime.token_seconds = property(lambda _: seconds)  # type: ignore[assignment]
+    PeerTier.token_seconds = lambda *_: None  # type: ignore[method-assign]
 
 
 def _patient_with_stores() -> None:
