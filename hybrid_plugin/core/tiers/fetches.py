@@ -47,6 +47,8 @@ class Fetching:
     """Bytes of the rows."""
     began: float
     """On the cache's clock."""
+    elsewhere: float | None
+    """`OuterTier.token_seconds`."""
     waiters: int = 0
     """Sequences that have yet to come to it.  It goes on without any."""
     is_over: bool = False
@@ -78,6 +80,11 @@ class _Offer:
     def key(self) -> str:
         """Of the last bundle."""
         return self.bundles[-1].key
+
+    @property
+    def elsewhere(self) -> float | None:
+        """See `OuterTier.token_seconds`."""
+        return self.tier.token_seconds(self.key)
 
 
 class Fetches:
@@ -132,7 +139,9 @@ class Fetches:
             if running is not None:
                 return running if now < self.awaited_until(running) else None
             if not self._repays(offer, have, now, queued):
-                computing = self._computing(offer.tier, offer.key, offer.end - have)
+                computing = self._rates.waiting_seconds(
+                    offer.end - have, offer.elsewhere
+                )
                 offer.tier.fetch_refused(offer.key, computing)
                 continue
             return self._begin(offer, found, host, have, now)
@@ -167,13 +176,9 @@ class Fetches:
 
         What that takes depends on how many sequences run by now: they wait for it too.
         """
-        tokens, key = fetch.length - fetch.start, fetch.bundles[-1].key
-        computing = self._computing(fetch.tier, key, tokens)
+        tokens = fetch.length - fetch.start
+        computing = self._rates.waiting_seconds(tokens, fetch.elsewhere)
         return fetch.began + fetch.tier.patience(computing)
-
-    def _computing(self, tier: OuterTier, key: str, tokens: int) -> float:
-        """For how long sequences wait if a bundle's last tokens are computed."""
-        return self._rates.waiting_seconds(tokens, tier.token_seconds(key))
 
     def _offer(
         self,
@@ -219,7 +224,7 @@ class Fetches:
         waiting = self._queues[tier.name].seconds(now)
         reading = waiting + tier.read_seconds(offer.key, size)
         return self._rates.repays(
-            size, offer.end - have, reading + queued, tier.token_seconds(offer.key)
+            size, offer.end - have, reading + queued, offer.elsewhere
         )
 
     def _begin(
@@ -263,6 +268,7 @@ class Fetches:
             rows=rows,
             size=self._size(offer),
             began=now,
+            elsewhere=offer.elsewhere,
         )
         self.running[fetch.ticket] = fetch
         self._queues[tier.name].add(now, tier.read_seconds(offer.key, fetch.size))

@@ -108,8 +108,8 @@ class OuterTiers:
         return self._fetches.begin(found, now, queued)
 
     def is_awaited(self, fetch: Fetching, now: float) -> bool:
-        """Whether sequences wait for a fetch, and do not compute what it brings."""
-        return not fetch.is_over and now < self._fetches.awaited_until(fetch)
+        """Whether sequences wait for a running fetch, and do not compute instead."""
+        return now < self._fetches.awaited_until(fetch)
 
     def bring(self, found: LookUp, now: float) -> Fetching | None:
         """Begin to fetch a prefix that nobody waits for; see `Fetches.bring`."""
