@@ -56,6 +56,11 @@ GRAPHED: Mapping[str, frozenset[Mixer]] = {
 }
 """By engine, layers whose short prefills were replayed in CUDA graphs on a GPU, with
 answers that were compared there, and in less time (`benchmarks/low_concurrency.py`)."""
+GRAPHED_WITH_DRAFTS: Mapping[str, frozenset[Mixer]] = {
+    "sglang": frozenset(),
+    "vllm": frozenset(),
+}
+"""The same where passes verify drafts (`benchmarks/speculation.py`)."""
 RECORDS_AS_FAST: Mapping[str, frozenset[Mixer]] = {
     "sglang": frozenset(),
     "vllm": frozenset(),
@@ -106,14 +111,16 @@ def reach(
     return beaten.get(theirs(), 0)
 
 
-def are_graphed(engine: str, mixers: frozenset[Mixer]) -> bool:
+def are_graphed(engine: str, mixers: frozenset[Mixer], *, drafts: bool = False) -> bool:
     """Whether short prefills replay graphs where no option says.
 
     Args:
         engine: "vllm" or "sglang".
         mixers: of the model's state layers, all on our kernels.
+        drafts: whether passes verify drafts.
     """
-    return bool(mixers) and mixers <= GRAPHED[engine] and measured_here()
+    measured = (GRAPHED_WITH_DRAFTS if drafts else GRAPHED)[engine]
+    return bool(mixers) and mixers <= measured and measured_here()
 
 
 def are_recorded(

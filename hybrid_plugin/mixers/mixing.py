@@ -43,6 +43,9 @@ def mix(
         mix(mixer, weights, ordered, chosen, pools, results, record)
         out[order] = results
         return
+    if state_pass.same_rows:
+        _mix_rows_of_both(mixer, weights, state_pass, tokens, pools, out, record)
+        return
     first = state_pass.decodes + state_pass.verified
     if state_pass.verifications is not None:
         mixer.verify(
@@ -69,3 +72,27 @@ def mix(
             *pools,
             out[first:end],
         )
+
+
+def _mix_rows_of_both(
+    mixer: Any,
+    weights: Any,
+    state_pass: StatePass,
+    tokens: Sequence[torch.Tensor],
+    pools: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    record: Record | None,
+) -> None:
+    """As `mix`, where every row is one of prompts and one that may verify drafts."""
+    end = state_pass.tokens
+    given = [one[:end] for one in tokens]
+    # A prefill writes something for rows that it does not run, a verification does not.
+    mixer.prefill(weights, state_pass.prefills, *given, *pools, out[:end])
+    mixer.verify(
+        weights,
+        state_pass.verifications,
+        *given,
+        *pools,
+        out[:end],
+        *(() if record is None else (record,)),
+    )

@@ -32,3 +32,7 @@ class StatePass:
     order: torch.Tensor | None = None
     """``[tokens]``, int64: the pass's tokens in the order above; None if the engine has
     it too."""
+    same_rows: bool = False
+    """Whether both `prefills` and `verifications` have all sequences of the pass, each
+    with a negative slot where the other runs one: what a CUDA graph is captured with
+    that replays passes of both kinds."""

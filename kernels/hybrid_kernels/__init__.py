@@ -91,9 +91,11 @@ captured like `update`. It takes
                       again along its path. None means a chain.
     cu_seqlens        ``[N + 1]``, int32 or int64: drafts of rows of different lengths
                       are packed along dimension 0, as `prefill` has tokens. Rows may
-                      be empty. Longer ones than tables and records have columns are
-                      refused on a CPU, undefined behaviour on a GPU. None means `L`
-                      drafts in every row.
+                      be empty. A row whose slot is negative is left out, however long
+                      it is: its output is not written, so that `prefill` may run it.
+                      Longer ones than tables and records have columns are refused on
+                      a CPU, undefined behaviour on a GPU. None means `L` drafts in
+                      every row.
     record            ``[R, L, size]``, `R` at least `N`: receives the drafts of row
                       `n` in ``record[n]``; `replay` says what it holds. Not together
                       with `draft_slots`.

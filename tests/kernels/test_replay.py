@@ -163,6 +163,43 @@ def test_packed_rows_are_each_as_alone(
 
 @layers
 @sides
+@pytest.mark.parametrize("recorded", [False, True], ids=["columns", "record"])
+def test_packed_rows_without_a_slot_are_left_out(
+    layer: Layer, device: str, on_triton: Switch, triton: bool, recorded: bool
+) -> None:
+    """They are another kernel's, and may be longer than the tables."""
+    lengths, most = [2, 5, 1], 2
+    inputs = on(device, layer.make(sum(lengths)))
+    slots = torch.tensor([1, -1, 2], dtype=torch.int32, device=device)
+    pool = layer.states(3 + len(lengths) * most, torch.float32).to(device)
+    out = torch.full((sum(lengths), *layer.out), NAN, device=device)
+    columns = torch.arange(len(lengths) * most, device=device).view(-1, most) + 3
+    kept = layer.record(pool, len(lengths), most)
+    tables = {"record": kept.record} if recorded else {"draft_slots": columns}
+    if recorded:
+        kept.record[1] = NAN
+    before = pool.clone()
+    with on_triton() if triton else nullcontext():
+        layer.verify(
+            inputs,
+            pool=pool,
+            slots=slots,
+            cu_seqlens=cu_seqlens(lengths).to(device),
+            out=out,
+            **tables,
+        )
+    assert out[2:7].isnan().all()
+    assert not out[:2].isnan().any() and not out[7:].isnan().any()
+    assert torch.equal(pool[:3], before[:3])
+    assert torch.equal(pool[columns[1]], before[columns[1]])
+    if recorded:
+        assert kept.record[1].isnan().all()
+    else:
+        assert not torch.equal(pool[columns[0]], before[columns[0]])
+
+
+@layers
+@sides
 @pools
 @pytest.mark.parametrize("trees", [False, True], ids=["chain", "tree"])
 def test_a_commit_gives_the_state_of_accepted_drafts_run_one_by_one(

@@ -22,10 +22,13 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.core.commands import Pool, SaveInPass
+from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import draft_passes, layers, passes
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
+from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 from hybrid_plugin.vllm.wrapping import WRAPPED
@@ -64,6 +67,14 @@ class Part:
     accepted: int = 1
     """Tokens that its last pass got accepted."""
     in_prompt: bool = False
+
+
+PADDING = Part(0, (), (0,), in_prompt=True)
+LIMITS = GraphLimits(most=6, tokens=64, chunks=16, width=WIDTH)
+"""Of graphs with prefills."""
+shapes = pytest.mark.parametrize(
+    "padded", [None, (6, 16), (6, 64)], ids=["as it comes", "graph", "larger graph"]
+)
 
 
 def layer_with(drafts: int) -> net.Layer:
@@ -110,17 +121,34 @@ def counts_with(parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(accepted, dtype=torch.int32), torch.tensor(drafts)
 
 
-def run(layer: net.Layer, builder: Any, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """A pass; the outputs of each row."""
-    common = common_with(parts)
-    metadata = builder.build(0, common, *counts_with(parts))
+def run(
+    layer: net.Layer,
+    builder: Any,
+    parts: Sequence[Part],
+    padded: tuple[int, int] | None = None,
+) -> list[torch.Tensor]:
+    """A pass; the outputs of each row.
+
+    Args:
+        layer: whose.
+        builder: its.
+        parts: the rows.
+        padded: rows and tokens of the graph that replays it.
+    """
     numbers = [number for part in parts for number in part.tokens]
+    count, length = padded or (len(parts), len(numbers))
+    rows = [*parts, *[PADDING] * (count - len(parts))]
+    common = replace(common_with(rows), num_actual_tokens=length)
+    metadata = builder.build(0, common, *counts_with(rows))
     given = [torch.stack(x) for x in zip(*map(token, numbers), strict=True)]
-    out = torch.full((len(numbers), net.VALUE_HEADS, net.WIDTH), torch.nan).bfloat16()
+    nobody = [x.new_full((length - len(x), *x.shape[1:]), torch.nan) for x in given]
+    given = [torch.cat(both) for both in zip(given, nobody, strict=True)]
+    out = torch.full((length, net.VALUE_HEADS, net.WIDTH), torch.nan).bfloat16()
     gdn_attention._cpu_gdn_attention_spec_aware(
         layer, metadata, *given, out, net.TAPS, layer.kv_cache[0].shape[1]
     )
-    return list(out.split([len(part.tokens) for part in parts]))
+    assert passes.of(metadata).same_rows == (padded is not None)
+    return list(out[: len(numbers)].split([len(part.tokens) for part in parts]))
 
 
 def token(number: int) -> tuple[torch.Tensor, ...]:
@@ -199,14 +227,17 @@ def without() -> dict[int, Alone]:
     return {tokens[0]: alone(tokens, prompt) for tokens, prompt in lengths}
 
 
-def test_drafts_change_nothing(without: dict[int, Alone]) -> None:
+@shapes
+def test_drafts_change_nothing(
+    without: dict[int, Alone], padded: tuple[int, int] | None
+) -> None:
     """Outputs of accepted tokens, and the states left, are those without drafts."""
     mine = layer_with(DRAFTS)
-    ours_of(mine, DRAFTS)
+    ours_of(mine, DRAFTS).graphs = LIMITS
     builder = builder_of(mine, DRAFTS)
     checked = 0
     for parts in passes_of_drafts():
-        outs = run(mine, builder, parts)
+        outs = run(mine, builder, parts, padded)
         for part, out in zip(parts, outs, strict=True):
             first = part.tokens[0] // 100 * 100
             for i, number in enumerate(part.tokens):
@@ -244,17 +275,21 @@ ACCEPTED = ((1, 1), (3, 1), (4, 1), (1, 1, 1), (3, 2, 1))
 """Of each row of `passes_of_drafts`, the known token counted."""
 
 
+@shapes
 @pytest.mark.parametrize("wrong", [False, True])
-def test_replay_changes_nothing(without: dict[int, Alone], wrong: bool) -> None:
+def test_replay_changes_nothing(
+    without: dict[int, Alone], wrong: bool, padded: tuple[int, int] | None
+) -> None:
     """With one state for each sequence; negative control: one draft too few."""
     mine = layer_with(DRAFTS)
-    records = ours_of(mine, DRAFTS, rows=8).records
+    found = ours_of(mine, DRAFTS, rows=8)
+    found.graphs, records = LIMITS, found.records
     assert records is not None
     builder, differing = builder_of(mine, DRAFTS), 0
     for parts, accepted in zip(passes_of_drafts(), ACCEPTED, strict=True):
         parts = [replace(part, columns=part.columns[:1]) for part in parts]
         records.fold()
-        for part, out in zip(parts, run(mine, builder, parts), strict=True):
+        for part, out in zip(parts, run(mine, builder, parts, padded), strict=True):
             first = part.tokens[0] // 100 * 100
             for i, number in enumerate(part.tokens):
                 if number != first + part.start + i:
@@ -359,6 +394,55 @@ def test_tables_stay_where_a_graph_finds_them() -> None:
     mixed = described(three[0], Part(0, C[:9], (6,), in_prompt=True))
     assert mixed.verifications is not None and mixed.verified == 4
     assert captured.slots.tolist() == [9, -1, -1]
+
+
+def test_a_graph_of_prompts_and_drafts_finds_every_row_in_one_table() -> None:
+    mine = layer_with(DRAFTS)
+    found = ours_of(mine, DRAFTS)
+    found.graphs, found.interior = LIMITS, InteriorSnapshots(torch.device("cpu"))
+    builder = builder_of(mine, DRAFTS)
+
+    def described(*parts: Part) -> passes.StatePass:
+        rows = [*parts, *[PADDING] * (6 - len(parts))]
+        common = replace(common_with(rows), num_actual_tokens=64)
+        made = passes.of(builder.build(0, common, *counts_with(rows)))
+        assert made.same_rows and made.tokens == 64 and made.order is None
+        return made
+
+    captured = described()
+    found.interior.order([SaveInPass(Pool.STATE, 6, 0, 9)])
+    again = described(
+        Part(0, C[:9], (6,), in_prompt=True),
+        Part(9, A[:3], (3, 7, 8, 10), accepted=2),
+        Part(70, B[:1], (5,), in_prompt=True),  # goes on as a decode does
+    )
+    prompts, drafts = captured.prefills, captured.verifications
+    assert prompts is not None and drafts is not None
+    assert prompts.boundary_slots is not None and drafts.columns is not None
+    for kind in ("prefills", "verifications"):
+        one, other = getattr(captured, kind), getattr(again, kind)
+        for name in ("cu_seqlens", "slots"):
+            place = getattr(one, name).data_ptr(), getattr(other, name).data_ptr()
+            assert place[0] == place[1]
+    assert prompts.cu_seqlens.tolist() == drafts.cu_seqlens.tolist()
+    assert drafts.cu_seqlens.tolist() == [0, 9, 12, 13, 13, 13, 13]
+    assert prompts.slots.tolist() == [6, -1, -1, -1, -1, -1]
+    assert drafts.slots.tolist() == [-1, 7, 5, -1, -1, -1]
+    assert prompts.boundary_slots[:, 0].tolist() == [9, -1, -1, -1, -1, -1]
+
+
+def test_graphs_of_drafts_alone_have_other_shapes() -> None:
+    for width in (2, 4, 16):
+        limits = GraphLimits(most=128, tokens=2048, chunks=128, width=width)
+        for tokens in range(16, 2049, 16):
+            rows = limits.rows(tokens)
+            assert (
+                rows * width != tokens and limits.hold(rows, tokens) and rows < tokens
+            )
+            uniform = tokens // width
+            assert not limits.hold(uniform, uniform * width)
+    alone = GraphLimits(most=1, tokens=64, chunks=128, width=16)
+    assert alone.rows(16) == 0 and alone.rows(64) == 1
 
 
 def test_padding_has_no_slots() -> None:

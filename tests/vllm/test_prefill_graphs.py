@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,28 +70,38 @@ def manager_with(
     wants_graphs: bool | None = True,
     budget: int = 8192,
     adapters: tuple[int, ...] = (0,),
+    drafts: int = 0,
+    sizes: Sequence[int] = SIZES,
+    varying: str = "",
 ) -> tuple[ModelCudaGraphManager, StateLayers]:
     """vLLM's own, without what it asks a GPU for; its graphs count as captured."""
     layer, found = state_layers(wants_graphs=wants_graphs)
+    found.drafts = drafts
+    drafting = SimpleNamespace(
+        uses_dynamic_speculative_decoding=lambda: varying == "dynamic",
+        num_speculative_tokens_per_batch_size=[(1, 2, 3)],
+        num_speculative_tokens=drafts,
+    )
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=SIZES,
-            max_cudagraph_capture_size=SIZES[-1],
+            cudagraph_capture_sizes=sizes,
+            max_cudagraph_capture_size=sizes[-1],
             static_forward_context={"0": layer, "1": Attention(support)},
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=12, max_num_batched_tokens=budget
         ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=None,
+        speculative_config=drafting if drafts else None,
+        num_speculative_tokens=drafts,
     )
     manager: Any = ModelCudaGraphManager.__new__(ModelCudaGraphManager)
     manager.vllm_config = config
     manager.compilation_config = config.compilation_config
     manager.max_num_reqs = config.scheduler_config.max_num_seqs
     manager.cudagraph_mode = mode
-    manager.decode_query_len = 1
-    manager.varlen_decode = False
+    manager.decode_query_len = 1 + drafts
+    manager.varlen_decode = varying == "varlen"
     manager.ubatch_runner = None
     manager.lora_capture_cases = list(adapters)
     manager._lora_dispatch_map = {n: n for n in adapters if n}
@@ -138,6 +149,45 @@ def test_shapes_tell_a_graph_of_decodes_from_one_with_prefills() -> None:
         assert graph.num_reqs is not None
         with_prefills = graph.uniform_token_count is None
         assert found.graphs.hold(graph.num_reqs, graph.num_tokens) == with_prefills
+
+
+def test_drafts_alone_keep_their_own_and_prompts_beside_them_find_one() -> None:
+    manager, found = manager_with(drafts=3)
+    assert found.graphs == GraphLimits(12, 2048, 128, 4)
+    whole = CUDAGraphMode.FULL
+    uniform = [graph for graph in of_drafts(manager) if graph.num_reqs]
+    assert {(graph.num_reqs, graph.num_tokens) for graph in uniform} == {
+        (1, 4),
+        (2, 8),
+        (4, 16),
+    }
+    assert manager.dispatch(2, 8, 4, 0).num_reqs == 2
+    # 12 sequences of 4 tokens have a graph of 48 in vLLM, where it captures one.
+    assert found_by(manager, 3, 40) == (whole, 64, 12, None)
+    assert found_by(manager, 3, 7) == (whole, 16, 12, None)  # ragged drafts
+    for graph in manager._capture_descs[whole]:
+        assert graph.num_reqs is not None
+        prompts = graph.uniform_token_count is None
+        assert found.graphs.hold(graph.num_reqs, graph.num_tokens) == prompts
+
+
+def test_a_graph_that_vllm_has_for_drafts_is_not_ours_too() -> None:
+    manager, found = manager_with(drafts=7, sizes=[8, 16, 96])
+    assert found.graphs is not None
+    # 12 rows of 8 are vLLM's graph of 96 tokens.
+    assert found_by(manager, 5, 90) == (CUDAGraphMode.FULL, 96, 11, None)
+    assert found_by(manager, 12, 90)[0] == CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("varying", ["dynamic", "varlen"])
+def test_drafts_of_several_numbers_are_refused(varying: str) -> None:
+    with pytest.raises(ConfigError, match="one number of drafts in all graphs"):
+        manager_with(drafts=3, varying=varying)
+
+
+def of_drafts(manager: ModelCudaGraphManager) -> list[Any]:
+    graphs = manager._capture_descs[CUDAGraphMode.FULL]
+    return [graph for graph in graphs if graph.uniform_token_count is not None]
 
 
 def test_what_fits_none_runs_in_pieces_or_alone() -> None:
@@ -263,6 +313,12 @@ def test_by_default_layers_replay_graphs_that_were_measured(
         wanted(True, found, "cpu")
     monkeypatch.setattr(kernel_choice, "GRAPHED", {"vllm": frozenset()})
     assert wanted(None, found) is False and wanted(True, found) is True
+    found.drafts = 3
+    measured = {"vllm": frozenset({Mixer.MAMBA2})}
+    monkeypatch.setattr(kernel_choice, "GRAPHED_WITH_DRAFTS", measured)
+    assert wanted(None, found) is None
+    monkeypatch.setattr(kernel_choice, "GRAPHED_WITH_DRAFTS", {"vllm": frozenset()})
+    assert wanted(None, found) is False and wanted(True, found) is True
     monkeypatch.undo()
     monkeypatch.setattr(kernel_choice, "measured_here", lambda: False)
     assert wanted(None, found) is False
@@ -287,9 +343,6 @@ def test_each_obstacle_has_a_sentence() -> None:
     assert obstacles(found, pictures=text_alone) == []
     (sentence,) = obstacles(found, pictures=SimpleNamespace(language_model_only=False))
     assert "give --language-model-only" in sentence
-    found.drafts = 3
-    (sentence,) = obstacles(found)
-    assert "not served with speculative decoding" in sentence
     (sentence,) = obstacles(StateLayers({}, "engine", "cuda"))
     assert "vLLM's kernels run the state layers. Set the option" in sentence
 
@@ -301,6 +354,18 @@ def test_linear_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (sentence,) = obstacles(found)
     assert "does not serve linear attention" in sentence
+
+
+def test_with_drafts_it_serves_layers_that_verify_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, found = state_layers()
+    found.drafts = 3
+    assert obstacles(found) == []
+    both = frozenset({Mixer.GATED_DELTA_NET, Mixer.SHORT_CONV})
+    monkeypatch.setattr(StateLayers, "mixers", property(lambda self: both))
+    (sentence,) = obstacles(found)
+    assert "for gated_delta_net, kda, mamba2, and this model has others" in sentence
 
 
 def test_a_layer_with_some_of_our_kernels_is_not_enough() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from hybrid_plugin.device.arena import to_device
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.mixers.verifications import Verifications
+from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
 from hybrid_plugin.vllm.kernels.passes import slots_of
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
@@ -73,6 +74,7 @@ def describe(
     counts: DraftCounts,
     tables: VerificationTables,
     interior: InteriorSnapshots | None,
+    prompts: PrefillTables | None = None,
 ) -> StatePass:
     """Describe a pass.
 
@@ -81,8 +83,11 @@ def describe(
         counts: of its rows.
         tables: of the builder that describes it.
         interior: what the pass is to keep; None where passes keep nothing.
+        prompts: for passes whose shape a graph with prefills has; None without such.
     """
     rows = common.num_reqs
+    if prompts is not None and prompts.limits.hold(rows, common.num_actual_tokens):
+        return _of_a_graph(common, counts, tables, interior, prompts)
     lengths = common.query_start_loc_cpu[: rows + 1].diff()
     verifying = _verifying(common, counts, lengths)
     others = ~verifying & (lengths > 0)
@@ -129,6 +134,45 @@ def describe(
         made if count else None,
         verified,
         order,
+    )
+
+
+def _of_a_graph(
+    common: Any,
+    counts: DraftCounts,
+    tables: VerificationTables,
+    interior: InteriorSnapshots | None,
+    prompts: PrefillTables,
+) -> StatePass:
+    """A pass in the shape of a graph that replays prompts and drafts alike.
+
+    Every row is in both tables, with a slot in one of them.
+    """
+    rows, starts = common.num_reqs, common.query_start_loc
+    lengths = common.query_start_loc_cpu[: rows + 1].diff()
+    blocks = common.block_table_tensor[:rows]
+    verifying = to_device(_verifying(common, counts, lengths), blocks.device)
+    made = _verifications(starts[: rows + 1], blocks, counts.accepted, tables)
+    verified = replace(made, slots=torch.where(verifying, made.slots, _PADDING))
+    held = tables.hold(verified)
+    if tables.records is not None:
+        tables.records.recorded(held.slots)
+    slots = torch.where(verifying, _PADDING, slots_of(blocks[:, 0]))
+    computed = common.compute_num_computed_tokens()[:rows]
+    packed = Prefills(
+        cu_seqlens=starts[: rows + 1],
+        slots=slots,
+        has_initial=computed > 0,
+        offsets=computed % CHUNK,
+        boundary_slots=None if interior is None else interior.rows(slots),
+    )
+    return StatePass(
+        0,
+        int(common.num_actual_tokens),
+        slots[:0],
+        prompts.hold(packed, keeps=interior is not None),
+        held,
+        same_rows=True,
     )
 
 

@@ -3,7 +3,8 @@
 
 All sequences of such a pass are rows of one `Prefills`, a decode as a row of one token:
 so what is launched depends on the graph's size alone, and no longer on how many of the
-sequences decode.
+sequences decode.  Where drafts are verified, they are rows of `Verifications` as well,
+and either has no slot for what the other runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class GraphLimits:
     """The same."""
     chunks: int
     """Of the longest pass outside of graphs, with one sequence: no graph needs more."""
+    width: int = 1
+    """Tokens of a sequence in the engine's graphs without prefills: with the drafts."""
 
     @property
     def sequences(self) -> int:
@@ -41,6 +44,15 @@ class GraphLimits:
         """The most sequences of a graph of so many tokens."""
         return min(self.most, max(1, 1 + (self.chunks - tokens // CHUNK) // 2))
 
+    def rows(self, tokens: int) -> int:
+        """Sequences of the graph of so many tokens, padding counted.
+
+        Never as many as a graph without prefills has, so that shapes tell the two
+        apart: 0 where only such a graph has that size.
+        """
+        rows = min(tokens - 1, self.of(tokens))
+        return rows - 1 if rows * self.width == tokens else rows
+
     def hold(self, sequences: int, tokens: int) -> bool:
         """Whether a pass may be one of a graph's.
 
@@ -50,8 +62,11 @@ class GraphLimits:
 
         A graph of decodes has as many tokens as sequences, one with prefills has fewer
         sequences than tokens: so the two are told apart by their shapes, when they are
-        captured as when they are replayed.
+        captured as when they are replayed.  One whose sequences all verify drafts has
+        fewer sequences, too: there only the very shape of ours counts.
         """
+        if self.width > 1:
+            return tokens <= self.tokens and sequences == self.rows(tokens)
         return sequences < tokens <= self.tokens and sequences <= self.of(tokens)
 
 

@@ -76,9 +76,11 @@ def _make_room(create: Callable[..., Forward], graphs: set[Any]) -> None:
 
 def _of_prefills(manager: Any) -> set[Any]:
     from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     found = layers.all_of(manager.vllm_config)
-    if found is None or found.graphs is None:
+    is_of_the_model = isinstance(manager, ModelCudaGraphManager)  # drafters have theirs
+    if found is None or found.graphs is None or not is_of_the_model:
         return set()
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, ())
     return {one for one in captured if found.graphs.hold(one.num_reqs, one.num_tokens)}

@@ -414,7 +414,9 @@ def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None
         return
     room = _room(builder, found.together)
     if isinstance(room, VerificationTables):
-        state_pass = draft_passes.describe(common, counts, room, found.interior)
+        state_pass = draft_passes.describe(
+            common, counts, room, found.interior, _tables(builder, found.graphs)
+        )
     else:
         state_pass = passes.describe(
             common,

@@ -47,11 +47,11 @@ def obstacles(
             "prefill_graphs needs vLLM's second model runner; leave "
             "VLLM_USE_V2_MODEL_RUNNER out."
         )
-    if found.drafts:
+    if found.drafts and not found.mixers <= layers.RECORDED:
         yield (
-            "prefill_graphs is not served with speculative decoding, whose passes a "
-            "graph's shape does not tell from prefills; drop --speculative-config, or "
-            "leave it out."
+            "prefill_graphs is served with speculative decoding for "
+            f"{', '.join(sorted(layers.RECORDED))}, and this model has others; drop "
+            "--speculative-config, or leave it out."
         )
     if not found.is_whole:
         yield (
@@ -95,7 +95,9 @@ def are_wanted(
     if obstacle is None:
         # Data-parallel ranks agree on a graph for each pass: that was not tried.
         ranks = vllm_config.parallel_config.data_parallel_size
-        by_default = ranks == 1 and are_graphed("vllm", found.mixers)
+        by_default = ranks == 1 and are_graphed(
+            "vllm", found.mixers, drafts=found.drafts > 0
+        )
         return wanted or (None if by_default else False)
     if wanted:
         raise ConfigError(obstacle)
@@ -130,11 +132,13 @@ def add(manager: Any) -> None:
     budget = manager.vllm_config.scheduler_config.max_num_batched_tokens
     wanted = doublings(sizes)
     wanted += longer(sizes[-1], budget)
-    limits = limits_of(manager.vllm_config, wanted[-1])
+    limits = limits_of(manager.vllm_config, wanted[-1], 1 + found.drafts)
     captured = manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     smallest = 0
     for size in wanted:
-        sequences = min(size - 1, limits.of(size))
+        sequences = limits.rows(size)
+        if not sequences:
+            continue
         for adapters in manager.lora_capture_cases:
             graph = BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
@@ -186,16 +190,17 @@ def longer(largest: int, budget: int) -> list[int]:
     return [size for size in found if size <= budget]
 
 
-def limits_of(vllm_config: VllmConfig, tokens: int) -> GraphLimits:
+def limits_of(vllm_config: VllmConfig, tokens: int, width: int = 1) -> GraphLimits:
     """What graphs have room for.
 
     Args:
         vllm_config: of the engine.
         tokens: of the largest graph.
+        width: as in `GraphLimits`.
     """
     scheduling = vllm_config.scheduler_config
     chunks = scheduling.max_num_batched_tokens // CHUNK
-    return GraphLimits(scheduling.max_num_seqs, tokens, chunks)
+    return GraphLimits(scheduling.max_num_seqs, tokens, chunks, width)
 
 
 def _missing(manager: Any) -> str | None:
@@ -206,6 +211,12 @@ def _missing(manager: Any) -> str | None:
     """
     from vllm.config.compilation import CUDAGraphMode
 
+    if _drafts_vary(manager):
+        return (
+            "prefill_graphs needs one number of drafts in all graphs, which tells them "
+            "from prefills: drop num_speculative_tokens_per_batch_size or adaptive "
+            "verification, or the option."
+        )
     mode = manager.cudagraph_mode
     if not (mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL):
         return (
@@ -220,6 +231,14 @@ def _missing(manager: Any) -> str | None:
         f"and {backend} here is not: try --attention-backend TRITON_ATTN, or leave the "
         "option out."
     )
+
+
+def _drafts_vary(manager: Any) -> bool:
+    """Whether vLLM's graphs verify different numbers of drafts."""
+    drafting = manager.vllm_config.speculative_config
+    if drafting is None:
+        return False
+    return bool(manager.varlen_decode or drafting.uses_dynamic_speculative_decoding())
 
 
 def _uncaptured_attention(vllm_config: VllmConfig) -> str | None:

@@ -233,9 +233,11 @@ def _step_kernel(
     block = tl.program_id(0) % blocks
     row = tl.program_id(1).to(tl.int64)
     entry = row
+    main = tl.load(slots + row).to(tl.int64)
     if HAS_LENGTHS:
         entry = tl.load(cu_seqlens + row).to(tl.int64)
         drafts = (tl.load(cu_seqlens + row + 1).to(tl.int64) - entry).to(tl.int32)
+        drafts = tl.where(main >= 0, drafts, 0)
     channel = tl.arange(0, BLOCK_K)
     value = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k = channel < K
@@ -264,7 +266,6 @@ def _step_kernel(
             b_dt_bias = tl.load(dt_bias + head * dt_bias_head)
         b_dt_bias = b_dt_bias.to(tl.float32)
 
-    main = tl.load(slots + row).to(tl.int64)
     rows = tl.where(main >= 0, V, 0)
     mask = (value < rows)[:, None] & in_k[None, :]
     b_state = tl.load(pool + main * pool_slot + within, mask=mask, other=0.0)

@@ -84,7 +84,8 @@ class Drafts:
     parents: torch.Tensor | None
     """``[N, L]``, the draft each draft follows, -1 for the main state; or a chain."""
     cu_seqlens: torch.Tensor | None = None
-    """``[N + 1]``: drafts are packed, and row `n` has as many as it says; else `L`."""
+    """``[N + 1]``: drafts are packed, and row `n` has as many as it says, or none if
+    its slot is negative; else `L`."""
     record: torch.Tensor | None = None
     """``[R, L, size]``, ``R >= N``: what `replay.commit` reads, instead of states."""
 

@@ -86,7 +86,7 @@ class DraftStates:
     """States along drafts, vectorised over rows, as if each were run by itself."""
 
     def __init__(self, drafts: Drafts, out: torch.Tensor) -> None:
-        """Read the main states; padding rows get zeros.
+        """Read the main states; padding rows get zeros, or no drafts if packed.
 
         Args:
             drafts: the rows.
@@ -105,7 +105,7 @@ class DraftStates:
             self.longest = out.shape[1]
             return
         bounds = drafts.cu_seqlens.long()
-        self._starts, self._lengths = bounds[:-1], bounds.diff()
+        self._starts, self._lengths = bounds[:-1], bounds.diff() * (slots >= 0)
         self._tokens = out.shape[0]
         self.longest = max(self._lengths.tolist(), default=0)
         for table in (drafts.draft_slots, drafts.parents, drafts.record):

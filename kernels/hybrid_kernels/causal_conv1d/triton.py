@@ -492,13 +492,14 @@ def _step_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     entry = row
+    main = tl.load(slots + row).to(tl.int64)
     if HAS_LENGTHS:
         entry = tl.load(cu_seqlens + row).to(tl.int64)
         drafts = (tl.load(cu_seqlens + row + 1).to(tl.int64) - entry).to(tl.int32)
+        drafts = tl.where(main >= 0, drafts, 0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     live = channel < channels
     offset = channel.to(tl.int64) * pool_channel
-    main = tl.load(slots + row).to(tl.int64)
     slot = main * pool_slot
     known = channel < tl.where(main >= 0, channels, 0)
     past0 = _column(pool, slot, offset, pool_input, known, 0, WIDTH)
