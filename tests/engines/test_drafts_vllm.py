@@ -35,7 +35,16 @@ REQUESTS = 40
 DRAFTS = 3
 OURS = {"kernels": "ours"}
 REPLAY = {"draft_states": "replay"}
-EVERY, NAMES = [{}, OURS, REPLAY], ["vllm", "our kernels", "replay"]
+GRAPHS = {**OURS, "prefill_graphs": True}
+GRAPH_FLAGS = (
+    "--max-num-batched-tokens=512",  # room for several sequences in a graph
+    "--cudagraph-capture-sizes",
+    *map(str, (4, 8, 16, 32, 64, 128)),
+)
+ON_GRAPHS = [GRAPHS, {**GRAPHS, **REPLAY}] if ON_GPU else []
+NAMES_ON_GRAPHS = ["prefill graphs", "prefill graphs, replay"] if ON_GPU else []
+EVERY = [{}, OURS, REPLAY, *ON_GRAPHS]
+NAMES = ["vllm", "our kernels", "replay", *NAMES_ON_GRAPHS]
 ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
 if ON_GPU:  # where `oracle_vllm_v2` is what "ngram_gpu" proposes
@@ -110,6 +119,8 @@ def serve(start_server: StartServer, chats: Chats) -> Any:
         **setup: Any,
     ) -> AbstractContextManager[Server]:
         told = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
+        if setup.get("options") in ON_GRAPHS:
+            flags = (*GRAPH_FLAGS, *flags)
         # n-gram search would have PyTorch's threads wait for one another.
         environment = {"NUMBA_NUM_THREADS": "1", **environment}
         environment |= planted(fault or "none")
@@ -155,8 +166,11 @@ def lost(chats: Chats, answers: Sequence[Answer]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("drafting", "options"),
-    [(ORACLE, {}), (NGRAM, {}), (ORACLE, OURS), (ORACLE, REPLAY)],
-    ids=["oracle", "ngram", "our kernels", "replay"],
+    [
+        *((ORACLE, {}), (NGRAM, {}), (ORACLE, OURS), (ORACLE, REPLAY)),
+        *((ORACLE, options) for options in ON_GRAPHS),
+    ],
+    ids=["oracle", "ngram", "our kernels", "replay", *NAMES_ON_GRAPHS],
 )
 def test_answers_and_turn_ends(
     serve: Any, chats: Chats, drafting: dict[str, Any], options: dict[str, Any]
@@ -166,8 +180,9 @@ def test_answers_and_turn_ends(
     """
     with serve("drafts", drafting, options=options) as server:
         answers = ask(server, chats)
-        metrics = server.metrics()
-        assert ("kernels of hybrid-plugin run" in server.log_text()) == bool(options)
+        metrics, log = server.metrics(), server.log_text()
+        assert ("kernels of hybrid-plugin run" in log) == bool(options)
+        assert ("sequences replay CUDA graphs" in log) == (options in ON_GRAPHS)
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
     missing = lost(chats, answers)
     assert len(missing) > 0.8 * REQUESTS
@@ -177,7 +192,7 @@ def test_answers_and_turn_ends(
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
     assert metrics["turn_ends_missed"] == 0
     # With replay no draft has a state of its own.
-    assert (metrics["drafts_lent"] > 0) == (options is not REPLAY)
+    assert (metrics["drafts_lent"] > 0) == ("draft_states" not in options)
     assert metrics["draft_slots"] == metrics["state{used}"] == 0
     if drafting is ORACLE:
         # A quarter of the chats accepts nothing, a quarter all, the rest half.
