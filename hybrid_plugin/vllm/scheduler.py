@@ -256,7 +256,8 @@ class _OnTwoPools(Scheduler):
         """Add the cache's own counts to what goes to the metrics endpoint."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            self._stats_sender.attach(stats)
+            is_last = not self.has_unfinished_requests()
+            self._stats_sender.attach(stats, is_last=is_last)
         return stats
 
 

@@ -64,6 +64,30 @@ def test_each_report_goes_to_one_api_server() -> None:
     assert cache.stats.hit_tokens > 0
 
 
+def test_steps_that_others_follow_report_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 50.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    cache = make_cache(pages=30, slots=9)
+    sender = StatsSender(cache)
+
+    def reported(*, is_last: bool = False) -> float | None:
+        serve(cache, f"{now} {is_last}", span(0, 10))
+        stats = SchedulerStats()
+        sender.attach(stats, is_last=is_last)
+        return metrics.take_stats(stats).get("queried_tokens")
+
+    assert reported() == 10
+    now += 0.06
+    assert reported() is None
+    assert reported(is_last=True) == 20  # nothing is lost
+    now += 0.06
+    assert reported() is None
+    now += 0.06
+    assert reported() == 20
+
+
 def test_an_engine_of_stock_vllm_publishes_nothing() -> None:
     stats = SchedulerStats()
     StatsSender(make_cache()).attach(stats)
