@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _PREFIX = "hybrid_plugin/"
 PERIOD_S = 0.1
-"""Seconds between reports while steps follow one another: nobody reads the endpoint more
-often than every second, and counting takes a tenth of a millisecond of every step."""
+"""Seconds between reports while steps follow one another: nobody reads the endpoint
+more often than every second, and counting takes a tenth of a millisecond of a step."""
 
 
 class StatsSender:
