@@ -20,7 +20,7 @@ from tests.engines import oracle_sglang as oracle
 from tests.engines.compare import Comparison, compare
 from tests.engines.conftest import DRIVER, StartServer
 from tests.engines.drivers import Driver
-from tests.engines.drivers.sglang import ON_GPU, RETRACTING
+from tests.engines.drivers.sglang import GRAPH_FLAGS, ON_GPU, RETRACTING
 from tests.engines.faults import planted
 from tests.engines.messages import Answer, Ask
 from tests.engines.reference import EVERYTHING
@@ -266,6 +266,19 @@ def test_replay_changes_no_answer_and_no_hit(
     options: dict[str, Any],
 ) -> None:
     check(chats, *served(start_server, chats, shape, flags, options=options))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="passes are replayed on GPUs")
+@pytest.mark.parametrize("chats", [GDN], indirect=True)
+@pytest.mark.parametrize("options", [{}, REPLAY], ids=["columns", "replay"])
+def test_prompts_in_cuda_graphs_change_neither(
+    start_server: StartServer, chats: Chats, options: dict[str, Any]
+) -> None:
+    graphs = {"kernels": "ours", "prefill_graphs": True}
+    check(
+        chats,
+        *served(start_server, chats, CHAIN, GRAPH_FLAGS, options=graphs | options),
+    )
 
 
 @pytest.mark.skipif(

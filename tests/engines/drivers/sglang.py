@@ -178,15 +178,14 @@ if not ON_GPU:
         preempts=True,
     )
 PREFILL_GRAPHS = "prefill graphs"
+GRAPH_FLAGS = (
+    "--cuda-graph-backend-prefill=breakable",
+    "--cuda-graph-bs-prefill",
+    *("16", "32", "64", "96"),
+)
 if ON_GPU:
     VARIANTS[PREFILL_GRAPHS] = Variant(
-        {"kernels": "ours", "prefill_graphs": True},
-        0.4,
-        (
-            "--cuda-graph-backend-prefill=breakable",
-            "--cuda-graph-bs-prefill",
-            *("16", "32", "64", "96"),
-        ),
+        {"kernels": "ours", "prefill_graphs": True}, 0.4, GRAPH_FLAGS
     )
 
 REFUSALS = {
