@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from hybrid_plugin.mixers.long_prefill import LongPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +35,5 @@ class Prefills:
     round_states: bool = False
     """Whether running states are rounded to the slots' type at every multiple of 64, so
     that going on from a slot gives the bits of one pass."""
+    long: LongPass | None = None
+    """How gated delta nets divide the pass, if another kernel is to run most of it."""
