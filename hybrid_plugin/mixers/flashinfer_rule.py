@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hybrid_plugin.mixers.long_prefill import LongKernel
+
 _MODULE = "flashinfer.gdn_prefill"
 _NAME = "chunk_gated_delta_rule"
 _NEEDED = frozenset(
@@ -40,3 +42,16 @@ def find() -> Callable[..., Any] | None:
     except (ImportError, AttributeError, RuntimeError, ValueError):
         return None  # an engine that takes its prefill says what is wrong with it
     return function if parameters.keys() >= _NEEDED else None
+
+
+def beyond(tokens: int) -> LongKernel | None:
+    """It for passes of more tokens; None as for `find`."""
+    function = find()
+    return None if function is None else LongKernel(function, tokens)
+
+
+def words(kernel: LongKernel | None) -> str:
+    """What follows, in a log, a sentence about passes that keep states."""
+    if kernel is None:
+        return "; FlashInfer as it is installed keeps none"
+    return "; FlashInfer's runs most of what is longer"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +48,23 @@ class LongKernel:
     """`flashinfer.gdn_prefill.chunk_gated_delta_rule`, or one called alike."""
     beyond: int
     """Tokens of a pass up to which our kernels run all of it."""
+
+    def over(
+        self,
+        prefills: Prefills,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        columns: Iterable[int],
+    ) -> Prefills:
+        """The pass, divided if it is long, keeps states, and may round as it likes.
+
+        Args:
+            prefills, starts, lengths, columns: as for `divide`.
+        """
+        if sum(lengths) <= self.beyond or prefills.round_states:
+            return prefills
+        long = divide(self.function, prefills, starts, lengths, columns)
+        return replace(prefills, long=long)
 
 
 @dataclass(frozen=True, slots=True)
