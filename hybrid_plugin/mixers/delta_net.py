@@ -17,8 +17,8 @@ from hybrid_kernels.causal_conv1d import Activation
 from torch.nn import functional
 
 from hybrid_plugin.mixers import convolution
-from hybrid_plugin.mixers.long_prefill import LongPass, run_body
-from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.long_prefill import run_body, takes
+from hybrid_plugin.mixers.prefills import LongPass, Prefills
 from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
@@ -77,12 +77,9 @@ class DeltaNet:
             ValueError: if shapes do not fit.
         """
         convolved = convolution.prefill(weights, prefills, mixed_qkv, conv_states)
-        long = prefills.long
-        if long is not None and long.takes(convolved, states):
-            return self._divided(weights, long, convolved, a, b, states, out)
-        return self._recur(weights, prefills, convolved, a, b, states, out)
+        return self.recur(weights, prefills, convolved, a, b, states, out)
 
-    def _recur(
+    def recur(
         self,
         weights: Weights,
         prefills: Prefills,
@@ -92,7 +89,10 @@ class DeltaNet:
         states: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What follows the convolution, on our kernels."""
+        """What `prefill` does behind the convolution, which gives ``[T, D]``."""
+        long = prefills.long
+        if long is not None and takes(convolved, states):
+            return self._divided(weights, long, convolved, a, b, states, out)
         gates = _gates(weights, a, b)
         result: torch.Tensor = self.rule.prefill(
             *_heads(weights, convolved, states),
@@ -125,31 +125,25 @@ class DeltaNet:
         if out is None:
             out = convolved.new_empty(len(convolved), *states.shape[1:3])
         if long.head is not None:
-            at, head = long.head.tokens, long.head.prefills
-            out[at] = self._recur(
-                weights, head, convolved[at], a[at], b[at], states
-            ).to(out.dtype)
-        at, rows = long.body.tokens, None
-        if isinstance(at, slice):
-            convolved, a, b = convolved[at], a[at], b[at]
-        else:
-            rows = at
+            first, head = long.head.tokens, long.head.prefills
+            some = (convolved[first], a[first], b[first])
+            out[first] = self.recur(weights, head, *some, states).to(out.dtype)
         gates = _gates(weights, a, b)
         factors = self.rule.factors(
             *_heads(weights, convolved, states),
             *gates.tensors,
+            long.body.tokens,
             A=gates.A,
             dt_bias=gates.dt_bias,
             use_qk_l2norm=True,
-            rows=rows,
         )
-        fits = out.is_contiguous() and out.dtype == factors.v.dtype
-        if rows is None and fits:
+        at = long.body.neighbours
+        if at is not None and out.is_contiguous() and out.dtype == factors.v.dtype:
             run_body(long, factors, states, out[at])
         else:
             packed = torch.empty_like(factors.v)
             run_body(long, factors, states, packed)
-            out[at] = packed.to(out.dtype)
+            out[long.body.tokens] = packed.to(out.dtype)
         return out
 
     def decode(

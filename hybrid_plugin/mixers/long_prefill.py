@@ -30,14 +30,12 @@ from hybrid_kernels import state_copy
 from hybrid_kernels.gated_delta_rule import Factors
 
 from hybrid_plugin.core.commands import CHUNK
-from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.prefills import Body, Head, LongPass, Prefills
 
 _SIZE = 128
 """Of a head's keys and values, in FlashInfer's kernel."""
 _TOKEN_TYPES = frozenset({torch.bfloat16, torch.float16})
 _STATE_TYPES = frozenset({torch.float32, *_TOKEN_TYPES})
-Tokens = slice | torch.Tensor
-"""Some of a pass's tokens: neighbours, or ``[n]``, int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,61 +63,6 @@ class LongKernel:
             return prefills
         long = divide(self.function, prefills, starts, lengths, columns)
         return replace(prefills, long=long)
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Tokens that our kernels run first."""
-
-    tokens: Tokens
-    prefills: Prefills
-    """Their sequences."""
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Tokens of `M` sequences, none empty, that begin at multiples of 64."""
-
-    tokens: Tokens
-    cu_seqlens: torch.Tensor
-    """``[M + 1]``, int64."""
-    longest: int
-    """Tokens of a sequence."""
-    slots: torch.Tensor
-    """``[M]``: where states end; negative for padding."""
-    sources: torch.Tensor
-    """``[M]``: where they start; negative for zeros."""
-    every: int
-    """Tokens between checkpoints, a multiple of 64."""
-    checkpoint_starts: torch.Tensor
-    """``[M + 1]``, int64: running sum of the sequences' checkpoints."""
-    kept: torch.Tensor
-    """``[checkpoints]``: the slot of each; negative for one that is not kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class LongPass:
-    """A pass that is divided."""
-
-    function: Callable[..., Any]
-    """As in `LongKernel`."""
-    head: Head | None
-    body: Body
-
-    def takes(self, tokens: torch.Tensor, states: torch.Tensor) -> bool:
-        """Whether the kernel runs a layer.
-
-        Args:
-            tokens: of the type that queries, keys and values have.
-            states: ``[S, HV, V, K]``.
-        """
-        strides = (_SIZE * _SIZE, _SIZE, 1)
-        return (
-            states.shape[2:] == (_SIZE, _SIZE)
-            and states.stride()[1:] == strides
-            and states.dtype in _STATE_TYPES
-            and tokens.dtype in _TOKEN_TYPES
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +122,7 @@ def divide(
             every // CHUNK, (count + 1) * every // CHUNK, every // CHUNK
         )
     ]
+    ranges = [(span.body, span.end) for span in bodies]
     ends, rows = _sums(s.end - s.body for s in bodies), [s.row for s in bodies]
     fresh = [int(span.is_aligned) for span in bodies]
     upload = _upload([ends, _sums(counts), rows, fresh, places], table.device)
@@ -187,7 +131,8 @@ def divide(
     continues = prefills.has_initial[at] | (begins == 0)
     named = table.reshape(-1)[place.clamp(min=0)]
     body = Body(
-        tokens=_tokens([(s.body, s.end) for s in bodies], table.device),
+        tokens=_tokens(ranges, table.device),
+        neighbours=_neighbours(ranges),
         cu_seqlens=cu_seqlens,
         longest=max(span.end - span.body for span in bodies),
         slots=slots,
@@ -198,6 +143,21 @@ def divide(
     )
     head = _head(prefills, heads, table.device) if heads else None
     return LongPass(function, head, body)
+
+
+def takes(tokens: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether such a kernel runs a layer.
+
+    Args:
+        tokens: of the type that queries, keys and values have.
+        states: ``[S, HV, V, K]``.
+    """
+    return (
+        states.shape[2:] == (_SIZE, _SIZE)
+        and states.stride()[1:] == (_SIZE * _SIZE, _SIZE, 1)
+        and states.dtype in _STATE_TYPES
+        and tokens.dtype in _TOKEN_TYPES
+    )
 
 
 def run_body(
@@ -293,12 +253,20 @@ def _sums(counts: Iterable[int]) -> list[int]:
     return sums
 
 
-def _tokens(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tokens:
-    """The tokens of some ranges, in order."""
-    if all(end == start for (_, end), (start, _) in pairwise(ranges)):
-        return slice(ranges[0][0], ranges[-1][1])
-    every = torch.cat([torch.arange(start, end) for start, end in ranges])
-    return _to(every, device)
+def _tokens(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """The tokens of some ranges, in order; ``[n]``, int64."""
+    side_by_side = _neighbours(ranges)
+    if side_by_side is not None:
+        return torch.arange(side_by_side.start, side_by_side.stop, device=device)
+    every = [torch.arange(start, end) for start, end in ranges]
+    return _to(torch.cat(every), device)
+
+
+def _neighbours(ranges: Sequence[tuple[int, int]]) -> slice | None:
+    """All of some ranges, if nothing lies between them."""
+    if any(end != start for (_, end), (start, _) in pairwise(ranges)):
+        return None
+    return slice(ranges[0][0], ranges[-1][1])
 
 
 def _upload(

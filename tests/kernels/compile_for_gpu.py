@@ -164,8 +164,7 @@ def packed(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
 def factors(dtype: torch.dtype, extra: bool) -> None:
     """What a layer gives to kernels that know no gates."""
     tokens = layers.delta(2, 4, 128, 128, fused=extra).make(70, dtype=dtype)
-    rows = torch.arange(70) if extra else None
-    gated_delta_rule.factors(**tokens, rows=rows, use_qk_l2norm=True)
+    gated_delta_rule.factors(**tokens, rows=torch.arange(70), use_qk_l2norm=extra)
 
 
 def copies() -> None:

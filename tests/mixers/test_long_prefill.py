@@ -14,7 +14,7 @@ import torch
 from hybrid_plugin.core.commands import COLUMNS
 from hybrid_plugin.mixers import flashinfer_rule, gated_delta_net
 from hybrid_plugin.mixers.gated_delta_net import Weights
-from hybrid_plugin.mixers.long_prefill import divide
+from hybrid_plugin.mixers.long_prefill import divide, takes
 from hybrid_plugin.mixers.prefills import Prefills
 
 from .fake_flashinfer import chunk_gated_delta_rule
@@ -271,20 +271,22 @@ def test_nothing_is_divided_that_is_all_head() -> None:
 
 
 def test_neighbours_are_not_copied() -> None:
-    assert divided(PASSES["goes on in a chunk"]).long.body.tokens == slice(28, 300)
-    several = divided(PASSES["several, on and off the grid"]).long.body.tokens
-    assert isinstance(several, torch.Tensor) and len(several) == 300 + 169 + 130
+    body = divided(PASSES["goes on in a chunk"]).long.body
+    assert body.neighbours == slice(28, 300)
+    assert body.tokens.tolist() == [*range(28, 300)]
+    several = divided(PASSES["several, on and off the grid"]).long.body
+    assert several.neighbours is None
+    assert len(several.tokens) == 300 + 169 + 130
 
 
 def test_a_layer_of_another_form_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = divided(PASSES["cold, several"])
     states = torch.zeros(2, VALUES, SIZE, SIZE)
     half = torch.zeros(1, dtype=torch.bfloat16)
-    assert plan.long.takes(half, states)
-    assert not plan.long.takes(half.float(), states)
-    assert not plan.long.takes(half, states.double())
-    assert not plan.long.takes(half, states[..., :64])
-    assert not plan.long.takes(half, states.mT)
+    assert takes(half, states)
+    assert not takes(half.float(), states)
+    assert not takes(half, states.double())
+    assert not takes(half, states[..., :64])
+    assert not takes(half, states.mT)
     called: list[Any] = []
     plan = divided(PASSES["cold, several"], lambda **call: called.append(call))
     layer = Layer.of(PASSES["cold, several"], torch.float64)

@@ -185,11 +185,11 @@ def factors(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    rows: torch.Tensor,
     *,
     A: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     use_qk_l2norm: bool = False,
-    rows: torch.Tensor | None = None,
 ) -> Factors:
     """What the recurrence multiplies, for kernels that know no gates and no strides.
 
@@ -199,17 +199,16 @@ def factors(
         v: ``[T, HV, V]``.
         g: ``[T, HV]``, as for `prefill`.
         beta: ``[T, HV]``, as for `prefill`.
+        rows: ``[R]``, int32 or int64: tokens to take, in this order.
         A, dt_bias, use_qk_l2norm: as for `prefill`.
-        rows: ``[R]``, int32 or int64: tokens to take, in this order; None for all.
 
     Returns:
-        Contiguous tensors of `R` tokens, or `T`.
+        New contiguous tensors.
 
     Raises:
         ValueError: if `rows` is not a list of indices.
     """
-    if rows is not None:
-        check_index("rows", rows, (rows.numel(),))
+    check_index("rows", rows, (rows.numel(),))
     tokens = operands(q, k, v, g, beta, A, dt_bias, None, use_qk_l2norm)
     made: Factors = cast(Any, operation.backend(__name__, v)).factors(tokens, rows)
     return made

@@ -65,26 +65,18 @@ def gates(
     return A.float() * functional.softplus(shifted), b.float().sigmoid()
 
 
-def factors(operands: Operands, rows: torch.Tensor | None) -> Factors:
+def factors(operands: Operands, rows: torch.Tensor) -> Factors:
     """See `hybrid_kernels.gated_delta_rule.factors`."""
     assert operands.beta is not None
 
-    def at(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if rows is None else tensor[rows.long()]
-
-    g, beta = at(operands.g).float(), at(operands.beta).float()
+    at = rows.long()
+    g, beta = operands.g[at].float(), operands.beta[at].float()
     if operands.A is not None:
         g, beta = gates(g, beta, operands.A, operands.dt_bias)
-    q, k = at(operands.q), at(operands.k)
+    q, k = operands.q[at], operands.k[at]
     if operands.use_qk_l2norm:
         q, k = _unit(q), _unit(k)
-    return Factors(
-        q.contiguous(),
-        k.contiguous(),
-        at(operands.v).contiguous(),
-        g.exp().contiguous(),
-        beta.contiguous(),
-    )
+    return Factors(q, k, operands.v[at], g.exp(), beta)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -268,13 +268,10 @@ def _factors_kernel(
     UNIT: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
 ):
     """One token: its queries and keys, or its values and gates."""
     row = tl.program_id(0).to(tl.int64)
-    token = row
-    if HAS_ROWS:
-        token = tl.load(rows + row).to(tl.int64)
+    token = tl.load(rows + row).to(tl.int64)
     if tl.program_id(1) == 0:
         _unit_rows(
             q,
@@ -335,13 +332,13 @@ def _factors_kernel(
         tl.store(out_beta + row * HV + head, b_beta, mask=inside)
 
 
-def factors(operands: Operands, rows: torch.Tensor | None) -> Factors:
+def factors(operands: Operands, rows: torch.Tensor) -> Factors:
     """See `hybrid_kernels.gated_delta_rule.factors`: one launch."""
     q, k, v, g, beta = operands.q, operands.k, operands.v, operands.g, operands.beta
     assert beta is not None
     heads, depth = k.shape[1:]
     values, width = v.shape[1:]
-    count = v.shape[0] if rows is None else rows.numel()
+    count = rows.numel()
     wide: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
     made = Factors(
         q.new_empty(count, heads, depth),
@@ -383,6 +380,5 @@ def factors(operands: Operands, rows: torch.Tensor | None) -> Factors:
         UNIT=operands.use_qk_l2norm,
         HAS_A=operands.A is not None,
         HAS_DT_BIAS=operands.dt_bias is not None,
-        HAS_ROWS=rows is not None,
     )
     return made
