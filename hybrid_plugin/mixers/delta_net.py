@@ -91,7 +91,7 @@ class DeltaNet:
     ) -> torch.Tensor:
         """What `prefill` does behind the convolution, which gives ``[T, D]``."""
         long = prefills.long
-        if long is not None and takes(convolved, states):
+        if long is not None and takes(long, convolved, states):
             return self._divided(weights, long, convolved, a, b, states, out)
         gates = _gates(weights, a, b)
         result: torch.Tensor = self.rule.prefill(

@@ -79,12 +79,12 @@ class _Span:
     def is_aligned(self) -> bool:
         return self.body == self.first
 
-    def chunks(self, column: int) -> int:
-        """Chunks of the body before a column of `boundary_slots`."""
-        return column + self.is_aligned
-
     def column(self, chunks: int) -> int:
-        """The inverse."""
+        """Of `boundary_slots`, for the state after so many chunks of the body.
+
+        Column 0 is the first multiple of 64 behind the pass's start: of a sequence with
+        a head that is the head's end.
+        """
         return chunks - self.is_aligned
 
 
@@ -145,15 +145,19 @@ def divide(
     return LongPass(function, head, body)
 
 
-def takes(tokens: torch.Tensor, states: torch.Tensor) -> bool:
-    """Whether such a kernel runs a layer.
+def takes(long: LongPass, tokens: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether the kernel runs a layer.
 
     Args:
+        long: the pass.
         tokens: of the type that queries, keys and values have.
         states: ``[S, HV, V, K]``.
     """
+    # FlashInfer's kernel finds a checkpoint by a number of 32 bits.
+    checkpoints = len(long.body.kept) * states.shape[1:].numel()
     return (
-        states.shape[2:] == (_SIZE, _SIZE)
+        checkpoints < 2**31
+        and states.shape[2:] == (_SIZE, _SIZE)
         and states.stride()[1:] == (_SIZE * _SIZE, _SIZE, 1)
         and states.dtype in _STATE_TYPES
         and tokens.dtype in _TOKEN_TYPES

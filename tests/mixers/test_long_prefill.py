@@ -280,13 +280,16 @@ def test_neighbours_are_not_copied() -> None:
 
 
 def test_a_layer_of_another_form_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = divided(PASSES["cold, several"]).long
     states = torch.zeros(2, VALUES, SIZE, SIZE)
     half = torch.zeros(1, dtype=torch.bfloat16)
-    assert takes(half, states)
-    assert not takes(half.float(), states)
-    assert not takes(half, states.double())
-    assert not takes(half, states[..., :64])
-    assert not takes(half, states.mT)
+    assert takes(long, half, states)
+    assert not takes(long, half.float(), states)
+    assert not takes(long, half, states.double())
+    assert not takes(long, half, states[..., :64])
+    assert not takes(long, half, states.mT)
+    many = replace(long.body, kept=torch.zeros(1).expand(2**31 // (2 * SIZE**2)))
+    assert not takes(replace(long, body=many), half, states)
     called: list[Any] = []
     plan = divided(PASSES["cold, several"], lambda **call: called.append(call))
     layer = Layer.of(PASSES["cold, several"], torch.float64)

@@ -136,7 +136,7 @@ def test_states_and_outputs_are_ours(
 
     def divided(pool: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         long = divide(function, prefills, starts, lengths, columns)
-        assert long is not None and takes(mixed, pool[1])
+        assert long is not None and takes(long, mixed, pool[1])
         part = replace(prefills, long=long)
         return gated_delta_net.prefill(weights, part, mixed, a, b, *pool)
 
