@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from kernel_speed import copies, decode, prefill, verify
+from kernel_speed import copies, decode, keeping, prefill, verify
 from kernel_speed.report import Report
 from kernel_speed.shapes import (
     BATCHES,
@@ -101,6 +101,13 @@ def prefills(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Make]]:
         yield "prefill conv", lambda s=size: prefill.convolution(CHANNELS, *s)
 
 
+def keeps(passes: tuple[keeping.Pass, ...]) -> Iterator[tuple[str, Make]]:
+    """Prefills that keep states on the way."""
+    for size in passes:
+        for head in DELTA:
+            yield "keep", lambda h=head, s=size: keeping.delta(h, s)
+
+
 def everything(compiling: bool) -> Iterator[tuple[str, Make]]:
     """All points; small ones are enough to compile."""
     yield from decodes((1, 8) if compiling else BATCHES)
@@ -112,6 +119,7 @@ def everything(compiling: bool) -> Iterator[tuple[str, Make]]:
                 lambda m=megabytes, p=pairs, n=layers: copies.fork(m, p, n),
             )
     yield from prefills(((1, 128), (8, 16)) if compiling else PREFILLS)
+    yield from keeps(keeping.PASSES[:1] if compiling else keeping.PASSES)
 
 
 def rows(sections: str, library: str, compiling: bool) -> Iterator[Row]:

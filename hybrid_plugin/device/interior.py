@@ -39,6 +39,11 @@ class InteriorSnapshots:
         """Whether the next pass is to keep any."""
         return bool(self._orders)
 
+    @property
+    def columns(self) -> frozenset[int]:
+        """Of what `rows` gives, those in which a slot may be named."""
+        return frozenset(order.boundary for order in self._orders)
+
     def clear(self) -> None:
         """Forget the orders of the last pass.
 

@@ -91,8 +91,8 @@ def reach(
     """Tokens of a pass up to which our kernels run a kind of layer; 0 for never.
 
     Longer passes are the engine's.  Passes that keep states in the middle of a prompt
-    are ours however long they are: the engine's kernels keep none, and to pause a
-    prompt costs a pass more.
+    are ours however long they are: the engines ask their kernels for none, and to pause
+    a prompt costs a pass more.  See `is_divided` for what of them is ours.
 
     Args:
         option: `wanted_kernels` of `HybridConfig`.
@@ -109,6 +109,18 @@ def reach(
     if device_type == "cpu" or not beaten or not measured_here():
         return 0
     return beaten.get(theirs(), 0)
+
+
+def is_divided(mixer: Mixer, longest: int, library: str) -> bool:
+    """Whether passes beyond our reach that keep states are mostly the library's.
+
+    Args:
+        mixer: the kind of layer.
+        longest: the reach of our prefill.
+        library: that the engine takes for prefills otherwise.
+    """
+    beaten = 0 < longest < EVERY and library == FLASHINFER
+    return beaten and mixer is Mixer.GATED_DELTA_NET
 
 
 def are_graphed(engine: str, mixers: frozenset[Mixer], *, drafts: bool = False) -> bool:

@@ -17,7 +17,8 @@ from hybrid_kernels.causal_conv1d import Activation
 from torch.nn import functional
 
 from hybrid_plugin.mixers import convolution
-from hybrid_plugin.mixers.prefills import Prefills
+from hybrid_plugin.mixers.long_prefill import run_body, takes
+from hybrid_plugin.mixers.prefills import LongPass, Prefills
 from hybrid_plugin.mixers.verifications import Record, Verifications
 
 
@@ -76,6 +77,22 @@ class DeltaNet:
             ValueError: if shapes do not fit.
         """
         convolved = convolution.prefill(weights, prefills, mixed_qkv, conv_states)
+        return self.recur(weights, prefills, convolved, a, b, states, out)
+
+    def recur(
+        self,
+        weights: Weights,
+        prefills: Prefills,
+        convolved: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        states: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `prefill` does behind the convolution, which gives ``[T, D]``."""
+        long = prefills.long
+        if long is not None and takes(long, convolved, states):
+            return self._divided(weights, long, convolved, a, b, states, out)
         gates = _gates(weights, a, b)
         result: torch.Tensor = self.rule.prefill(
             *_heads(weights, convolved, states),
@@ -93,6 +110,41 @@ class DeltaNet:
             out=out,
         )
         return result
+
+    def _divided(
+        self,
+        weights: Weights,
+        long: LongPass,
+        convolved: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        states: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same, most of it on another kernel; of a rule that has `factors`."""
+        if out is None:
+            out = convolved.new_empty(len(convolved), *states.shape[1:3])
+        if long.head is not None:
+            first, head = long.head.tokens, long.head.prefills
+            some = (convolved[first], a[first], b[first])
+            out[first] = self.recur(weights, head, *some, states).to(out.dtype)
+        gates = _gates(weights, a, b)
+        factors = self.rule.factors(
+            *_heads(weights, convolved, states),
+            *gates.tensors,
+            long.body.tokens,
+            A=gates.A,
+            dt_bias=gates.dt_bias,
+            use_qk_l2norm=True,
+        )
+        at = long.body.neighbours
+        if at is not None and out.is_contiguous() and out.dtype == factors.v.dtype:
+            run_body(long, factors, states, out[at])
+        else:
+            packed = torch.empty_like(factors.v)
+            run_body(long, factors, states, packed)
+            out[long.body.tokens] = packed.to(out.dtype)
+        return out
 
     def decode(
         self,

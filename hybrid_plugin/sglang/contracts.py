@@ -971,7 +971,13 @@ KERNEL_HOOKS = (
     HookPoint(f"{_FORWARD_BATCH}:ForwardMode.is_extend_without_speculative"),
     HookPoint(
         f"{_FORWARD_BATCH}:ForwardBatch",
-        mentions=("extend_prefix_lens", "mamba_track_mask", "tbo_parent_token_range"),
+        mentions=(
+            "extend_prefix_lens",
+            "extend_prefix_lens_cpu",
+            "extend_seq_lens_cpu",
+            "mamba_track_mask",
+            "tbo_parent_token_range",
+        ),
     ),
     HookPoint(f"{_UPDATER}.record_weight_version_after_update"),
     HookPoint(

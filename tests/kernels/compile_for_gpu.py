@@ -29,7 +29,7 @@ import layers
 import torch
 import triton.backends.nvidia
 import triton.runtime
-from hybrid_kernels import replay, state_copy
+from hybrid_kernels import gated_delta_rule, replay, state_copy
 from hybrid_kernels._common import operation
 from triton.backends.compiler import GPUTarget
 
@@ -161,6 +161,12 @@ def packed(layer: layers.Layer, dtype: torch.dtype, extra: bool) -> None:
     replay.commit(replay.Layers(states, windows), slots, slots, parents=parents)
 
 
+def factors(dtype: torch.dtype, extra: bool) -> None:
+    """What a layer gives to kernels that know no gates."""
+    tokens = layers.delta(2, 4, 128, 128, fused=extra).make(70, dtype=dtype)
+    gated_delta_rule.factors(**tokens, rows=torch.arange(70), use_qk_l2norm=extra)
+
+
 def copies() -> None:
     """All operations on whole slots."""
     pool, slots = torch.zeros(4, 300), torch.tensor([0, 1])
@@ -206,6 +212,7 @@ def main() -> None:
         known = all("blocked" in each for each in next(iter(SUMS)))
         assert known, f"{layer.name} sums in {SUMS}, which this script cannot read"
         print(layer.name, len(next(iter(SUMS))), "sums", flush=True)
+    factors(getattr(torch, name), extra)
     copies()
 
 

@@ -17,6 +17,7 @@ from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
+from hybrid_plugin.mixers import flashinfer_rule
 from hybrid_plugin.sglang.architectures import EXAMPLES, Example, model_of
 from hybrid_plugin.sglang.kernels import choice, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
@@ -186,9 +187,12 @@ def test_auto_leaves_long_prefills_to_a_faster_library(
     assert not layers.run_prefill(Mixer.KDA, None, None)
     available = True
     layers = StateLayers()
+    monkeypatch.setattr(flashinfer_rule, "find", lambda: None)
     with caplog.at_level(logging.INFO, logger="sglang.hybrid_plugin"):
         layers.settle(qwen(), "auto", "cuda:0")
     assert "prefills of up to 128 tokens" in caplog.text
+    assert "FlashInfer as it is installed keeps none" in caplog.text
+    assert layers._long is None
     assert layers.interior is interior, "passes keep states, whoever runs the others"
     assert run(layers, 128) and not run(layers, 129)
     # A graph's pass is described before any layer runs.
@@ -335,3 +339,25 @@ def test_a_registered_model_counts_by_its_backend() -> None:
     other = SimpleNamespace(**vars(spec) | {"backend_class_name": "elsewhere.Backend"})
     model.linear_attn_registry_result = (other, config)
     assert mixer_of(model) is None
+
+
+@pytest.mark.parametrize("option", ["auto", "ours"])
+def test_flashinfer_runs_what_it_is_faster_in_if_it_keeps_states(
+    option: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function() -> None:
+        """As much of FlashInfer's as is looked at here."""
+
+    monkeypatch.setattr(choice, "is_flashinfer_gdn_prefill_available", lambda: True)
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: True)
+    monkeypatch.setattr(flashinfer_rule, "find", lambda: function)
+    monkeypatch.setattr(state_layers, "InteriorSnapshots", lambda _: None)
+    layers = StateLayers()
+    with caplog.at_level(logging.INFO, logger="sglang.hybrid_plugin"):
+        layers.settle(qwen(), option, "cuda:0", round_states=option == "ours")
+    if option == "ours":
+        assert layers._long is None and "FlashInfer" not in caplog.text
+        return
+    assert layers._long is not None
+    assert (layers._long.function, layers._long.beyond) == (function, 128)
+    assert "FlashInfer's runs most of what is longer" in caplog.text

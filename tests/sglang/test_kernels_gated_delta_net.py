@@ -19,9 +19,11 @@ from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer, Phase
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.sglang.kernels import gated_delta_net
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 from hybrid_plugin.sglang_cpu import kernels
+from tests.mixers.fake_flashinfer import chunk_gated_delta_rule
 from tests.sglang.kernel_passes import (
     DECODE,
     EXTEND,
@@ -345,3 +347,107 @@ def test_the_warm_up_touches_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     call(layers, backend, batch, inputs(70))
     few_and_many = [(1, False), (1, True), (16, False), (16, True)]
     assert seen == [*few_and_many, (1, False), (1, False)]
+
+
+WIDE = ((4 * 128, TAPS - 1), (2, 128, 128))
+
+
+class WideLayer(Layer):
+    """With heads of the size that FlashInfer's kernel has."""
+
+    num_q_heads = num_k_heads = 1
+    num_v_heads = 2
+    head_q_dim = head_k_dim = head_v_dim = 128
+    q_dim = k_dim = 128
+    v_dim = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(2)
+        self.conv_weights = torch.randn(4 * 128, TAPS, generator=rng).bfloat16() / 2
+        self.A_log, self.dt_bias = self.A_log[:2], self.dt_bias[:2]
+
+
+def wide_inputs(tokens: int) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    sizes = {"mixed_qkv": 4 * 128, "a": 2, "b": 2}
+    return {
+        name: torch.randn(tokens, size, generator=rng).bfloat16()
+        for name, size in sizes.items()
+    }
+
+
+def beside_flashinfer(interior: Any = None) -> tuple[StateLayers, list[int]]:
+    """It runs what is longer than 128 tokens; notes the tokens of its calls."""
+    seen: list[int] = []
+
+    def function(**call: Any) -> Any:
+        seen.append(len(call["q"]))
+        return chunk_gated_delta_rule(**call)
+
+    layers = layers_of(Mixer.GATED_DELTA_NET, interior=interior)
+    layers._long = LongKernel(function, 128)
+    return layers, seen
+
+
+@pytest.mark.parametrize("slot_major", [False, True])
+def test_long_passes_that_keep_states_are_divided(slot_major: bool) -> None:
+    rows = [Row(2, 100, 150), Row(4, 0, 130), Row(6, 30, 1)]
+    orders = [
+        SaveInPass(Pool.STATE, 2, 0, 7),
+        SaveInPass(Pool.STATE, 2, 1, 8),
+        SaveInPass(Pool.STATE, 4, 1, 9),
+    ]
+    outs, pools = [], []
+    for divides in (True, False):
+        interior = InteriorSnapshots(torch.device("cpu"))
+        interior.order(orders)
+        layers, seen = beside_flashinfer(interior)
+        if not divides:
+            layers._long = None
+        given = wide_inputs(281)
+        pool = filled(
+            pools_of(*WIDE, slot_major=slot_major, dtype=torch.bfloat16), [2, 6]
+        )
+        pools.append(pool)
+        outs.append(run(layers, pool, rows, given, MIXED, WideLayer()))
+        interior.clear()
+        assert seen == ([150 - 28 + 130] if divides else [])
+    torch.testing.assert_close(*outs, rtol=0.05, atol=0.02)
+    for one, other in (
+        (pools[0].conv, pools[1].conv),
+        (pools[0].temporal, pools[1].temporal),
+    ):
+        assert touched(one) == touched(other) == [2, 4, 6, 7, 8, 9]
+        torch.testing.assert_close(
+            one[touched(one)], other[touched(one)], rtol=0.05, atol=0.02
+        )
+
+
+@pytest.mark.parametrize("change", ["short", "keeps none", "nobody knows", "rounds"])
+def test_other_passes_are_whole(change: str) -> None:
+    interior = InteriorSnapshots(torch.device("cpu"))
+    if change != "keeps none":
+        interior.order([SaveInPass(Pool.STATE, 2, 1, 9)])
+    layers, seen = beside_flashinfer(interior)
+    layers.round_states = change == "rounds"
+    length = 128 if change == "short" else 200
+    backend = backend_of(GDNAttnBackend, pools_of(*WIDE, dtype=torch.bfloat16))
+    batch = batch_of([Row(2, 0, length)])
+    backend.init_forward_metadata(batch)
+    if change == "nobody knows":
+        batch.extend_prefix_lens_cpu = None
+    call(layers, backend, batch, wide_inputs(length), WideLayer())
+    assert not seen
+
+
+@pytest.mark.parametrize(("tokens", "calls"), [(70, [70, 70]), (1, [1])])
+def test_the_warm_up_compiles_the_kernel_of_long_passes(
+    tokens: int, calls: list[int]
+) -> None:
+    layers, seen = beside_flashinfer()
+    layers._cold = True
+    pools = pools_of(*WIDE, dtype=torch.bfloat16)
+    run(layers, pools, [Row(2, 0, tokens)], wide_inputs(tokens), layer=WideLayer())
+    assert seen == calls
+    assert touched(pools.temporal) == [2]

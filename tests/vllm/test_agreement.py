@@ -17,6 +17,7 @@ from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
+from hybrid_plugin.mixers import flashinfer_rule
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels import agreement, layers
@@ -160,6 +161,36 @@ def test_long_prefills_are_the_faster_librarys(monkeypatch: pytest.MonkeyPatch) 
     verifying = {**reaches, Phase.VERIFY: {TRITON: EVERY}}
     monkeypatch.setattr(kernel_choice, "AS_FAST", {Mixer.GATED_DELTA_NET: verifying})
     assert not beside_flashinfer(drafts=3).mixers
+
+
+@pytest.mark.usefixtures("measured")
+def test_flashinfer_runs_what_it_is_faster_in_if_it_keeps_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def function() -> None:
+        """As much of FlashInfer's as is looked at here."""
+
+    monkeypatch.setattr(flashinfer_rule, "find", lambda: function)
+    found = beside_flashinfer()
+    (kernels,) = found._ours.values()
+    assert kernels.long is not None
+    assert (kernels.long.function, kernels.long.beyond) == (function, 128)
+    assert "FlashInfer's runs most of what is longer" in found.describe()
+    monkeypatch.setattr(flashinfer_rule, "find", lambda: None)
+    old = beside_flashinfer()
+    assert next(iter(old._ours.values())).long is None
+    assert "FlashInfer as it is installed keeps none" in old.describe()
+    # Where ours run everything, nothing is divided.
+    monkeypatch.setattr(flashinfer_rule, "find", lambda: function)
+    layer = Known()
+    layer.gdn_prefill_backend = "flashinfer"  # type: ignore[attr-defined]
+    for found in (StateLayers({"a": Known()}, "auto", "cuda"), demanded(layer)):
+        assert next(iter(found._ours.values())).long is None
+        assert "FlashInfer" not in found.describe()
+
+
+def demanded(layer: Known) -> StateLayers:
+    return StateLayers({"a": layer}, "ours", "cuda", round_states=True)
 
 
 def test_a_layer_that_ours_cannot_run_is_refused_where_they_are_demanded() -> None:

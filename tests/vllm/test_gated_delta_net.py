@@ -21,9 +21,11 @@ from vllm.platforms import current_platform
 from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import layers, passes
 from hybrid_plugin.vllm.kernels.layers import StateLayers
+from tests.mixers.fake_flashinfer import chunk_gated_delta_rule
 from tests.vllm.kernel_passes import SLOTS, Row, common_of, gdn_builder
 
 pytestmark = pytest.mark.skipif(
@@ -272,4 +274,103 @@ def test_warming_up_touches_no_state() -> None:
     mine = layer_with()
     found = ours_of(mine)
     found.warm_up(3)
+    assert all(states.isnan().all() for states in mine.kv_cache)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of the size that FlashInfer's kernel has."""
+    name, heads = __name__, 2 * KEY_HEADS + VALUE_HEADS
+    monkeypatch.setattr(f"{name}.DEPTH", 128)
+    monkeypatch.setattr(f"{name}.WIDTH", 128)
+    monkeypatch.setattr(f"{name}.CHANNELS", 128 * heads)
+
+
+def beside_flashinfer(layer: Layer) -> tuple[StateLayers, list[int]]:
+    """Have it run what is longer than 128 tokens; notes the tokens of its calls."""
+    found, seen = ours_of(layer), []
+
+    def function(**call: Any) -> Any:
+        seen.append(len(call["q"]))
+        return chunk_gated_delta_rule(**call)
+
+    kernels = layers.ours(layer)
+    assert kernels is not None
+    kernels.long = LongKernel(function, 128)
+    return found, seen
+
+
+@pytest.mark.usefixtures("wide")
+def test_long_passes_that_keep_states_are_divided() -> None:
+    mine, whole = layer_with(), layer_with()
+    found, seen = beside_flashinfer(mine)
+    for every in (found, ours_of(whole)):
+        every.interior = InteriorSnapshots(torch.device("cpu"))
+        layer = mine if every is found else whole
+        run(layer, [Row(3, 0, 7), Row(5, 0, 100), Row(1, 0, 64)], 0)
+    orders = [
+        SaveInPass(Pool.STATE, 5, 0, 9),
+        SaveInPass(Pool.STATE, 5, 1, 10),
+        SaveInPass(Pool.STATE, 1, 1, 11),
+    ]
+    rows = [Row(3, 7, 1, in_prompt=False), Row(5, 100, 150), Row(1, 64, 130)]
+    outs = []
+    for every, layer in ((found, mine), (ours_of(whole), whole)):
+        every.interior = InteriorSnapshots(torch.device("cpu"))
+        every.interior.order(orders)
+        outs.append(run(layer, rows, 1))
+        every.interior.clear()
+    assert seen == [150 - 28 + 130], "what is not yet on the grid is ours"
+    torch.testing.assert_close(*outs, **CLOSE)
+    for name, divided, ours in zip("cs", mine.kv_cache, whole.kv_cache, strict=True):
+        assert torch.equal(divided.isnan(), ours.isnan()), name
+        filled = [slot for slot in range(SLOTS) if not ours[slot].isnan().any()]
+        assert {9, 10, 11} <= {*filled}
+        torch.testing.assert_close(divided[filled], ours[filled], **CLOSE)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("change", ["short", "keeps none", "rounds"])
+def test_other_passes_are_whole(change: str) -> None:
+    mine = layer_with()
+    found, seen = beside_flashinfer(mine)
+    found.interior = InteriorSnapshots(torch.device("cpu"))
+    found.round_states = change == "rounds"
+    common = common_of([Row(5, 0, 128 if change == "short" else 200)])
+    if change != "keeps none":
+        found.interior.order([SaveInPass(Pool.STATE, 5, 1, 9)])
+    built = passes.of(gdn_builder({"0": mine}).build(0, common))
+    assert built.prefills is not None and built.prefills.long is None
+    assert not seen
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_pass_of_which_the_host_knows_nothing_is_whole() -> None:
+    mine = layer_with()
+    found, _ = beside_flashinfer(mine)
+    found.interior = InteriorSnapshots(torch.device("cpu"))
+    found.interior.order([SaveInPass(Pool.STATE, 5, 1, 9)])
+    common = common_of([Row(5, 0, 200)])
+    metadata = gdn_builder({"0": mine}).build(0, common)
+    (kernels,) = found._ours.values()
+    room = passes.DecodeSlots(1, torch.device("cpu"))
+
+    def divided() -> bool:
+        described = passes.describe(
+            common, metadata, room, found.interior, long=kernels.long
+        )
+        assert described.prefills is not None
+        return described.prefills.long is not None
+
+    assert divided()
+    common.seq_lens_cpu_upper_bound = None
+    assert not divided()
+
+
+@pytest.mark.usefixtures("wide")
+def test_warming_up_compiles_the_kernel_of_long_passes() -> None:
+    mine = layer_with()
+    found, seen = beside_flashinfer(mine)
+    found.warm_up(3)
+    assert sorted(seen) == [64, 66]
     assert all(states.isnan().all() for states in mine.kv_cache)

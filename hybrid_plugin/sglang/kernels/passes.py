@@ -9,6 +9,7 @@ import torch
 
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.device.interior import InteriorSnapshots
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.mixers.prefills import Prefills
 
 _RECORD = "hybrid_plugin_prefills"
@@ -20,6 +21,7 @@ def prefills(
     interior: InteriorSnapshots | None,
     *,
     round_states: bool = False,
+    long: LongKernel | None = None,
 ) -> Prefills:
     """The sequences of a pass that computes prompts; made by its first state layer.
 
@@ -32,10 +34,14 @@ def prefills(
         batch: its `ForwardBatch`, running requests among them as one token each.
         interior: what the pass is to keep; None where nothing is kept.
         round_states: as in `Prefills`.
+        long: for passes that are long and keep states; None where all is ours.
     """
     found: Prefills | None = getattr(metadata, _RECORD, None)
     if found is None:
         found = _made(metadata, batch, interior, round_states)
+        if long is not None and found.boundary_slots is not None:
+            assert interior is not None
+            found = _divided(long, found, batch, interior.columns)
         keep(metadata, found)
     return found
 
@@ -74,6 +80,17 @@ def _made(
         boundary_slots=None if interior is None else interior.rows(slots),
         round_states=round_states,
     )
+
+
+def _divided(
+    long: LongKernel, found: Prefills, batch: Any, columns: frozenset[int]
+) -> Prefills:
+    """What SGLang has on the host is what it copied to the device; some has none."""
+    lengths, starts = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    count = found.slots.numel()
+    if lengths is None or starts is None or min(len(lengths), len(starts)) < count:
+        return found
+    return long.over(found, starts[:count], lengths[:count], columns)
 
 
 def named(slots: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,16 @@ from sglang.srt.runtime_context import attention_backends, get_exec
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.interior import InteriorSnapshots
-from hybrid_plugin.engine.kernel_choice import EVERY, Mixer, Phase, are_graphed, reach
+from hybrid_plugin.engine.kernel_choice import (
+    EVERY,
+    Mixer,
+    Phase,
+    are_graphed,
+    is_divided,
+    reach,
+)
+from hybrid_plugin.mixers import flashinfer_rule
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.sglang.kernels import passes
 from hybrid_plugin.sglang.kernels.choice import (
@@ -23,7 +32,7 @@ from hybrid_plugin.sglang.kernels.choice import (
     library_of,
     mixer_of,
 )
-from hybrid_plugin.sglang.kernels.warm_up import few_and_many
+from hybrid_plugin.sglang.kernels.warm_up import few_and_many, long_ones
 from hybrid_plugin.sglang.log import logger
 
 
@@ -39,6 +48,7 @@ class StateLayers:
         self._phases: frozenset[Phase] = frozenset()
         self._cold = False
         self._longest = EVERY
+        self._long: LongKernel | None = None
         self.round_states = False
         """As in `Prefills`."""
         self.in_prefill_graphs = False
@@ -112,11 +122,21 @@ class StateLayers:
                 "hybrid-plugin: its own kernels run %s of the %s layers%s.",
                 " and ".join(sorted(self._phases, reverse=True)),
                 _words(mixer),
-                ""
-                if self._longest == EVERY
-                else f" (prefills of up to {self._longest} tokens, and those that keep "
-                "states in the middle of a prompt)",
+                self._share(mixer),
             )
+
+    def _share(self, mixer: Mixer) -> str:
+        """Settle whose long prefills are; what of it a log is told."""
+        if self._longest == EVERY:
+            return ""
+        words = (
+            f"prefills of up to {self._longest} tokens, and those that keep states in "
+            "the middle of a prompt"
+        )
+        if is_divided(mixer, self._longest, library_of(mixer, Phase.PREFILL)):
+            self._long = flashinfer_rule.beyond(self._longest)
+            words += flashinfer_rule.words(self._long)
+        return f" ({words})"
 
     def _missing_for_graphs(self) -> str | None:
         """A sentence about what stands in the way of graphs of prefills."""
@@ -183,12 +203,20 @@ class StateLayers:
                 with sequences that have no slots, to compile its kernels.
         """
         found = passes.prefills(
-            metadata, batch, self.interior, round_states=self.round_states
+            metadata,
+            batch,
+            self.interior,
+            round_states=self.round_states,
+            long=self._long,
         )
         if self._cold:
             self._cold = False
             for dummies in few_and_many(found):
                 run(dummies)
+            if self._long is not None:
+                tokens = batch.extend_num_tokens
+                for dummies in long_ones(found, self._long, tokens):
+                    run(dummies)
         return found
 
 

@@ -13,7 +13,16 @@ import torch
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.device.draft_records import DraftRecords
-from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase, reach
+from hybrid_plugin.engine.kernel_choice import (
+    EVERY,
+    TRITON,
+    Mixer,
+    Phase,
+    is_divided,
+    reach,
+)
+from hybrid_plugin.mixers import flashinfer_rule
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels import draft_passes, passes, records
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
@@ -228,7 +237,11 @@ class StateLayers:
             if form not in tried:
                 tried.add(form)
                 device = ours.layer.kv_cache[0].device
-                tries = [*passes.paddings(most, device, round_states=self.round_states)]
+                tries = [
+                    *passes.paddings(
+                        most, device, round_states=self.round_states, long=ours.long
+                    )
+                ]
                 if self.drafts:
                     tries += draft_passes.paddings(
                         1 + self.drafts,
@@ -271,6 +284,13 @@ class OurKernels:
         self.kind = kind
         self.phases = phases
         self.longest = longest
+        library = _theirs(layer, Phase.PREFILL)
+        self.is_divided = is_divided(kind.mixer, longest, library)
+        """Whether vLLM's kernel is faster in passes beyond that."""
+        self.long: LongKernel | None = None
+        """What runs most of such passes if they keep states; None for ours."""
+        if self.is_divided:
+            self.long = flashinfer_rule.beyond(longest)
         self.adapter = kind.adapter
         self.weights = self.adapter.weights_of(layer)
         """As the mixer takes them."""
@@ -326,6 +346,8 @@ class OurKernels:
                 f"; prefill of up to {self.longest} tokens, and where states are kept "
                 "in the middle of a prompt"
             )
+        if self.is_divided:
+            part += flashinfer_rule.words(self.long)
         return f"{self.kind.mixer} ({part})"
 
     def serve(self, state_pass: StatePass) -> bool:
@@ -425,6 +447,7 @@ def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None
             found.interior,
             round_states=found.round_states,
             tables=_tables(builder, found.graphs),
+            long=found.long,
         )
     passes.put(metadata, state_pass)
 

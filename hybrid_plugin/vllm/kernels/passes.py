@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_plugin.core.commands import CHUNK, COLUMNS
+from hybrid_plugin.mixers.long_prefill import LongKernel, divide
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
@@ -61,6 +62,7 @@ def describe(
     *,
     round_states: bool = False,
     tables: PrefillTables | None = None,
+    long: LongKernel | None = None,
 ) -> StatePass:
     """Describe a pass.
 
@@ -71,6 +73,7 @@ def describe(
         interior: what the pass is to keep; None where passes keep nothing.
         round_states: as in `Prefills`.
         tables: for passes whose size a graph with prefills may have; None without such.
+        long: for other passes that are long and keep states; None where all is ours.
     """
     decodes, rows = metadata.num_decodes, common.num_reqs
     slots = slots_of(common.block_table_tensor[:rows, 0])
@@ -83,16 +86,37 @@ def describe(
     tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     if not metadata.num_prefills:
         return StatePass(decodes, tokens, room.hold(slots[:decodes]), None)
-    return StatePass(
-        decodes,
-        tokens,
-        slots[:decodes],
-        replace(_prefills(common, slots, decodes, interior), round_states=round_states),
+    prefills = replace(
+        _prefills(common, slots, decodes, interior), round_states=round_states
     )
+    if long is not None and prefills.boundary_slots is not None:
+        assert interior is not None
+        prefills = _divided(long, prefills, common, decodes, interior.columns)
+    return StatePass(decodes, tokens, slots[:decodes], prefills)
+
+
+def _divided(
+    long: LongKernel,
+    prefills: Prefills,
+    common: Any,
+    decodes: int,
+    columns: frozenset[int],
+) -> Prefills:
+    """What vLLM knows on the host of prompts is exact, unless drafts are verified."""
+    rows, ends = common.num_reqs, common.seq_lens_cpu_upper_bound
+    if ends is None:
+        return prefills
+    lengths = common.query_start_loc_cpu[decodes : rows + 1].diff()
+    starts = ends[decodes:rows] - lengths
+    return long.over(prefills, starts.tolist(), lengths.tolist(), columns)
 
 
 def paddings(
-    most: int, device: torch.device, *, round_states: bool = False
+    most: int,
+    device: torch.device,
+    *,
+    round_states: bool = False,
+    long: LongKernel | None = None,
 ) -> Iterator[StatePass]:
     """Passes of padding alone, one for each way in which kernels are compiled.
 
@@ -100,6 +124,7 @@ def paddings(
         most: sequences of a pass at most.
         device: of the tensors.
         round_states: as in `Prefills`.
+        long: as for `describe`.
     """
     for count in {1, most}:
         starts = torch.arange(count + 1, dtype=torch.int32, device=device)
@@ -116,6 +141,19 @@ def paddings(
                 round_states=round_states,
             )
             yield StatePass(0, count, none, packed)
+        if long is not None:
+            yield _long_padding(long, packed, count)
+
+
+def _long_padding(long: LongKernel, packed: Prefills, count: int) -> StatePass:
+    """A pass of padding with a chunk in its first sequence: a checkpoint is written."""
+    starts = packed.cu_seqlens + (CHUNK - 1)
+    starts[0] = 0
+    prefills = replace(packed, cu_seqlens=starts)
+    lengths = [CHUNK, *[1] * (count - 1)]
+    divided = divide(long.function, prefills, [0] * count, lengths, [0])
+    none = packed.slots[:0]
+    return StatePass(0, sum(lengths), none, replace(prefills, long=divided))
 
 
 def _prefills(

@@ -22,16 +22,17 @@ bfloat16 inputs give bfloat16 accuracy, float32 inputs float32 accuracy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from hybrid_kernels._common import operation
+from hybrid_kernels._common.checks import check_index
 from hybrid_kernels._common.tables import Drafts, Sequences
-from hybrid_kernels.gated_delta_rule.reference import operands
+from hybrid_kernels.gated_delta_rule.reference import Factors, operands
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["prefill", "update", "verify"]
+__all__ = ["Factors", "factors", "prefill", "update", "verify"]
 
 
 def prefill(
@@ -176,3 +177,38 @@ def verify(
     tokens = operands(q, k, v, g, beta, A, dt_bias, scale, use_qk_l2norm)
     drafts = Drafts(pool, slots, draft_slots, parents, cu_seqlens, record)
     return operation.verify(__name__, tokens, drafts, out)
+
+
+def factors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    A: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+) -> Factors:
+    """What the recurrence multiplies, for kernels that know no gates and no strides.
+
+    Args:
+        q: ``[T, H, K]``.
+        k: ``[T, H, K]``.
+        v: ``[T, HV, V]``.
+        g: ``[T, HV]``, as for `prefill`.
+        beta: ``[T, HV]``, as for `prefill`.
+        rows: ``[R]``, int32 or int64: tokens to take, in this order.
+        A, dt_bias, use_qk_l2norm: as for `prefill`.
+
+    Returns:
+        New contiguous tensors.
+
+    Raises:
+        ValueError: if `rows` is not a list of indices.
+    """
+    check_index("rows", rows, (rows.numel(),))
+    tokens = operands(q, k, v, g, beta, A, dt_bias, None, use_qk_l2norm)
+    made: Factors = cast(Any, operation.backend(__name__, v)).factors(tokens, rows)
+    return made

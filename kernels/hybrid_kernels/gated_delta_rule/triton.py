@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,9 @@ from hybrid_kernels._common.linear import EPSILON, Operands
 from hybrid_kernels._common.linear_step import sigmoid, softplus, steps
 from hybrid_kernels._common.tables import CHUNK, Sequences
 from hybrid_kernels._common.triangular import invert
+from hybrid_kernels.gated_delta_rule.reference import Factors
 
-__all__ = ["prefill", "steps"]
+__all__ = ["factors", "prefill", "steps"]
 
 CORRECT = chunk.Tunings(
     narrow=chunk.Tuning(
@@ -200,3 +203,182 @@ def _correct(operands: Operands, sequences: Sequences) -> chunk.Prepared:
         num_stages=tuning.stages,
     )
     return chunk.Prepared(unit_k, u, w=w, total=total)
+
+
+@triton.jit
+def _unit_rows(
+    source,
+    to,
+    token,
+    row,
+    s_token,
+    s_head,
+    epsilon,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Copy one token's heads to a contiguous row, each of norm 1 if `UNIT`."""
+    head, channel = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_WIDTH)
+    mask = (head < HEADS)[:, None] & (channel < WIDTH)[None, :]
+    at = source + token * s_token + head[:, None] * s_head + channel[None, :]
+    wide = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if UNIT:
+        wide *= tl.rsqrt(tl.sum(wide * wide, axis=1) + epsilon)[:, None]
+    place = row * (HEADS * WIDTH) + head[:, None] * WIDTH + channel[None, :]
+    tl.store(to + place, wide.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _factors_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    A,
+    dt_bias,
+    rows,
+    out_q,
+    out_k,
+    out_v,
+    out_decay,
+    out_beta,
+    epsilon,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    g_token,
+    g_head,
+    beta_token,
+    beta_head,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
+):
+    """One token: its queries and keys, or its values and gates."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(rows + row).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _unit_rows(
+            q,
+            out_q,
+            token,
+            row,
+            q_token,
+            q_head,
+            epsilon,
+            H,
+            K,
+            BLOCK_H,
+            BLOCK_K,
+            UNIT,
+        )
+        _unit_rows(
+            k,
+            out_k,
+            token,
+            row,
+            k_token,
+            k_head,
+            epsilon,
+            H,
+            K,
+            BLOCK_H,
+            BLOCK_K,
+            UNIT,
+        )
+    else:
+        _unit_rows(
+            v,
+            out_v,
+            token,
+            row,
+            v_token,
+            v_head,
+            epsilon,
+            HV,
+            V,
+            BLOCK_HV,
+            BLOCK_V,
+            False,
+        )
+        head = tl.arange(0, BLOCK_HV)
+        inside = head < HV
+        b_g = tl.load(g + token * g_token + head * g_head, mask=inside, other=0.0)
+        b_g = b_g.to(tl.float32)
+        at = beta + token * beta_token + head * beta_head
+        b_beta = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_A:
+            if HAS_DT_BIAS:
+                b_g += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
+            rate = tl.load(A + head, mask=inside, other=0.0).to(tl.float32)
+            b_g = softplus(b_g) * rate
+            b_beta = sigmoid(b_beta)
+        tl.store(out_decay + row * HV + head, tl.exp(b_g), mask=inside)
+        tl.store(out_beta + row * HV + head, b_beta, mask=inside)
+
+
+def factors(operands: Operands, rows: torch.Tensor) -> Factors:
+    """See `hybrid_kernels.gated_delta_rule.factors`: one launch."""
+    q, k, v, g, beta = operands.q, operands.k, operands.v, operands.g, operands.beta
+    assert beta is not None
+    heads, depth = k.shape[1:]
+    values, width = v.shape[1:]
+    count = rows.numel()
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
+    made = Factors(
+        q.new_empty(count, heads, depth),
+        k.new_empty(count, heads, depth),
+        v.new_empty(count, values, width),
+        torch.empty(count, values, **wide),
+        torch.empty(count, values, **wide),
+    )
+    if count == 0:
+        return made
+    _factors_kernel[(count, 2)](
+        q,
+        k,
+        v,
+        g,
+        beta,
+        operands.A,
+        operands.dt_bias,
+        rows,
+        made.q,
+        made.k,
+        made.v,
+        made.decay,
+        made.beta,
+        EPSILON,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *g.stride(),
+        *beta.stride(),
+        H=heads,
+        HV=values,
+        K=depth,
+        V=width,
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_HV=triton.next_power_of_2(values),
+        BLOCK_K=triton.next_power_of_2(depth),
+        BLOCK_V=triton.next_power_of_2(width),
+        UNIT=operands.use_qk_l2norm,
+        HAS_A=operands.A is not None,
+        HAS_DT_BIAS=operands.dt_bias is not None,
+    )
+    return made
