@@ -200,8 +200,9 @@ def cut(given: dict[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
 
 def tables_of(metadata: Any) -> Iterator[torch.Tensor]:
     record = metadata.fixed.prefills
+    assert record.long is None, "a graph cannot know how a pass is divided"
     for field in dataclasses.fields(record):
-        if field.name != "round_states":
+        if field.name not in ("round_states", "long"):
             yield getattr(record, field.name)
     yield metadata.fixed.padding
 
