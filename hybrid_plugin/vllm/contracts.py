@@ -1099,6 +1099,7 @@ STOP_HOOKS: tuple[Contract, ...] = (
         f"{_V2_RUNNER}.sample_tokens",
         mentions=("sample", "postprocess_sampled", "propose", "sampled_token_ids"),
     ),
+    HookPoint(f"{_V2_RUNNER}.__init__", mentions=("num_speculative_steps",)),
     HookPoint(
         f"{_V2_RUNNER}.__init__", mentions=("max_num_reqs", "max_model_len", "device")
     ),

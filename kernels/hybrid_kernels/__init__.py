@@ -24,6 +24,8 @@ tensor is met.
     Mamba-1.
 `speculative`
     parent indices of draft trees.
+`stops`
+    where requests end among accepted drafts.
 `replay`
     fold accepted drafts into main states, in all layers at once.
 

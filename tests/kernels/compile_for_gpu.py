@@ -29,7 +29,7 @@ import layers
 import torch
 import triton.backends.nvidia
 import triton.runtime
-from hybrid_kernels import gated_delta_rule, replay, state_copy
+from hybrid_kernels import gated_delta_rule, replay, state_copy, stops
 from hybrid_kernels._common import operation
 from triton.backends.compiler import GPUTarget
 
@@ -187,11 +187,19 @@ def copies() -> None:
     state_copy.promote_swap(torch.zeros(2, 3, dtype=torch.int64), slots)
 
 
+def cuts(extra: bool) -> None:
+    """Ends of requests among accepted drafts."""
+    kind = torch.int32 if extra else torch.int64
+    one, sampled = torch.zeros(1, dtype=kind), torch.zeros(1, 4, dtype=torch.int64)
+    others = sampled > 0 if extra else None
+    stops.cut(sampled, one, one, one, sampled, one, one, others)
+
+
 def main() -> None:
     """Compile for the shape named on the command line."""
     triton.runtime.driver.set_active(Driver())
     triton.runtime.JITFunction.__getitem__ = compile_only
-    for module in (operation, replay, state_copy):
+    for module in (operation, replay, state_copy, stops):
         module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
     name, width, depth, mode = sys.argv[1:]
     shape, extra = (int(depth), int(width)), mode == "extra"
@@ -214,6 +222,7 @@ def main() -> None:
         print(layer.name, len(next(iter(SUMS))), "sums", flush=True)
     factors(getattr(torch, name), extra)
     copies()
+    cuts(extra)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def on_triton(
     @contextmanager
     def switch() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            for name in ("_common.operation", "replay", "state_copy"):
+            for name in ("_common.operation", "replay", "state_copy", "stops"):
                 patch.setattr(f"hybrid_kernels.{name}.on_gpu", lambda tensor: True)
             yield
 

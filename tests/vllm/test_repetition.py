@@ -69,16 +69,18 @@ def test_the_scheduler_would_stop_there(batch: list[Any]) -> None:
         return
     repetitions = Repetitions(ROWS, CPU)
     known = torch.full((ROWS, 40), 7, dtype=torch.int32)
+    computed = torch.zeros(ROWS, dtype=torch.int32)
     rows = [ROWS - 1 - i for i in range(len(batch))]
     for row, (given_params, tokens, _, prompt, least) in zip(rows, batch, strict=True):
         given_all = SimpleNamespace(repetition_detection=given_params)
         repetitions.add(row, Pattern.of(given_all), prompt, least)
         known[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        computed[row] = len(tokens) - 1
     found = repetitions.ends(
         rows,
         torch.tensor([new for _, _, new, _, _ in batch]),
         torch.tensor(rows),
-        torch.tensor([len(tokens) - 1 for _, tokens, *_ in batch]),
+        computed,
         known,
     )
     if all(one[0] is None for one in batch):
@@ -93,7 +95,7 @@ def test_nothing_is_computed_for_batches_that_do_not_ask() -> None:
     repetitions.add(0, Pattern(1, 2, 2), 0, 0)
     repetitions.add(1, None, 0, 0)
     one = torch.zeros(1, NEW, dtype=torch.long)
-    rest = torch.tensor([1]), torch.tensor([3]), torch.zeros(ROWS, 40)
+    rest = torch.tensor([1]), torch.full((ROWS,), 3), torch.zeros(ROWS, 40)
     assert repetitions.ends([1], one, *rest) is None
     repetitions.add(0, None, 0, 0)
     assert repetitions.ends([0, 1], one, *rest) is None

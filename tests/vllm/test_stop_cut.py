@@ -92,6 +92,7 @@ class Runner:
             all_token_ids=SimpleNamespace(gpu=torch.full((ROWS, 64), 9)),
         )
         self.added: list[Any] = []
+        self.num_speculative_steps = DRAFTS
 
     def add_requests(self, output: Any) -> None:
         self.added.append(output)

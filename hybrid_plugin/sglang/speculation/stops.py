@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from hybrid_kernels.stops import NO_TOKEN, until_stop
 
 from hybrid_plugin.device.arena import to_device
-from hybrid_plugin.device.stops import NO_TOKEN, until_stop
 
 
 class Accepted(NamedTuple):

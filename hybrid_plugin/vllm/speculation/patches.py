@@ -307,8 +307,8 @@ def patch_stops_in_accepted_runs() -> None:
             repeated = repetitions.ends(
                 input_batch.idx_mapping_np.tolist(),
                 tokens,
-                rows.long(),
-                computed[rows.long()],
+                rows,
+                computed,
                 states.all_token_ids.gpu,
             )
             sampled, rejected = cut.cut(
@@ -326,6 +326,7 @@ def _stops(runner: Any) -> tuple[StopCut, Repetitions]:
     if found is None:
         rows, device = runner.max_num_reqs, runner.device
         found = StopCut(rows, device), Repetitions(rows, device)
+        found[0].warm_up(1 + runner.num_speculative_steps)
         runner.__dict__[_STOPS] = found
     return found
 

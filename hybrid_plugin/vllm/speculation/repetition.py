@@ -83,7 +83,7 @@ class Repetitions:
             present: rows of the batch, on the host.
             sampled: ``[N, L]``, what a step gave each request, in order.
             rows: ``[N]``, those of the batch on the device.
-            computed: ``[N]``, tokens computed before the step; one more was known.
+            computed: by row, tokens computed before the step; one more was known.
             known: by row, its tokens in order.
 
         Returns:
@@ -92,6 +92,8 @@ class Repetitions:
         asked = [self._asked[row] for row in present if row in self._asked]
         if not asked:
             return None
+        rows = rows.long()
+        computed = computed[rows]
         longest = max(pattern.longest for pattern in asked)
         window = max(pattern.longest * pattern.count for pattern in asked)
         shortest, most, count, start, least = self._table[rows].T[:, :, None]

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from hybrid_kernels import stops
+from hybrid_kernels.stops import NO_TOKEN
 
 from hybrid_plugin.device.arena import to_device
-from hybrid_plugin.device.stops import NO_TOKEN, until_stop
 
 _IDS = 8
 """Stop tokens that there is room for at first."""
@@ -31,6 +32,18 @@ class StopCut:
         """
         self._ids = torch.full((rows, _IDS), NO_TOKEN, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def warm_up(self, width: int) -> None:
+        """Compile what a GPU runs, on a step that ends nothing.
+
+        Args:
+            width: tokens that a step may give a request.
+        """
+        device = self._ids.device
+        tokens = torch.zeros((1, width), dtype=torch.int64, device=device)
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        self.cut(tokens, count, count, rows, torch.zeros_like(self._lengths).int())
 
     def add(self, row: int, stop_ids: Collection[int], length: int) -> None:
         """Note a request.
@@ -71,9 +84,13 @@ class StopCut:
         Returns:
             `num_sampled` and `num_rejected` of what is left.
         """
-        rows = rows.long()
-        most = until_stop(
-            sampled, self._ids[rows], computed[rows], self._lengths[rows], repeated
+        return stops.cut(
+            sampled,
+            num_sampled,
+            num_rejected,
+            rows,
+            self._ids,
+            self._lengths,
+            computed,
+            repeated,
         )
-        kept = torch.minimum(num_sampled, most.to(num_sampled.dtype))
-        return kept, num_rejected + (num_sampled - kept).to(num_rejected.dtype)

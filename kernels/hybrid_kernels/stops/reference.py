@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a request ends among the tokens that a verification accepted."""
+"""Plain PyTorch; the CPU path."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def until_stop(
     if others is not None:
         ends |= others
     return torch.where(ends, places, tokens.shape[1]).amin(1) + 1
+
+
+def cut(
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    rows: torch.Tensor,
+    stop_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    computed: torch.Tensor,
+    others: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `hybrid_kernels.stops.cut`."""
+    rows = rows.long()
+    most = until_stop(sampled, stop_ids[rows], computed[rows], lengths[rows], others)
+    kept = torch.minimum(num_sampled, most.to(num_sampled.dtype))
+    return kept, num_rejected + (num_sampled - kept).to(num_rejected.dtype)
