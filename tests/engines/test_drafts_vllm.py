@@ -38,6 +38,7 @@ REPLAY = {"draft_states": "replay"}
 GRAPHS = {**OURS, "prefill_graphs": True}
 GRAPH_FLAGS = (
     "--max-num-batched-tokens=512",  # room for several sequences in a graph
+    "--kv-cache-memory-bytes=128M",  # and for what more of them at once hold
     "--cudagraph-capture-sizes",
     *map(str, (4, 8, 16, 32, 64, 128)),
 )
