@@ -12,6 +12,7 @@ import gc
 import time
 from typing import Any
 
+import torch._dynamo.config
 from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.models import registry
@@ -52,6 +53,9 @@ def idle_and_nap(scheduler: Any) -> None:
         time.sleep(NAP_S)
 
 
+# SGLang compiles some small functions when they are first called, on a CPU with a C++
+# compiler: that takes a process longer than all of its calls.
+torch._dynamo.config.disable = True
 hook_names.bind_no_methods()
 Scheduler.on_idle = idle_and_nap
 problems(ENGINE_HOOKS, LiveView("sglang"))
