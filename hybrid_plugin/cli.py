@@ -168,9 +168,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _tiers(args: argparse.Namespace, model: Path, out: Path) -> TiersDemo:
     from hybrid_plugin.tools.demo.engines import VllmEngine
-    from hybrid_plugin.tools.demo.tiers import TiersDemo
+    from hybrid_plugin.tools.demo.tiers import LONGEST, TiersDemo
 
-    engine = VllmEngine(cache_bytes=args.cache_mib * MIB)
+    engine = VllmEngine(cache_bytes=args.cache_mib * MIB, max_model_len=LONGEST)
     host, disk = args.host_mib * MIB, args.disk_mib * MIB
     return TiersDemo(engine, host, disk, model, out)
 

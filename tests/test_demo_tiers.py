@@ -94,10 +94,17 @@ def test_chats_fit_the_model_and_are_all_different() -> None:
 
 
 def test_prompts_for_two_servers_are_nobody_elses() -> None:
-    prompts = split().conversations
+    prompts, chats = split().conversations, returning().conversations
     assert all(len(one.questions) == 1 for one in prompts)
-    texts = {one.questions[0].text for one in (*prompts, *returning().conversations)}
-    assert len(texts) == len(prompts) + len(returning().conversations)
+    texts = {one.questions[0].text for one in (*prompts, *chats)}
+    assert len(texts) == len(prompts) + len(chats)
+
+
+def test_prompts_for_two_servers_are_long_enough_to_be_read() -> None:
+    """Computing a third of such a one was faster than connecting, and so was done."""
+    least = max(len(one.questions[0].text) for one in returning().conversations)
+    for prompt in split().conversations:
+        assert 2 * least < len(prompt.questions[0].text.encode()) < tiers.LONGEST - 256
 
 
 def test_all_first_questions_come_before_any_second_one() -> None:
@@ -425,4 +432,5 @@ def test_sizes_are_those_of_the_flags(
     (demo,) = made
     assert (demo.engine.cache_bytes, demo.host_bytes) == (8 << 20, 32 << 20)
     assert demo.disk_bytes == 64 << 20
+    assert demo.engine.max_model_len == tiers.LONGEST
     assert demo.out == Path("build", "demo-tiers.json")

@@ -3,8 +3,9 @@
 
 python -m tests.engines.block_phases_vllm OPTIONS FOLDER
 
-OPTIONS is a JSON object of the plugin's.  One request runs at a time, so that each
-proposal belongs to the text that its request has come to.
+OPTIONS is a JSON object of the plugin's.  Each proposal belongs to the text that its
+request has come to.  One request runs at a time, but in a last phase, which tells what
+another batch changes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,8 @@ class Proposed:
 
     def __init__(self) -> None:
         """Listen from now on."""
-        self.chat = 0
-        self.drafts: Proposals = {}
-        """By chat, and by the number of tokens that were computed of it."""
+        self._drafts: dict[str, dict[int, list[int]]] = {}
+        """By request, and by the number of tokens that were computed of it."""
         if ON_GPU:
             self._listen_to_the_second_runner()
         else:
@@ -50,16 +51,26 @@ class Proposed:
 
     def _listen(self) -> None:
         from vllm.v1.spec_decode.dflash import DFlashProposer
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        propose = DFlashProposer.propose
+        propose, have_proposed = (
+            DFlashProposer.propose,
+            GPUModelRunner.propose_draft_token_ids,
+        )
+        running: list[str] = []
+
+        def naming(runner: Any, *args: Any, **named: Any) -> Any:
+            running[:] = runner.input_batch.req_ids
+            return have_proposed(runner, *args, **named)
 
         def noted(proposer: Any, *args: Any, **named: Any) -> Any:
             drafts = propose(proposer, *args, **named)
             lengths = named["common_attn_metadata"].seq_lens
-            self._note(drafts, lengths, named.get("num_rejected_tokens_gpu"))
+            self._note(running, drafts, lengths, named.get("num_rejected_tokens_gpu"))
             return drafts
 
         DFlashProposer.propose = noted
+        GPUModelRunner.propose_draft_token_ids = naming
 
     def _listen_to_the_second_runner(self) -> None:
         from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -71,22 +82,32 @@ class Proposed:
             drafts = propose(speculator, *args, **named)
             given = signature.bind(speculator, *args, **named).arguments
             if not given.get("dummy_run"):
-                lengths = given["input_batch"].seq_lens
-                self._note(drafts, lengths, given["num_rejected"])
+                batch = given["input_batch"]
+                rejected = given["num_rejected"]
+                self._note(batch.req_ids, drafts, batch.seq_lens, rejected)
             return drafts
 
         DFlashSpeculator.propose = noted
 
     def _note(
-        self, drafts: torch.Tensor, lengths: torch.Tensor, rejected: torch.Tensor | None
+        self,
+        requests: Sequence[str],
+        drafts: torch.Tensor,
+        lengths: torch.Tensor,
+        rejected: torch.Tensor | None,
     ) -> None:
-        """Of the one sequence that runs."""
-        computed = int(lengths[0]) - (0 if rejected is None else int(rejected[0]))
-        self.drafts.setdefault(self.chat, {})[computed] = drafts[0].tolist()
+        """Of each sequence that runs."""
+        for row, request in enumerate(requests):
+            lost = 0 if rejected is None else int(rejected[row])
+            computed = int(lengths[row]) - lost
+            self._drafts.setdefault(request, {})[computed] = drafts[row].tolist()
 
     def take(self) -> Proposals:
-        """What was proposed since the last call."""
-        found, self.drafts = self.drafts, {}
+        """What was proposed since the last call, by chats in the order of asking."""
+        # vLLM names requests by their numbers, and something random behind them.
+        in_order = sorted(self._drafts, key=lambda name: int(name.split("-")[0]))
+        found = {chat: self._drafts[name] for chat, name in enumerate(in_order)}
+        self._drafts.clear()
         return found
 
 
@@ -119,7 +140,7 @@ def zero_draft_kv(worker: Any, pages: list[int]) -> None:
 
 
 class Chats:
-    """Asks an engine, one chat at a time."""
+    """Asks an engine, and keeps what it says."""
 
     def __init__(self, engine: VllmEngine, proposed: Proposed, model: Path) -> None:
         """Begin with nothing asked."""
@@ -128,16 +149,23 @@ class Chats:
         self.cached: dict[str, list[int]] = {}
         self.answers: dict[str, Tokens] = {}
 
-    def ask(self, phase: str, prompts: Tokens) -> tuple[Tokens, Proposals]:
-        """Answers, and what was proposed on the way."""
-        answers, self.cached[phase] = [], []
-        for number, prompt in enumerate(prompts):
-            self._proposed.chat = number
-            (answer,), (cached,) = self._engine.ask([prompt], ANSWER)
-            answers.append(answer)
-            self.cached[phase].append(cached)
-        self.answers[phase] = answers
-        return answers, self._proposed.take()
+    def ask(
+        self, phase: str, prompts: Tokens, at_once: int = 1
+    ) -> tuple[Tokens, Proposals]:
+        """Answers, and what was proposed on the way.
+
+        Args:
+            phase: what this is called in what is found.
+            prompts: one of each chat.
+            at_once: how many of them run side by side.
+        """
+        self.answers[phase], self.cached[phase] = [], []
+        for start in range(0, len(prompts), at_once):
+            some = prompts[start : start + at_once]
+            answers, cached = self._engine.ask(some, ANSWER)
+            self.answers[phase] += answers
+            self.cached[phase] += cached
+        return self.answers[phase], self._proposed.take()
 
     def compare(self, phase: str, prompts: Tokens) -> None:
         """See how much likelier other tokens were than the answers of a phase."""
@@ -171,6 +199,9 @@ def main(options: dict[str, Any], folder: Path) -> None:
     engine.forget()
     _, without = chats.ask("second alone", second)
     engine.forget()
+    # What rounding does: the same without hits, in other batches.
+    _, together = chats.ask("second together", second, at_once=len(second))
+    engine.forget()
     chats.ask("first again", first)
     pages = [page for node in engine.cache.tree.nodes() for page in node.pages]
     engine._llm.collective_rpc(zero_draft_kv, args=(pages,))
@@ -185,6 +216,7 @@ def main(options: dict[str, Any], folder: Path) -> None:
             "answers": chats.answers,
             "cached": chats.cached,
             "proposed": compared(behind_hits, without, starts),
+            "proposed together": compared(together, without, starts),
             "proposed from zeros": compared(from_zeros, without, starts),
             "turn_ends_missed": stats["turn_ends_missed"],
         }

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from hybrid_plugin.tools.route.router import of_prompt
+from tests.engines import web
 from tests.engines.messages import Ask
 from tests.engines.server import Server, free_port
 from tests.engines.traffic import encode
@@ -29,7 +30,7 @@ OPTIONS: Mapping[str, Any] = {
 def prefilled(url: str, prompt: Sequence[int]) -> dict[str, Any]:
     """Have a prompt computed as a router does; what the answer says of it."""
     body = of_prompt({"prompt": list(prompt), "temperature": 0})
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    answer = web.post(f"{url}/v1/completions", json=body, timeout=300)
     answer.raise_for_status()
     found = answer.json()["kv_transfer_params"]
     assert isinstance(found, dict), found
@@ -54,7 +55,7 @@ def router(prefill: Server, decode: Server, log: Path) -> Iterator[str]:
         for _ in range(240):
             assert process.poll() is None, log.read_text()
             try:
-                httpx.get(f"{url}/health", timeout=10).raise_for_status()
+                web.get(f"{url}/health", timeout=10).raise_for_status()
                 break
             except httpx.TransportError:
                 time.sleep(0.5)

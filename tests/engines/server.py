@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from hybrid_plugin.tools.demo.server import free_port
+from tests.engines import web
 from tests.engines.drivers import Driver, Setup
 from tests.engines.messages import Answer, Ask, Launch
 from tests.engines.warm_start import WarmProcess
@@ -87,7 +88,7 @@ class Server:
         assert self._process is not None
         if self._process.poll() is not None:
             return False
-        return httpx.get(f"{self.url}/health", timeout=10).status_code == 200
+        return web.get(f"{self.url}/health", timeout=10).status_code == 200
 
     def log_text(self) -> str:
         """All that the server printed so far."""
@@ -154,7 +155,7 @@ class Server:
         # A server may close a connection that waits just when it is used again.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(
-            base_url=self.url, timeout=ANSWER_LIMIT_S, limits=limits
+            base_url=self.url, verify=False, timeout=ANSWER_LIMIT_S, limits=limits
         ) as client:
 
             async def one(ask: Ask) -> Answer:
@@ -171,7 +172,7 @@ class Server:
             if code is not None:
                 raise ServerDiedError(code, self.log_text())
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if web.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             except httpx.TransportError:
                 pass

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import httpx
 
+from tests.engines import web
 from tests.engines.messages import Answer, Ask
 
 PATH = "/v1/hybrid/sessions"
@@ -19,7 +20,7 @@ def call(
     url: str, method: str, path: str = "", body: Mapping[str, Any] | None = None
 ) -> httpx.Response:
     """Send a request below the endpoints."""
-    return httpx.request(method, url + PATH + path, json=body, timeout=PATIENCE_S)
+    return web.request(method, url + PATH + path, json=body, timeout=PATIENCE_S)
 
 
 def order(

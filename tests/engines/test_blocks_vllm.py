@@ -52,7 +52,7 @@ def test_second_turns_restore_the_first(found: dict[str, Any]) -> None:
     for phase in ("second", "second, draft KV zeroed"):
         lost = zip(whole, found["cached"][phase], strict=True)
         assert all(cached - least in (0, 1) for least, cached in lost), phase
-    assert not any(found["cached"]["second alone"])
+    assert not any(found["cached"]["second alone"] + found["cached"]["second together"])
     assert found["turn_ends_missed"] == 0
 
 
@@ -62,5 +62,9 @@ def test_the_draft_model_proposes_behind_hits_what_it_does_without(
     """Its KV is restored with the model's; without it, it proposes something else."""
     compared, zeroed = found["proposed"], found["proposed from zeros"]
     assert compared["texts"] > 30 and compared["kinds"] > compared["texts"] / 4
-    assert compared["unlike"] <= (compared["texts"] / 4 if ON_GPU else 0)
+    # A pass of another length rounds differently, where it rounds to bfloat16.
+    rounded = found["proposed together"]
+    assert rounded["texts"] > 30 and rounded["unlike"] < rounded["texts"] / 2
+    share = rounded["unlike"] / rounded["texts"]
+    assert compared["unlike"] <= 2 * share * compared["texts"]
     assert zeroed["unlike"] > zeroed["texts"] / 2

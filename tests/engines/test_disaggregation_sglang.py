@@ -21,7 +21,7 @@ pytest.importorskip("sglang")
 pytest.importorskip("nixl_cu12")
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
-from tests.engines import slow_decay
+from tests.engines import slow_decay, web
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
@@ -84,7 +84,7 @@ def asked(prompt: Tokens, length: int = LENGTH) -> dict[str, Any]:
 
 
 def _post(server: Server, body: dict[str, Any], patience: float) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/generate", json=body, timeout=patience)
+    answer = web.post(f"{server.url}/generate", json=body, timeout=patience)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
 from hybrid_plugin.tools.prometheus_text import Metrics
-from tests.engines import draft_heads, slow_decay
+from tests.engines import draft_heads, slow_decay, web
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.drivers.driver import MODEL
@@ -169,7 +168,7 @@ FLOAT_TIE = 0.01
 def load_in_place(url: str, adapter: Path) -> None:
     """Have the server's adapter replaced, under its name."""
     body = {"lora_name": "adapted", "lora_path": str(adapter), "load_inplace": True}
-    httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=300).raise_for_status()
+    web.post(f"{url}/v1/load_lora_adapter", json=body, timeout=300).raise_for_status()
 
 
 def ask_adapter(url: str, prompt: Sequence[int]) -> Answer:
@@ -181,7 +180,7 @@ def ask_adapter(url: str, prompt: Sequence[int]) -> Answer:
         "temperature": 0,
         "return_token_ids": True,
     }
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    reply = web.post(f"{url}/v1/completions", json=body, timeout=300)
     reply.raise_for_status()
     found = reply.json()
     details = found["usage"].get("prompt_tokens_details") or {}

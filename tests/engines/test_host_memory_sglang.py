@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
-from tests.engines import slow_decay
+from tests.engines import slow_decay, web
 from tests.engines.compare import compare
 from tests.engines.conftest import StartServer
 from tests.engines.drivers.driver import MODEL
@@ -281,11 +280,11 @@ def running(
     }
     with ThreadPoolExecutor(1) as pool:
         url = f"{server.url}/generate"
-        sent = pool.submit(httpx.post, url, json=body, timeout=120.0)
+        sent = pool.submit(web.post, url, json=body, timeout=120.0)
         time.sleep(0.3)
         yield
         assert not sent.done(), "it is over before it is aborted"
-        httpx.post(f"{server.url}/abort_request", json={"rid": name})
+        web.post(f"{server.url}/abort_request", json={"rid": name})
         about = sent.result().json()["meta_info"]
     assert about["finish_reason"]["type"] == "abort"
     if name != "busy":

@@ -14,12 +14,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("sglang")
 
 from hybrid_plugin.tiers.peers.params import OWN
+from tests.engines import web
 from tests.engines.conftest import StartServer
 from tests.engines.faults import planted
 from tests.engines.greedy import gaps
@@ -45,7 +45,7 @@ def decoded(decode: Server, prompt: list[int], params: dict[str, Any]) -> list[i
     told = {OWN: json.dumps(params[OWN])}
     sampling = {"max_new_tokens": ANSWER, "temperature": 0, "custom_params": told}
     body = {"input_ids": prompt, "sampling_params": sampling}
-    answer = httpx.post(f"{decode.url}/generate", json=body, timeout=300)
+    answer = web.post(f"{decode.url}/generate", json=body, timeout=300)
     answer.raise_for_status()
     found: list[int] = answer.json()["output_ids"]
     return found

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
 from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.peers.params import OWN
-from tests.engines import peer_servers, slow_decay
+from tests.engines import peer_servers, slow_decay, web
 from tests.engines.conftest import StartServer
 from tests.engines.faults import planted
 from tests.engines.greedy import gaps
@@ -72,7 +71,7 @@ class Pair:
             "kv_transfer_params": params,
         }
         url = f"{(server or self.decode).url}/v1/completions"
-        answer = httpx.post(url, json=body, timeout=300)
+        answer = web.post(url, json=body, timeout=300)
         answer.raise_for_status()
         return tuple(answer.json()["choices"][0]["token_ids"])
 

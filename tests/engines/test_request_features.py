@@ -10,11 +10,10 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
-from tests.engines import slow_decay
+from tests.engines import slow_decay, web
 from tests.engines.conftest import StartServer
 from tests.engines.drivers import Driver
 from tests.engines.server import Server
@@ -79,7 +78,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def served_name(server: Server) -> str:
-    found = httpx.get(f"{server.url}/v1/models", timeout=60.0).json()
+    found = web.get(f"{server.url}/v1/models", timeout=60.0).json()
     name: str = found["data"][0]["id"]
     return name
 
@@ -96,7 +95,7 @@ def send(server: Server, driver: Driver, **fields: Any) -> Mapping[str, Any]:
     if pattern is not None:
         own = {"structured_outputs": {"regex": pattern}}
         body |= own if driver.name == "vllm" else {"regex": pattern}
-    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
+    found = web.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
     assert found.status_code == 200, found.text
     answer: Mapping[str, Any] = found.json()
     return answer

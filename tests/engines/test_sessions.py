@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from hybrid_plugin.cli import main
-from tests.engines import slow_decay
+from tests.engines import slow_decay, web
 from tests.engines.conftest import StartServer
 from tests.engines.disk_fill import FILES, MODEL, first_turns, setup
 from tests.engines.messages import Answer, Ask
@@ -49,7 +48,7 @@ def chat(server: Server, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
     """An answer of the chat API."""
     body = {"model": str(model_of(server)), "messages": list(messages)}
     body |= {"max_tokens": 8, "temperature": 0}
-    response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
+    response = web.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
@@ -57,7 +56,7 @@ def chat(server: Server, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 def model_of(server: Server) -> str:
     """What the server calls the model."""
-    found = httpx.get(f"{server.url}/v1/models", timeout=60).json()
+    found = web.get(f"{server.url}/v1/models", timeout=60).json()
     return str(found["data"][0]["id"])
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
@@ -24,7 +23,7 @@ pytest.importorskip("mooncake.store", exc_type=ImportError)
 import mooncake
 
 from hybrid_plugin.tiers.store.mooncake import MooncakeObjects
-from tests.engines import slow_decay
+from tests.engines import slow_decay, web
 from tests.engines.conftest import StartServer
 from tests.engines.greedy import gaps
 from tests.engines.messages import Answer, Ask
@@ -133,7 +132,7 @@ def test_a_server_resumes_what_another_one_left(
             shared.master.kill()
             third = next_turns(second, [*restored, *computed], 5)
             ask(server, [third[0], Ask(random_prompt(rng, 300), ANSWER)])
-            httpx.get(f"{server.url}/health", timeout=60).raise_for_status()
+            web.get(f"{server.url}/health", timeout=60).raise_for_status()
     assert not any(answer.error for answer in said)
     worst = max(gaps(model, asked, said))
     print(f"worst {worst:.4f} nats; restored {[a.cached_tokens for a in restored]}")

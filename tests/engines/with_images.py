@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
+from tests.engines import web
 from tests.engines.slow_decay import QWEN3_5, ROPE, SMALL, write_with_images
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -145,7 +145,7 @@ def ask(url: str, model: str, messages: Sequence[Any]) -> tuple[list[Any], int, 
         "logprobs": True,
         "top_logprobs": 5,
     }
-    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+    response = web.post(f"{url}/v1/chat/completions", json=body, timeout=300)
     response.raise_for_status()
     told = response.json()
     details = told["usage"].get("prompt_tokens_details") or {}

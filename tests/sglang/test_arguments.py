@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hybrid_plugin.sglang.speculation.arguments import (
 )
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.sglang import SglangDriver
+from tests.sglang.resolving import FOUND
 
 DRIVER = SglangDriver()
 
@@ -332,37 +334,38 @@ def test_enabled_false_is_stock() -> None:
     assert ours.lines == ('hybrid-plugin is inactive: the option "enabled" is false.',)
 
 
-RESOLVE = """
-import json, sys
-from sglang.srt.plugins import load_plugins
-load_plugins()
-# It reads where metrics go as it is imported, and SGLang has not said so yet.
-assert "prometheus_client" not in sys.modules
-from sglang.srt.arg_groups import overrides
-from sglang.srt.server_args import prepare_server_args
-arguments = prepare_server_args(sys.argv[1:])
-arguments.resolve_once()
-view = overrides.resolved_view(arguments)
-print(json.dumps([view.radix_cache_backend, view.page_size]))
-"""
+Resolve = Callable[..., list[Any]]
 
 
-def resolve(*flags: str, **variables: str) -> list[Any]:
+@pytest.fixture(scope="module")
+def resolve() -> Iterator[Resolve]:
     """Backend and page size of a server with these flags, in a process of its own."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HYBRID_")}
-    done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, "--skip-tokenizer-init", *flags],
-        env=clean | {"SGLANG_PLATFORM": "hybrid_cpu"} | variables,
-        capture_output=True,
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.sglang.resolving"],
+        env=clean | {"SGLANG_PLATFORM": "hybrid_cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    ) as forking:
+        assert forking.stdin is not None and forking.stdout is not None
+        to, back = forking.stdin, forking.stdout
+
+        def resolved(*flags: str, **variables: str) -> list[Any]:
+            to.write(json.dumps([["--skip-tokenizer-init", *flags], variables]) + "\n")
+            to.flush()
+            for line in back:
+                if line.startswith(FOUND):
+                    found: list[Any] = json.loads(line.removeprefix(FOUND))
+                    return found
+            raise AssertionError("the process has ended")
+
+        yield resolved
 
 
-def test_a_configuration_file_asks_for_the_plugin(tmp_path: Path) -> None:
+def test_a_configuration_file_asks_for_the_plugin(
+    resolve: Resolve, tmp_path: Path
+) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(
         f"model-path: {MODEL}\n"
@@ -372,11 +375,16 @@ def test_a_configuration_file_asks_for_the_plugin(tmp_path: Path) -> None:
     assert resolve("--config", str(file)) == ["hybrid", 32]
 
 
-def test_an_abbreviated_flag_asks_for_the_plugin() -> None:
+def test_an_abbreviated_flag_asks_for_the_plugin(resolve: Resolve) -> None:
     assert resolve(f"--model-path={MODEL}", "--enable-hyb") == ["hybrid", 16]
 
 
-def test_the_environment_gives_options_to_the_command_line() -> None:
+def test_without_it_nothing_does(resolve: Resolve) -> None:
+    backend, _ = resolve(f"--model-path={MODEL}")
+    assert backend != "hybrid"
+
+
+def test_the_environment_gives_options_to_the_command_line(resolve: Resolve) -> None:
     flags = (f"--model-path={MODEL}", "--enable-hybrid-plugin")
     variables = {"HYBRID_CONFIG": '{"page_size": 64}'}
     assert resolve(*flags, **variables) == ["hybrid", 64]

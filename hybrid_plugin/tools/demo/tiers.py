@@ -35,6 +35,8 @@ from hybrid_plugin.tools.demo.workloads import (
 
 SERVERS = ("device", "tiers")
 """Names of the two: with the device's memory alone, and with tiers behind it."""
+LONGEST = 4096
+"""Tokens of a prompt and its answer."""
 _TURNS = ("first turns", "second turns", "after a restart")
 _NO_NIXL = (
     "Left out is one server that computes prompts and another one that answers: it "

@@ -145,12 +145,16 @@ def returning(count: int = 16, turns: int = 3) -> Workload:
 
 
 def split(count: int = 8) -> Workload:
-    """Long prompts, each of which one server computes and another one answers."""
+    """Long prompts, each of which one server computes and another one answers.
+
+    So long that computing one takes longer than reading it: otherwise the server that
+    answers computes it, too.
+    """
     return Workload(
         "prefill_and_decode",
         "prefill, decode",
         f"{count} prompts that one server computes and another answers",
-        tuple(_chat(seed, 1, 900) for seed in range(300, 300 + count)),
+        tuple(_chat(seed, 1, 3000) for seed in range(300, 300 + count)),
         concurrency=2,
     )
 

@@ -17,6 +17,7 @@ import httpx
 import torch
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
+from tests.engines import web
 from tests.engines.drivers.driver import (
     MAX_MODEL_LEN,
     Decision,
@@ -344,7 +345,7 @@ class SglangDriver:
     def cached_with_prompt_logprobs(self, url: str, prompt: Sequence[int]) -> int:
         """Logprobs from the prompt's first token on."""
         body = _body(Ask(tuple(prompt), 4, logprobs=1)) | {"logprob_start_len": 0}
-        response = httpx.post(f"{url}/generate", json=body, timeout=300)
+        response = web.post(f"{url}/generate", json=body, timeout=300)
         response.raise_for_status()
         cached: int = response.json()["meta_info"]["cached_tokens"]
         return cached
@@ -352,32 +353,32 @@ class SglangDriver:
     def pause(self, url: str) -> None:
         """What the scheduler has stays as it is."""
         body = {"mode": "in_place"}
-        httpx.post(f"{url}/pause_generation", json=body, timeout=60).raise_for_status()
+        web.post(f"{url}/pause_generation", json=body, timeout=60).raise_for_status()
 
     def resume(self, url: str) -> None:
         """Requests that were taken in go to the scheduler together."""
-        httpx.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()
+        web.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()
 
     def forget(self, url: str) -> None:
         """Once nothing runs."""
-        httpx.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+        web.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()
 
     def update_weights(self, url: str, model: Path) -> None:
         """Of itself it forgets what the old ones computed."""
         body = {"model_path": str(model)}
-        response = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=300)
+        response = web.post(f"{url}/update_weights_from_disk", json=body, timeout=300)
         response.raise_for_status()
 
     def sleep(self, url: str) -> None:
         """What it holds beside weights and graphs."""
         body = {"tags": ["kv_cache"]}
-        response = httpx.post(f"{url}/release_memory_occupation", json=body, timeout=60)
+        response = web.post(f"{url}/release_memory_occupation", json=body, timeout=60)
         response.raise_for_status()
 
     def wake_up(self, url: str) -> None:
         """The same."""
         body = {"tags": ["kv_cache"]}
-        httpx.post(
+        web.post(
             f"{url}/resume_memory_occupation", json=body, timeout=60
         ).raise_for_status()
 
@@ -387,7 +388,7 @@ class SglangDriver:
             time.sleep(PUBLISH_S)
             _wake(url)
         time.sleep(PUBLISH_S)
-        return httpx.get(f"{url}/metrics", timeout=10, follow_redirects=True).text
+        return web.get(f"{url}/metrics", timeout=10, follow_redirects=True).text
 
     def kv_events(self, endpoint: str) -> tuple[str, ...]:
         """By SGLang's own publisher."""
@@ -419,7 +420,7 @@ def generate(url: str, prompt: Sequence[int], num_tokens: int, **fields: Any) ->
         fields: such as `lora_path` and `routed_dp_rank`.
     """
     body = _body(Ask(tuple(prompt), num_tokens)) | fields
-    response = httpx.post(f"{url}/generate", json=body, timeout=300)
+    response = web.post(f"{url}/generate", json=body, timeout=300)
     assert response.status_code == 200, response.text
     return _answer(response.json(), 0.0)
 
@@ -427,7 +428,7 @@ def generate(url: str, prompt: Sequence[int], num_tokens: int, **fields: Any) ->
 def _wake(url: str) -> None:
     """Have the scheduler go once through its loop, by an order that changes nothing."""
     body = {"forward_sleep_time": None}
-    httpx.post(f"{url}/slow_down", json=body, timeout=60).raise_for_status()
+    web.post(f"{url}/slow_down", json=body, timeout=60).raise_for_status()
 
 
 def _sizes(setup: Setup) -> tuple[str, ...]:

@@ -7,28 +7,24 @@ SGLang looks for one.  Nothing is hooked here.
 
 from __future__ import annotations
 
+import functools
 import gc
+import time
 from typing import Any
 
+import torch._dynamo.config
 from sglang.srt.environ import envs
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.models import registry
-from sglang.srt.plugins import hook_registry
 
 from hybrid_plugin.sglang.contracts import ENGINE_HOOKS
 from hybrid_plugin.upstream.hookpoints import LiveView, problems
+from tests.engines.drivers import hook_names
 
-propagate = hook_registry._propagate_patch
+NAP_S = 1e-3
+"""Less than a tenth of a step."""
 
-
-def propagate_unless_method(original: object, wrapped: object, source: object) -> int:
-    """Bind a hook wherever a module has imported what it wraps.
-
-    For each of a hundred hooks, SGLang looks through all names of all modules, which
-    takes seconds.  Most hooks wrap methods, and no module has a method as a name.
-    """
-    if "." in getattr(original, "__qualname__", ""):
-        return 0
-    return propagate(original, wrapped, source)
+on_idle = Scheduler.on_idle
 
 
 def load_models(models: Any) -> None:
@@ -46,7 +42,22 @@ def load_models(models: Any) -> None:
     models._default_models_loaded = True
 
 
-hook_registry._propagate_patch = propagate_unless_method
+@functools.wraps(on_idle)
+def idle_and_nap(scheduler: Any) -> None:
+    """Leave the core to whom a scheduler waits for, or to other tests.
+
+    While a transfer is under way, it looks for its end again and again.
+    """
+    on_idle(scheduler)
+    if not scheduler.is_fully_idle():
+        time.sleep(NAP_S)
+
+
+# SGLang compiles some small functions when they are first called, on a CPU with a C++
+# compiler: that takes a process longer than all of its calls.
+torch._dynamo.config.disable = True
+hook_names.bind_no_methods()
+Scheduler.on_idle = idle_and_nap
 problems(ENGINE_HOOKS, LiveView("sglang"))
 registry.import_model_classes("sglang.srt.models")
 registry._ModelRegistry._load_default_models = load_models

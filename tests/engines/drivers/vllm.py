@@ -15,6 +15,7 @@ import httpx
 import torch
 
 from hybrid_plugin.tools.demo.compare import NEAR_TIE
+from tests.engines import web
 from tests.engines.drivers.driver import (
     MAX_MODEL_LEN,
     Decision,
@@ -329,39 +330,39 @@ class VllmDriver:
     def cached_with_prompt_logprobs(self, url: str, prompt: Sequence[int]) -> int:
         """Such a request cannot be streamed."""
         body = _body(Ask(tuple(prompt), 4)) | {"prompt_logprobs": 1}
-        response = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+        response = web.post(f"{url}/v1/completions", json=body, timeout=300)
         response.raise_for_status()
         return _cached(response.json()["usage"])
 
     def pause(self, url: str) -> None:
         """By vLLM's development mode."""
-        httpx.post(f"{url}/pause?mode=keep", timeout=60).raise_for_status()
+        web.post(f"{url}/pause?mode=keep", timeout=60).raise_for_status()
 
     def resume(self, url: str) -> None:
         """Requests that were taken in are all in the scheduler's queue."""
-        httpx.post(f"{url}/resume", timeout=60).raise_for_status()
+        web.post(f"{url}/resume", timeout=60).raise_for_status()
 
     def forget(self, url: str) -> None:
         """By vLLM's development mode."""
-        httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+        web.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
 
     def update_weights(self, url: str, model: Path) -> None:
         """As trainers do; vLLM forgets nothing by itself."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
-        httpx.post(f"{url}/collective_rpc", json=body, timeout=300).raise_for_status()
+        web.post(f"{url}/collective_rpc", json=body, timeout=300).raise_for_status()
         self.forget(url)
 
     def sleep(self, url: str) -> None:
         """By vLLM's development mode."""
-        httpx.post(f"{url}/sleep?level=1", timeout=60).raise_for_status()
+        web.post(f"{url}/sleep?level=1", timeout=60).raise_for_status()
 
     def wake_up(self, url: str) -> None:
         """The same."""
-        httpx.post(f"{url}/wake_up", timeout=60).raise_for_status()
+        web.post(f"{url}/wake_up", timeout=60).raise_for_status()
 
     def metrics(self, url: str) -> str:
         """Current with every step."""
-        return httpx.get(f"{url}/metrics", timeout=10).text
+        return web.get(f"{url}/metrics", timeout=10).text
 
     def kv_events(self, endpoint: str) -> tuple[str, ...]:
         """By vLLM's own publisher."""
