@@ -328,10 +328,10 @@ class RunsCommands:
         It is also kept in passes that no scheduler made, with which vLLM's second
         model runner warms up: nobody reads their outputs.
         """
-        if not self._is_scheduled:
+        if not self._is_scheduled or not reports.can_carry(output):
             return output
         report = self._measured()
-        if report == self._reported or not reports.can_carry(output):
+        if report == self._reported:
             return output
         self._outcomes, self._ranks = [], Ranks()
         self._reported = self._measured()
