@@ -19,13 +19,16 @@ CACHED, UNCACHED = "stock, drafts, cache", "stock, drafts, no cache"
 PLAIN = "stock, no drafts"
 FIXED, ELASTIC = f"{PLUGIN}, drafts, fixed", f"{PLUGIN}, drafts, elastic"
 REPLAY = f"{ELASTIC}, ours kernels, replay"
+GRAPHS = f"{ELASTIC}, ours kernels, prefill graphs"
+GRAPHS_REPLAY = f"{REPLAY}, prefill graphs"
 UNDRAFTED = f"{PLUGIN}, no drafts, elastic"
 QUICK = (CACHED, UNCACHED, PLAIN, ELASTIC)
+_IN_GRAPHS = (GRAPHS, GRAPHS_REPLAY)
 _NOT_ON_CPU = {
     # Its prefix cache copies states with a Triton kernel while it speculates.
-    "vllm": (CACHED,),
+    "vllm": (CACHED, *_IN_GRAPHS),
     # Its CPU platform keeps no states beside those of running sequences.
-    "sglang": (CACHED,),
+    "sglang": (CACHED, *_IN_GRAPHS),
 }
 SLACK = 16
 """Tokens that a sequence may have besides the longest one's."""
@@ -93,6 +96,17 @@ def configurations(engine: str) -> dict[str, Configuration]:
         REPLAY: of_plugin(
             {"elastic": True, "kernels": "ours", "draft_states": "replay"}
         ),
+        **{
+            name: of_plugin(
+                {
+                    "elastic": True,
+                    "kernels": "ours",
+                    "draft_states": states,
+                    "prefill_graphs": True,
+                }
+            )
+            for name, states in ((GRAPHS, "columns"), (GRAPHS_REPLAY, "replay"))
+        },
         UNDRAFTED: of_plugin({"elastic": True}, drafts=False),
     }
 
