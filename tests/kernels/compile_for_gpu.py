@@ -195,7 +195,7 @@ def cuts(extra: bool) -> None:
     kind = torch.int32 if extra else torch.int64
     one, sampled = torch.zeros(1, dtype=kind), torch.zeros(1, 4, dtype=torch.int64)
     others = sampled > 0 if extra else None
-    stops.cut(sampled, one, one, one, sampled, one, one, others)
+    stops.cut(sampled, one, one, one, stops.Ends(sampled, one, one, others))
 
 
 def main() -> None:

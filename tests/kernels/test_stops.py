@@ -72,10 +72,12 @@ def test_what_counts_ends_where_a_scheduler_would_cut(
                 counts.to(device, kind),
                 (LENGTH - counts).to(device, kind),
                 torch.tensor(rows, device=device),
-                ids.to(device),
-                lengths.to(device, torch.int64),
-                computed.to(device, torch.int32),
-                reasons.to(device) if others else None,
+                stops.Ends(
+                    ids.to(device),
+                    lengths.to(device, torch.int64),
+                    computed.to(device, torch.int32),
+                    reasons.to(device) if others else None,
+                ),
             )
             wanted = [kept(request, others=others) for request in batch]
             assert found.sampled.tolist() == wanted
@@ -95,15 +97,15 @@ def test_a_stop_that_is_not_counted_shows() -> None:
         torch.tensor([0]),
         torch.tensor([0]),
     )
-    tables = torch.tensor([99]), torch.tensor([5])
-    assert stops.cut(*given, torch.tensor([[8]]), *tables).sampled.tolist() == [2]
-    assert stops.cut(*given, torch.tensor([[3]]), *tables).sampled.tolist() == [4]
+    for stop, wanted in ((8, 2), (3, 4)):
+        ends = stops.Ends(torch.tensor([[stop]]), torch.tensor([99]), torch.tensor([5]))
+        assert stops.cut(*given, ends).sampled.tolist() == [wanted]
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     one = torch.tensor([1])
-    tables = torch.tensor([[8]]), torch.tensor([99]), torch.tensor([5])
+    ends = stops.Ends(torch.tensor([[8]]), torch.tensor([99]), torch.tensor([5]))
     with pytest.raises(ValueError, match="num_sampled has shape"):
-        stops.cut(torch.zeros(2, 4).long(), one, one, one, *tables)
+        stops.cut(torch.zeros(2, 4).long(), one, one, one, ends)
     with pytest.raises(ValueError, match=r"sampled is torch\.float32"):
-        stops.cut(torch.zeros(1, 4), one, one, one, *tables)
+        stops.cut(torch.zeros(1, 4), one, one, one, ends)

@@ -84,13 +84,5 @@ class StopCut:
         Returns:
             `num_sampled` and `num_rejected` of what is left.
         """
-        return stops.cut(
-            sampled,
-            num_sampled,
-            num_rejected,
-            rows,
-            self._ids,
-            self._lengths,
-            computed,
-            repeated,
-        )
+        ends = stops.Ends(self._ids, self._lengths, computed, repeated)
+        return stops.cut(sampled, num_sampled, num_rejected, rows, ends)

@@ -3,10 +3,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 NO_TOKEN = -1
 """Fills rows of stop tokens: no token has this id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends requests, in tables with a row for each; all int32 or int64."""
+
+    stop_ids: torch.Tensor
+    """``[R, S]``, tokens each of which ends a request; `NO_TOKEN` fills."""
+    lengths: torch.Tensor
+    """``[R]``, tokens in all that end a request."""
+    computed: torch.Tensor
+    """``[R]`` or longer, tokens computed before the step.  Its first token was known,
+    so that with the first that it gives two more than these are."""
+    others: torch.Tensor | None = None
+    """``[N, L]`` bool, of a step: which tokens end a request for another reason."""
 
 
 def until_stop(
@@ -42,13 +59,11 @@ def cut(
     num_sampled: torch.Tensor,
     num_rejected: torch.Tensor,
     rows: torch.Tensor,
-    stop_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    computed: torch.Tensor,
-    others: torch.Tensor | None,
+    ends: Ends,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hybrid_kernels.stops.cut`."""
     rows = rows.long()
-    most = until_stop(sampled, stop_ids[rows], computed[rows], lengths[rows], others)
+    tables = ends.stop_ids[rows], ends.computed[rows], ends.lengths[rows]
+    most = until_stop(sampled, *tables, ends.others)
     kept = torch.minimum(num_sampled, most.to(num_sampled.dtype))
     return kept, num_rejected + (num_sampled - kept).to(num_rejected.dtype)

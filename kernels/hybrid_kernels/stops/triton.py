@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hybrid_kernels._common.tables import two_strides
+from hybrid_kernels.stops.reference import Ends
+
 _NO_TOKEN = tl.constexpr(-1)
 
 
@@ -72,36 +75,33 @@ def cut(
     num_sampled: torch.Tensor,
     num_rejected: torch.Tensor,
     rows: torch.Tensor,
-    stop_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    computed: torch.Tensor,
-    others: torch.Tensor | None,
+    ends: Ends,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hybrid_kernels.stops.cut`."""
-    (count, width), stops = sampled.shape, stop_ids.shape[1]
+    (count, width), stops = sampled.shape, ends.stop_ids.shape[1]
     kept, rejected = torch.empty_like(num_sampled), torch.empty_like(num_rejected)
     if count == 0:
         return kept, rejected
-    flags = None if others is None else others.view(torch.uint8)
+    others = None if ends.others is None else ends.others.view(torch.uint8)
     _cut_kernel[(count,)](
         sampled,
         num_sampled,
         num_rejected,
         rows,
-        stop_ids,
-        lengths,
-        computed,
-        flags,
+        ends.stop_ids,
+        ends.lengths,
+        ends.computed,
+        others,
         kept,
         rejected,
         width,
         stops,
         *sampled.stride(),
-        *stop_ids.stride(),
-        *((0, 0) if flags is None else flags.stride()),
+        *ends.stop_ids.stride(),
+        *two_strides(others),
         BLOCK_TOKENS=triton.next_power_of_2(width),
         BLOCK_STOPS=triton.next_power_of_2(max(stops, 1)),
-        HAS_OTHERS=flags is not None,
+        HAS_OTHERS=others is not None,
         num_warps=1,
     )
     return kept, rejected
