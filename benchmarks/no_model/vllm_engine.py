@@ -134,13 +134,16 @@ class NoModel(Executor):
 class SteppedEngine:
     """Runs an engine step by step, and counts steps instead of seconds."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], executor: type[NoModel] = NoModel
+    ) -> None:
         """Start one.
 
         Args:
             arguments: of vLLM's `EngineArgs`.
+            executor: what answers its steps.
         """
-        arguments = arguments | {"distributed_executor_backend": NoModel}
+        arguments = arguments | {"distributed_executor_backend": executor}
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         core: Any = self.engine.engine_core
         self.scheduler = core.engine_core.scheduler
