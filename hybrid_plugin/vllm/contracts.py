@@ -928,6 +928,10 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
         closed=True,
     ),
     HookPoint(
+        f"{_GRAPHS}:CudaGraphManager._init_candidates",
+        mentions=("uses_dynamic_speculative_decoding",),
+    ),
+    HookPoint(
         f"{_GRAPHS}:CudaGraphManager.__init__",
         mentions=(
             "vllm_config",
@@ -935,6 +939,7 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
             "cudagraph_mode",
             "lora_capture_cases",
             "_init_candidates",
+            "varlen_decode",
         ),
     ),
     HookPoint(
