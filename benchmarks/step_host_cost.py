@@ -16,17 +16,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.prefix_models import write_model
-from benchmarks.prefix_sides import MARK, check_plugin, machine, say, write
-from benchmarks.vllm_bookkeeping import SCRATCH, engine_arguments
+from benchmarks.prefix_sides import check_plugin, machine, say, write
+from benchmarks.vllm_bookkeeping import SCRATCH, engine_arguments, said_by
 from benchmarks.vllm_prefix import PLUGIN
 
 Row = dict[str, Any]
@@ -82,25 +80,10 @@ def serve(side: str, drafts: int, sequences: list[int]) -> None:
 
 
 def rows_of(side: str, drafts: int, sequences: list[int]) -> list[Row]:
-    """What a configuration's process prints.
-
-    Raises:
-        RuntimeError: if it ends without.
-    """
-    command = [sys.executable, "-m", "benchmarks.step_host_cost", "--one", side]
-    command += ["--drafts", str(drafts), "--sequences", *map(str, sequences)]
-    variables = {
-        "HYBRID_PLUGIN": str(int(side == "plugin")),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    }
-    done = subprocess.run(
-        command, env=os.environ | variables, stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{side} ended with status {done.returncode}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return [json.loads(line.removeprefix(MARK)) for line in lines]
+    """What a configuration's process prints."""
+    asked = ["benchmarks.step_host_cost", "--one", side]
+    asked += ["--drafts", str(drafts), "--sequences", *map(str, sequences)]
+    return said_by(asked, plugin=side == "plugin")
 
 
 def table(rows: list[Row]) -> str:

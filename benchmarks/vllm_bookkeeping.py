@@ -93,24 +93,36 @@ def serve(arguments: dict[str, Any], workloads: list[str], rounds: int) -> None:
 
 def rows_of(name: str, model: str, args: argparse.Namespace) -> list[Row]:
     """What a configuration's process prints."""
-    command = [sys.executable, "-m", "benchmarks.vllm_bookkeeping", "--one", name]
-    command += ["--models", model, "--cache-gib", str(args.cache_gib)]
-    command += ["--rounds", str(args.rounds), "--workloads", *args.workloads]
+    asked = ["benchmarks.vllm_bookkeeping", "--one", name]
+    asked += ["--models", model, "--cache-gib", str(args.cache_gib)]
+    asked += ["--rounds", str(args.rounds), "--workloads", *args.workloads]
+    found = said_by(asked, plugin=name in (PLUGIN, FIXED))
+    return [{"model": model, "configuration": name, **row} for row in found]
+
+
+def said_by(asked: list[str], *, plugin: bool) -> list[Row]:
+    """What the process of an engine without a model says of itself.
+
+    Args:
+        asked: a module, and its arguments.
+        plugin: whether the engine has it.
+
+    Raises:
+        RuntimeError: if the process fails.
+    """
     variables = {
-        "HYBRID_PLUGIN": str(int(name in (PLUGIN, FIXED))),
+        "HYBRID_PLUGIN": str(int(plugin)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
+    command = [sys.executable, "-m", *asked]
     done = subprocess.run(
         command, env=os.environ | variables, stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
-        raise RuntimeError(f"{name} of {model} ended with status {done.returncode}")
+        raise RuntimeError(f"{' '.join(asked)} ended with status {done.returncode}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return [
-        {"model": model, "configuration": name, **json.loads(line.removeprefix(MARK))}
-        for line in lines
-    ]
+    return [json.loads(line.removeprefix(MARK)) for line in lines]
 
 
 def table(rows: list[Row]) -> str:

@@ -25,25 +25,14 @@ class NoModelWithDrafts(NoModel):
     def execute_model(
         self, scheduler_output: Any, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Answer a step."""
-        names = list(scheduler_output.num_scheduled_tokens)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        sampled: list[list[int]] = []
-        for name in names:
-            computed, known = self.num_tokens(name)
-            accepted = self._random.randint(0, len(drafts.get(name, ())))
-            sampled.append([ANSWER] * (1 + accepted) if computed >= known else [])
-        self._proposing = names
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
-        )
-        if not non_block:
-            return output
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(output)
-        return future
+        """Answer a step, and propose for its requests."""
+        self._proposing = list(scheduler_output.num_scheduled_tokens)
+        return super().execute_model(scheduler_output, non_block)
+
+    def sampled(self, name: str, scheduler_output: Any) -> list[int]:
+        """As many drafts as are accepted, and one token more."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens.get(name, ())
+        return [ANSWER] * (1 + self._random.randint(0, len(drafts)))
 
     def take_draft_token_ids(self) -> Any:
         """Drafts of the last step's requests."""

@@ -110,7 +110,8 @@ class NoModel(Executor):
         sampled = []
         for name in names:
             computed, known = self.num_tokens(name)
-            sampled.append([self.next_token(name)] if computed >= known else [])
+            whole = computed >= known
+            sampled.append(self.sampled(name, scheduler_output) if whole else [])
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
@@ -122,7 +123,11 @@ class NoModel(Executor):
         future.set_result(output)
         return future
 
-    def take_draft_token_ids(self) -> None:
+    def sampled(self, name: str, scheduler_output: Any) -> list[int]:
+        """What a step gives a request whose tokens are all computed."""
+        return [self.next_token(name)]
+
+    def take_draft_token_ids(self) -> Any:
         """Nothing is drafted."""
 
     @property

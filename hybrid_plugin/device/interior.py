@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from hybrid_plugin.core.commands import SaveInPass, table_columns
+from hybrid_plugin.device.arena import to_device
 
 
 class InteriorSnapshots:
@@ -85,9 +86,4 @@ class InteriorSnapshots:
         for order in self._orders:
             table[row[order.slot], order.boundary] = order.destination
         names = torch.tensor(sources, dtype=torch.int64)
-        return self._to_device(names), self._to_device(table)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return to_device(names, self._device), to_device(table, self._device)

@@ -56,11 +56,9 @@ GRAPHED: Mapping[str, frozenset[Mixer]] = {
 }
 """By engine, layers whose short prefills were replayed in CUDA graphs on a GPU, with
 answers that were compared there, and in less time (`benchmarks/low_concurrency.py`)."""
-GRAPHED_WITH_DRAFTS: Mapping[str, frozenset[Mixer]] = {
-    "sglang": frozenset(),
-    "vllm": frozenset(),
-}
-"""The same where passes verify drafts (`benchmarks/speculation.py`)."""
+GRAPHED_WITH_DRAFTS: Mapping[str, frozenset[Mixer]] = {"vllm": frozenset()}
+"""The same where passes verify drafts (`benchmarks/speculation.py`); in SGLang an
+option has to ask for that."""
 RECORDS_AS_FAST: Mapping[str, frozenset[Mixer]] = {
     "sglang": frozenset(),
     "vllm": frozenset(),

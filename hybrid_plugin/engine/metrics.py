@@ -20,6 +20,9 @@ from hybrid_plugin.core.misses import MissReason
 from hybrid_plugin.core.stats import HostStats, OuterStats
 from hybrid_plugin.tiers.disk import DiskTier
 
+INTERVAL_S = 0.1
+"""Between two reports while steps follow one another: counting takes a tenth of a
+millisecond, and nobody reads the endpoint more often than every second."""
 _POOLS = {
     "pages": "KV pages",
     "slots": "State slots",

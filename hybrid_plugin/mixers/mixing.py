@@ -43,10 +43,17 @@ def mix(
         mix(mixer, weights, ordered, chosen, pools, results, record)
         out[order] = results
         return
-    if state_pass.same_rows:
-        _mix_rows_of_both(mixer, weights, state_pass, tokens, pools, out, record)
-        return
     first = state_pass.decodes + state_pass.verified
+    begin = 0 if state_pass.same_rows else first
+    # First: it writes something for rows that it does not run, a verification does not.
+    if state_pass.prefills is not None:
+        mixer.prefill(
+            weights,
+            state_pass.prefills,
+            *(one[begin:end] for one in tokens),
+            *pools,
+            out[begin:end],
+        )
     if state_pass.verifications is not None:
         mixer.verify(
             weights,
@@ -64,35 +71,3 @@ def mix(
             *pools,
             out[:first],
         )
-    if state_pass.prefills is not None:
-        mixer.prefill(
-            weights,
-            state_pass.prefills,
-            *(one[first:end] for one in tokens),
-            *pools,
-            out[first:end],
-        )
-
-
-def _mix_rows_of_both(
-    mixer: Any,
-    weights: Any,
-    state_pass: StatePass,
-    tokens: Sequence[torch.Tensor],
-    pools: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    record: Record | None,
-) -> None:
-    """As `mix`, where every row is one of prompts and one that may verify drafts."""
-    end = state_pass.tokens
-    given = [one[:end] for one in tokens]
-    # A prefill writes something for rows that it does not run, a verification does not.
-    mixer.prefill(weights, state_pass.prefills, *given, *pools, out[:end])
-    mixer.verify(
-        weights,
-        state_pass.verifications,
-        *given,
-        *pools,
-        out[:end],
-        *(() if record is None else (record,)),
-    )

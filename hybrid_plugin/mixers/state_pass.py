@@ -35,4 +35,4 @@ class StatePass:
     same_rows: bool = False
     """Whether both `prefills` and `verifications` have all sequences of the pass, each
     with a negative slot where the other runs one: what a CUDA graph is captured with
-    that replays passes of both kinds."""
+    that replays passes of both kinds.  All tokens are `verified` then."""

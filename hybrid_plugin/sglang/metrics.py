@@ -12,11 +12,8 @@ import time
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from hybrid_plugin.core.cache import HybridCache
-from hybrid_plugin.engine.metrics import CacheMetrics, snapshot_of
+from hybrid_plugin.engine.metrics import INTERVAL_S, CacheMetrics, snapshot_of
 from hybrid_plugin.sglang import pipeline
-
-INTERVAL_S = 0.1
-"""Steps take less: most need not be published one by one."""
 
 
 class StepMetrics:

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from hybrid_plugin.engine.metrics import CacheMetrics, Growth, snapshot_of
+from hybrid_plugin.engine.metrics import (
+    INTERVAL_S,
+    CacheMetrics,
+    Growth,
+    snapshot_of,
+)
 from hybrid_plugin.vllm.activation import is_active
 
 if TYPE_CHECKING:
@@ -28,9 +33,6 @@ if TYPE_CHECKING:
     from hybrid_plugin.core.cache import HybridCache
 
 _PREFIX = "hybrid_plugin/"
-PERIOD_S = 0.1
-"""Seconds between reports while steps follow one another: nobody reads the endpoint
-more often than every second, and counting takes a tenth of a millisecond of a step."""
 
 
 class StatsSender:
@@ -52,7 +54,7 @@ class StatsSender:
         now = time.monotonic()
         if now < self._due and not is_last:
             return
-        self._due = now + PERIOD_S
+        self._due = now + INTERVAL_S
         numbers = self._growth.take(snapshot_of(self._cache))
         stats.num_kv_fetch_reqs_by_stage.update(
             {_PREFIX + name: value for name, value in numbers.items()}

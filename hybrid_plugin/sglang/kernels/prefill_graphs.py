@@ -49,8 +49,8 @@ class GraphMetadata(ForwardMetadata):
 def are_wanted(options: HybridConfig, configurator: Any) -> bool | None:
     """Whether layers are to be in graphs of prefills, for `StateLayers.settle`.
 
-    With data-parallel attention, whose ranks share passes, and with drafts, graphs were
-    not tried: there an option has to demand them.
+    With data-parallel attention, whose ranks share passes, graphs were not tried, and
+    with drafts they were timed and no answers compared: an option has to demand them.
 
     Args:
         options: of the plugin.

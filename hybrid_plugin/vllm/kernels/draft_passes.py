@@ -27,7 +27,7 @@ from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.mixers.verifications import Verifications
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
-from hybrid_plugin.vllm.kernels.passes import slots_of
+from hybrid_plugin.vllm.kernels.passes import prefills_of, slots_of
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:
@@ -158,20 +158,15 @@ def _of_a_graph(
     if tables.records is not None:
         tables.records.recorded(held.slots)
     slots = torch.where(verifying, _PADDING, slots_of(blocks[:, 0]))
-    computed = common.compute_num_computed_tokens()[:rows]
-    packed = Prefills(
-        cu_seqlens=starts[: rows + 1],
-        slots=slots,
-        has_initial=computed > 0,
-        offsets=computed % CHUNK,
-        boundary_slots=None if interior is None else interior.rows(slots),
-    )
+    packed = prefills_of(common, slots, 0, interior)
+    tokens = int(common.num_actual_tokens)
     return StatePass(
         0,
-        int(common.num_actual_tokens),
+        tokens,
         slots[:0],
         prompts.hold(packed, keeps=interior is not None),
         held,
+        tokens,
         same_rows=True,
     )
 

@@ -79,7 +79,7 @@ def describe(
     slots = slots_of(common.block_table_tensor[:rows, 0])
     if tables is not None and tables.limits.hold(rows, common.num_actual_tokens):
         every = replace(
-            _prefills(common, slots, 0, interior), round_states=round_states
+            prefills_of(common, slots, 0, interior), round_states=round_states
         )
         held = tables.hold(every, keeps=interior is not None)
         return StatePass(0, common.num_actual_tokens, slots[:0], held)
@@ -87,7 +87,7 @@ def describe(
     if not metadata.num_prefills:
         return StatePass(decodes, tokens, room.hold(slots[:decodes]), None)
     prefills = replace(
-        _prefills(common, slots, decodes, interior), round_states=round_states
+        prefills_of(common, slots, decodes, interior), round_states=round_states
     )
     if long is not None and prefills.boundary_slots is not None:
         assert interior is not None
@@ -156,12 +156,19 @@ def _long_padding(long: LongKernel, packed: Prefills, count: int) -> StatePass:
     return StatePass(0, sum(lengths), none, replace(prefills, long=divided))
 
 
-def _prefills(
+def prefills_of(
     common: Any,
     slots: torch.Tensor,
     decodes: int,
     interior: InteriorSnapshots | None,
 ) -> Prefills:
+    """The sequences of a pass behind its decodes.
+
+    Args:
+        common, interior: as for `describe`.
+        slots: ``[rows]`` of all sequences, padding counted.
+        decodes: how many of them are none of these.
+    """
     rows = slots.shape[0]
     computed = common.compute_num_computed_tokens()[decodes:rows]
     # Vectors of their own: kernels are compiled for how their tables are aligned.

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from hybrid_kernels._common.tables import two_strides
-from hybrid_kernels.stops.reference import Ends
+from hybrid_kernels.stops.reference import NO_TOKEN, Ends
 
-_NO_TOKEN = tl.constexpr(-1)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
