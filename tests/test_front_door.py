@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
+from hybrid_plugin.core.policy.in_batch_sharing import LOOK_AHEAD
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.restores import TransferRates
@@ -270,10 +271,33 @@ def test_who_cannot_hit_does_not_wait(field: str) -> None:
     assert not to.must_wait("unable")
 
 
-def test_those_that_cannot_share_leave_room_for_those_that_can() -> None:
-    """However many stand before them in the queue."""
+@pytest.mark.parametrize("may_hit", [True, False])
+def test_a_long_queue_costs_no_more_than_its_beginning(may_hit: bool) -> None:
+    """Whatever waits: a step looks at as many requests as may be admitted soon."""
+    to, read = door(sharing=8), []
+
+    def queue() -> Iterator[Request]:
+        for number in range(10_000):
+            read.append(number)
+            yield Request(f"other {number}", 40, first=number, may_hit=may_hit)
+
+    to.plan_sharing(queue())
+    assert len(read) <= LOOK_AHEAD + 1
+
+
+def test_those_that_have_begun_do_not_hide_those_behind_them() -> None:
+    """An engine may queue paused prompts again, ahead of the others."""
     to = door(sharing=8)
-    queue = [Request(f"other {i}", 40, may_hit=False) for i in range(100)]
+    begun = Request("begun", 30, first=900)
+    run(to, begun, upto=8)
+    queue = [begun] * LOOK_AHEAD
+    to.plan_sharing([*queue, Request("leader", 40), Request("follower", 40)])
+    assert to.must_wait("follower")
+
+
+def test_those_that_cannot_share_do_not_hide_those_behind_them() -> None:
+    to = door(sharing=8)
+    queue = [Request(f"other {i}", 40, may_hit=False) for i in range(LOOK_AHEAD - 2)]
     to.plan_sharing([*queue, Request("leader", 40), Request("follower", 40)])
     assert to.must_wait("follower")
 

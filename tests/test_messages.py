@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/operations.md quotes what the code says."""
+"""docs/messages.md and docs/monitoring.md quote what the code says."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sentences() -> list[str]:
 
 
 def _quoted() -> list[str]:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "messages.md").read_text()
     section = text.partition("## Messages")[2].partition("\n## ")[0]
     rows = [r.split("|")[1] for r in section.splitlines() if r.startswith("| `")]
     return [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
@@ -76,7 +76,7 @@ def test_dashboard_shows_every_metric() -> None:
 def test_dashboard_is_explained() -> None:
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     titles = [p["title"] for p in board["panels"] if p["type"] != "row"]
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "monitoring.md").read_text()
     section = text.partition("## Monitoring")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if "|" in line][2:]
     explained = [name.strip() for row in rows for name in row.split(",")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -24,17 +24,28 @@ class Servers:
     def __init__(self, **says: Callable[[httpx.Request], httpx.Response]) -> None:
         self.says = says
         self.asked: list[tuple[str, str, Any]] = []
+        self.starting = 0
+        """How often probes come to nothing yet."""
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else None
         self.asked.append((request.url.host, request.url.path, body))
         if request.url.path == "/model_info":
-            return httpx.Response(200 if "sglang" in request.url.host else 404)
+            return httpx.Response(self.probed(request))
         if request.url.host in self.says:
             return self.says[request.url.host](request)
         if "prefill" in request.url.host:
             return httpx.Response(200, json={"kv_transfer_params": PARAMS})
         return httpx.Response(200, content=b"data: 1\n\ndata: [DONE]\n\n")
+
+    def probed(self, request: httpx.Request) -> int:
+        """The status of the page by which a router tells SGLang."""
+        if self.starting:
+            self.starting -= 1
+            return 503
+        if "sglang" not in request.url.host:
+            return 404
+        return 200 if request.headers.get("authorization") == "Bearer key" else 401
 
     def to(self, host: str) -> list[Any]:
         """Bodies of what a server was asked of completions."""
@@ -102,6 +113,88 @@ def test_sglang_gets_it_where_it_reads_it() -> None:
     assert "kv_transfer_params" not in first
     probes = [path for _, path, _ in servers.asked if path == "/model_info"]
     assert len(probes) == 1
+
+
+def test_a_server_that_is_starting_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servers = Servers()
+    servers.starting = 1
+    through(servers, BODY, BODY, BODY, decode=("http://sglang",))
+    first, second, third = servers.to("sglang")
+    assert "custom_params" not in first
+    assert (
+        second["custom_params"]
+        == third["custom_params"]
+        == {"hybrid_peer": '{"name": "n"}'}
+    )
+    assert "http://sglang answers 503 to /model_info" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("entries", "routed"),
+    [
+        ({"prompt": ["a", "b"]}, False),
+        ({"prompt": [[1, 2], [3]]}, False),
+        ({"prompt": "a"}, True),
+        ({"prompt": ["a"]}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"echo": True, "logprobs": 0}, False),
+        ({"echo": True, "logprobs": False}, True),
+        ({"echo": True, "logprobs": 1}, False),
+        ({"echo": True}, True),
+        ({"logprobs": 1}, True),
+        ({"prompt_logprobs": 0}, False),
+    ],
+)
+def test_what_no_server_can_go_on_with_is_not_computed_twice(
+    entries: dict[str, Any], routed: bool
+) -> None:
+    servers = Servers()
+    (answer,) = through(servers, BODY | entries)
+    assert answer.status_code == 200
+    assert bool(servers.to("prefill")) == routed
+    (asked,) = servers.to("decode")
+    assert ("kv_transfer_params" in asked) == routed
+
+
+def test_a_server_stops_when_its_client_hangs_up() -> None:
+    """Otherwise it would generate an answer that nobody reads."""
+
+    async def run() -> list[str]:
+        seen: list[str] = []
+
+        class Endless(httpx.AsyncByteStream):
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                try:
+                    while True:
+                        yield b"data: 1\n\n"
+                        await asyncio.sleep(0)
+                finally:
+                    seen.append("stopped")
+
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Endless()))
+        router = Router(
+            ("http://p",), ("http://d",), httpx.AsyncClient(transport=transport)
+        )
+        begun = asyncio.Event()
+        messages = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            for message in messages:
+                return message
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.set()
+
+        scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+        await asyncio.wait_for(router(scope, receive, send), 10)
+        return seen
+
+    assert asyncio.run(run()) == ["stopped"]
 
 
 def test_servers_are_taken_in_turn() -> None:

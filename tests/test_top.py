@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from http.client import BadStatusLine, InvalidURL
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -84,9 +85,13 @@ def test_tiers_are_named_where_they_brought_anything() -> None:
     totals = dict.fromkeys(sample.COUNTERS, 0.0)
     totals |= {"queried_tokens": 100.0, "hit_tokens": 90.0}
     totals |= {"host_hit_tokens": 30.0, "host_loaded_bytes": 3 * 2.0**30}
+    totals |= {"store_hit_tokens": 20.0, "peer_hit_tokens": 5.0}
+    totals |= {"peer_loaded_bytes": 2.0**20}
     found = sample.Sample("m", totals, {"new": 10.0}, {})
     text = view.lines(found, None, found)
-    assert "               device 60.0 %, host 30.0 %" in text
+    shares = "device 35.0 %, host 30.0 %, peer 5.0 %, store 20.0 %"
+    assert f"               {shares}" in text
+    assert "peer           0.0 MiB stored, 1.0 MiB loaded" in text
     assert "host           0.0 MiB stored, 3.00 GiB loaded" in text
 
 
@@ -131,3 +136,21 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--url", "http://127.0.0.1:9"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("http://127.0.0.1:9/metrics cannot be read: ")
+
+
+@pytest.mark.parametrize("error", [InvalidURL("no port"), BadStatusLine("SSH-2.0")])
+def test_what_is_no_server_is_named(error: Exception) -> None:
+    def fetch(url: str) -> str:
+        raise error
+
+    with pytest.raises(NoMetricsError, match="cannot be read: "):
+        show("http://host", 1.0, once=True, fetch=fetch)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_it_waits_between_two_samples(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--every", seconds])
+    assert f"{seconds} is no number above 0" in capsys.readouterr().err

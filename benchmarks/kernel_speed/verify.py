@@ -80,6 +80,16 @@ class _Rows:
         rows = torch.arange(self.batch + 1, device=DEVICE, dtype=torch.int32)
         return rows * self.drafts
 
+    def laid_out(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[N, L, ...]`` as engines hand them over: packed, but for trees."""
+        return tokens.flatten(0, 1) if self.parents is None else tokens
+
+    def form(self, out: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """What says so to our kernels, and where they write."""
+        if self.parents is not None:
+            return {"parents": self.parents, "out": out}
+        return {"cu_seqlens": self.bounds, "out": out.flatten(0, 1)}
+
     def point(self, op: str, model: str, calls: dict[str, Call | None]) -> Point:
         """Any implementation must read the main states."""
         kind = "tree" if self.parents is not None else "chain"
@@ -121,8 +131,9 @@ def delta_rule(head: Head, batch: int, wide: bool = False, tree: bool = False) -
 
     def ours(index: int, **kept: torch.Tensor) -> torch.Tensor:
         kept = kept or {"record": record[index]}
-        options = {**gates, **kept, "parents": rows.parents, "out": out}
-        return verify(q, k, v, a, b, rows.pool, slots[index], **options)
+        options = {**gates, **kept, **rows.form(out)}
+        tokens = [rows.laid_out(one) for one in (q, k, v, a, b)]
+        return verify(*tokens, rows.pool, slots[index], **options)
 
     def of_vllm(index: int) -> torch.Tensor:
         result: torch.Tensor = vllm(
@@ -216,9 +227,10 @@ def mamba2(head: Head, batch: int, tree: bool = False) -> Point:
 
     def ours(index: int, **kept: torch.Tensor) -> torch.Tensor:
         kept = kept or {"record": record[index]}
-        options = {**kept, "parents": rows.parents, "out": out}
-        options |= {"skip": skip, "gate": gate, "dt_bias": bias}
-        return ssd.verify(x, dt, a, b, c, rows.pool, slots[index], **options)
+        options = {**kept, **rows.form(out), "skip": skip, "dt_bias": bias}
+        x_, dt_, b_, c_, gate_ = (rows.laid_out(one) for one in (x, dt, b, c, gate))
+        options["gate"] = gate_
+        return ssd.verify(x_, dt_, a, b_, c_, rows.pool, slots[index], **options)
 
     def of_vllm(index: int) -> torch.Tensor:
         vllm(

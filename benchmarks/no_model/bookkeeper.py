@@ -154,8 +154,8 @@ class Bookkeeper:
         self.waiting.insert(0, request)
 
     def _admit(self, request: Request, work: dict[Request, int], budget: int) -> int:
-        keep = self.following.pauses_of(request.name)
-        found = self.cache.look_up(request.tokens, snapshot_at=keep)
+        pauses = self.following.pauses_of(request.name)
+        found = self.cache.look_up(request.tokens, pause_at=pauses)
         length = len(request.tokens)
         hit = found.match.length
         end = self.cache.chunk_end(

@@ -118,9 +118,10 @@ class Admissions:
         counts = terms.counted and not terms.resumed
         if counts:
             stats.computed_tokens.update(missed_tokens(self._tree, found))
-        self._tree.begin_admission()
-        self._memory.promises.pace.admitted()
-        self._learn_divergence(found)
+        if terms.counted:
+            self._tree.begin_admission()
+            self._memory.promises.pace.admitted()
+            self._learn_divergence(found)
         held, origin = self._hold(match), found.origin
         restored, brought = (
             self._lower.take_restored(match) if terms.counted else (0, ("", 0))
@@ -130,7 +131,7 @@ class Admissions:
         tables = self._window_tables(match, room)
         if terms.counted:
             stats.record_hit(found.length, match.length, resumed=terms.resumed)
-        self._lower.note_use(found, restored, brought, counts=counts)
+            self._lower.note_use(found, restored, brought, counts=counts)
         pages = match.pages + room.fresh
         self._sequences[seq_id] = LiveSequence(
             namespace=found.namespace,
@@ -139,7 +140,7 @@ class Admissions:
             hit=match.length,
             planned=dict(found.planned),
             prompt_length=found.length,
-            locked=self._settle(held, room, resumed=terms.resumed),
+            locked=self._settle(held, room, terms),
             cacheable=cacheable,
             origin=origin,
             prompt=found.tokens,
@@ -293,9 +294,7 @@ class Admissions:
         if needs_slot:
             enqueue(Copy(Pool.STATE, snapshot.slot, room.slot))
 
-    def _settle(
-        self, node: Node | None, room: Allocation, *, resumed: bool
-    ) -> Node | None:
+    def _settle(self, node: Node | None, room: Allocation, terms: Terms) -> Node | None:
         """Swap the hold of admission for the lock a live sequence keeps.
 
         Copies run before anything that could overwrite their source, so only
@@ -307,11 +306,13 @@ class Admissions:
         assert kept is not None, "a tail has a parent"
         self._tree.lock(kept)
         self._tree.unlock_state(node)
-        self._tree.use_snapshot(node)
-        self._memory.promises.used(node, resumed=resumed)
+        if terms.counted:
+            self._tree.use_snapshot(node)
+            self._memory.promises.used(node, resumed=terms.resumed)
         self._tree.unlock(node)
         if room.taken_over:  # the slot is the sequence's now
             evicted = self._tree.detach_snapshot(node)
+            self._memory.promises.evicted(node, evicted.snapshot)
             self._memory.pages.drop(evicted.pages)
             self._memory.drop_windows(evicted.snapshot)
         if kept.parent is None:  # before the first page there is nothing to lock

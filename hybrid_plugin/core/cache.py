@@ -13,9 +13,10 @@ None and has changed nothing.  Device work is queued as commands, in order;
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from itertools import chain
 
 from hybrid_plugin.core.admissions import NO_MATCH, Admissions, Terms
 from hybrid_plugin.core.commands import (
@@ -187,6 +188,7 @@ class HybridCache:
         limit: int | None = None,
         *,
         snapshot_at: Sequence[int] = (),
+        pause_at: Sequence[int] = (),
         ttl: float | None = None,
     ) -> LookUp:
         """Find the hit of a new sequence; changes nothing.
@@ -197,6 +199,7 @@ class HybridCache:
             limit: restore at most this many tokens; never all of them, because
                 an engine must compute one to go on.
             snapshot_at: positions at which the application asks for a snapshot.
+            pause_at: page ends at which other sequences wait for one.
             ttl: seconds after its end within which the application promises that it
                 is continued; 0 if nobody will continue it.
         """
@@ -214,12 +217,11 @@ class HybridCache:
             ids,
             hit=match.length,
             kv_length=match.kv_length,
-            snapshot_at=snapshot_at,
+            snapshot_at=(*snapshot_at, *pause_at),
             repays=partial(repays, origin=match.origin, running=self.live),
             useless=(SnapshotKind.PROMPT_END,) if ttl == 0 else (),
         )
-        step = self.policy.step
-        named = tuple([position // step * step for position in snapshot_at])
+        named = tuple(chain.from_iterable(map(self.policy.floors, snapshot_at)))
         return find(planned=planned, tokens=ids, ttl=ttl, named=named, limit=most)
 
     def bypass(
@@ -598,6 +600,8 @@ class HybridCache:
         ):
             end, kept = self._insertion.end(sequence, tokens, ending)
         if sequence.promise is not None:
+            # Whoever was preempted goes on by itself, and promises anew at its end.
+            sequence.promise.is_settled |= preempted
             self.promises.begin_ttl(sequence.promise, end)
         self.pages.release(sequence.pages)
         for group, table in zip(self.windows, sequence.windows, strict=True):
@@ -610,6 +614,15 @@ class HybridCache:
         if not self._sequences:  # nothing runs that the wait would hold up
             self.lower_tiers.end_restores()
             self.fragmentation.ended(sequence, preempted=preempted)
+
+    def leave_nothing(self, is_meant: Callable[[Hashable], bool]) -> None:
+        """Have nothing more enter the tree of live sequences, whose weights changed.
+
+        Args:
+            is_meant: says of a namespace whether its sequences are meant.
+        """
+        for sequence in self._sequences.values():
+            sequence.cacheable &= not is_meant(sequence.namespace)
 
     def flush(self) -> bool:
         """Forget everything cached.

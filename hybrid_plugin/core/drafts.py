@@ -196,10 +196,9 @@ class Drafts:
         if not self.need_slots:
             return True
         lacking = self._lacking(wanted, width)
-        for lent, (sequence, _) in enumerate(lacking):
-            if not self._free_one(self._worth(sequence, max(wanted.values()))):
-                self._take_last([one for one, _ in lacking[:lent]])
-                return False
+        if not self._free_for([sequence for sequence, _ in lacking], wanted):
+            return False
+        for sequence, _ in lacking:
             sequence.drafts.append(self._slots.allocate_draft())
         moves = self._memory.broker.moves_memory
         if lacking and moves and not self._fits(wanted, growth, width, slots=0):
@@ -232,9 +231,15 @@ class Drafts:
         eviction = self._memory.tree.eviction
         return eviction.worth_of_drafts(saved, count, sequence.admitted_at)
 
-    def _free_one(self, worth: float) -> bool:
-        """Have one slot free, if it is nobody's or its content is worth less."""
-        return bool(self._slots.free) or self._memory.broker.offer(Pool.STATE, worth)
+    def _free_for(
+        self, sequences: Sequence[LiveSequence], wanted: Mapping[str, int]
+    ) -> bool:
+        """Have a slot free for each of them, nobody's or of content worth less."""
+        if self._slots.free >= len(sequences):
+            return True
+        most = max(wanted.values())
+        worth = min([self._worth(sequence, most) for sequence in sequences])
+        return self._memory.broker.offer({Pool.STATE: len(sequences)}, worth)
 
     # ---------------------------------------------------------------- pressure
 

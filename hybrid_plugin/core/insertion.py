@@ -15,7 +15,7 @@ from hybrid_plugin.core.commands import Command, Copy, Pool, SaveInPass
 from hybrid_plugin.core.drafts import Drafts
 from hybrid_plugin.core.memory.cache_memory import CacheMemory
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
-from hybrid_plugin.core.promises import PROMISED_KINDS
+from hybrid_plugin.core.promises import promise_for
 from hybrid_plugin.core.sequence import LiveSequence
 from hybrid_plugin.core.tiers.lower import LowerTiers
 from hybrid_plugin.core.tree.node import Node
@@ -133,8 +133,7 @@ class Insertion:
             return None
         kind = sequence.planned.get(length, SnapshotKind.CHUNK_END)
         planned = Snapshot(0, kind=kind, origin=sequence.origin)
-        if kind in PROMISED_KINDS:
-            planned.promise = sequence.promise
+        planned.promise = promise_for(sequence.promise, kind, length)
         if not self._memory.free_snapshot_slot(node, planned):
             return None
         self._attach(node, sequence, self._slots.allocate_snapshot(), kind)
@@ -286,8 +285,9 @@ class Insertion:
         windows = self._memory.settle_windows(node, sequence.pages, held)
         snapshot = Snapshot(slot, windows, kind, sequence.origin)
         self._tree.attach_snapshot(node, snapshot)
-        if sequence.promise is not None and kind in PROMISED_KINDS:
-            self._promises.give(sequence.promise, node)
+        promise = promise_for(sequence.promise, kind, node.end)
+        if promise is not None:
+            self._promises.give(promise, node)
         self._memory.stats.snapshots_taken += 1
 
     def _store(self, node: Node) -> None:

@@ -11,7 +11,7 @@ from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
 
 
 class MissReason(StrEnum):
-    """Why tokens were computed; see `docs/operations.md`."""
+    """Why tokens were computed; see `docs/monitoring.md`."""
 
     NEW = "new"
     """Nobody had computed them here, as far as that is remembered."""

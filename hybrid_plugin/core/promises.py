@@ -16,10 +16,26 @@ from hybrid_plugin.core.tree.promise import Promise
 from hybrid_plugin.core.tree.radix import MambaRadixCache
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
-PROMISED_KINDS = frozenset(
-    (SnapshotKind.TURN_END, SnapshotKind.PROMPT_END, SnapshotKind.REQUESTED)
-)
-"""Kinds of snapshots that serve the conversation itself, or that it named."""
+_CONVERSATION = frozenset((SnapshotKind.TURN_END, SnapshotKind.PROMPT_END))
+"""Kinds of snapshots that serve the conversation itself."""
+
+
+def promise_for(
+    promise: Promise | None, kind: SnapshotKind, position: int
+) -> Promise | None:
+    """A sequence's promise, if it holds for a snapshot of its own; None if not.
+
+    It does for those that serve the conversation, and for those that it named; not for
+    one that others asked for.
+
+    Args:
+        promise: of the sequence.
+        kind: of the snapshot.
+        position: the number of tokens that it was taken after.
+    """
+    if promise is None or kind in _CONVERSATION or position in promise.positions:
+        return promise
+    return None
 
 
 class Promises:

@@ -33,7 +33,7 @@ class LookUp:
     """Seconds after its end within which the application promises to continue it; 0 if
     nobody will."""
     named: tuple[int, ...] = ()
-    """Positions at which the application asked for a snapshot, at page ends."""
+    """Where the snapshots may lie that the application asked for."""
     limit: int = 0
     """Tokens that may be restored, at most; 0 where nothing may."""
     may_hit: bool = True

@@ -186,6 +186,11 @@ class ElasticArena(Arena):
         """Bytes of a granule over all parts."""
         return sum(self._ids * part.stride(0) for part in self.parts)
 
+    @property
+    def memory(self) -> VirtualArena:
+        """What its granules are backed from, which other pools may share."""
+        return self._memory
+
     def map(self, granules: Iterable[int]) -> Refusal | None:
         """Put memory, all zeros, behind granules, or change nothing."""
         granules = sorted(granules)

@@ -79,7 +79,7 @@ class CudaArena(VirtualArena):
         count, reason = self._create(1)
         if not count:
             raise MemoryError(f"there is no GPU memory for one block: {reason}")
-        self._dummy = self._free.pop()
+        self._dummy: Any = self._free.pop()
 
     # --------------------------------------------------------------- addresses
 
@@ -94,8 +94,13 @@ class CudaArena(VirtualArena):
     def _release(self, reserved: AddressRange) -> None:
         self._call("cuMemUnmap", reserved.address, reserved.size)
         self._call("cuMemAddressFree", reserved.address, reserved.size)
-        if not self._ranges:
+
+    def close(self) -> None:
+        """Give the block behind holes back, too."""
+        super().close()
+        if self._dummy is not None:
             self._call("cuMemRelease", self._dummy)
+            self._dummy = None
 
     # ------------------------------------------------------------------ memory
 

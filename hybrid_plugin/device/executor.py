@@ -34,7 +34,7 @@ from hybrid_plugin.device.draft_records import DraftRecords
 from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.device.verified import RollingWindows, VerificationScratch
-from hybrid_plugin.device.virtual_arena import Refusal
+from hybrid_plugin.device.virtual_arena import Refusal, VirtualArena
 
 
 class Transfers(Protocol):
@@ -87,6 +87,8 @@ class Executor:
         self.moves = MappingStats()
         self._postponed: list[Command] | None = None
         """Commands that came while memory was released; None while it is there."""
+        self._held: dict[VirtualArena, int] = {}
+        """Bytes that were held when memory was released: mapped, or there for `Map`."""
 
     @property
     def is_released(self) -> bool:
@@ -107,7 +109,10 @@ class Executor:
         if self.host is not None:
             self.host.copies_over()()
         self._postponed = []
-        return sum(arena.release() for arena in self._elastic_arenas())
+        arenas = self._elastic_arenas()
+        # Before the first of them gives back what all of them share.
+        self._held = {arena.memory: arena.memory.held for arena in arenas}
+        return sum(arena.release() for arena in arenas)
 
     def restore(self) -> None:
         """Take as much memory again as there was, and run what has waited for it.
@@ -115,14 +120,25 @@ class Executor:
         All pools are cleared, those of fixed sizes too.
 
         Raises:
-            MemoryError: if the system has it no more.
+            MemoryError: if the system has it not; then no pool has any, and it can be
+                asked for again.
         """
         if self._postponed is None:
             return
-        for arena in self._arenas.values():
-            refusal = arena.restore()
-            if refusal is not None:
-                raise MemoryError(str(refusal))
+        restored: list[ElasticArena] = []
+        try:
+            for memory, size in self._held.items():
+                _require(memory.hold(size))
+            for arena in self._arenas.values():
+                _require(arena.restore())
+                if isinstance(arena, ElasticArena):
+                    restored.append(arena)
+        except MemoryError:
+            for done in restored:
+                done.release()
+            for memory in self._held:
+                memory.trim()
+            raise
         postponed, self._postponed = self._postponed, None
         self.run(postponed)
 
@@ -263,3 +279,8 @@ class Executor:
         if not isinstance(arena, ElasticArena):
             raise TypeError(f"the memory of pool {pool!r} is fixed")
         return arena
+
+
+def _require(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        raise MemoryError(str(refusal))

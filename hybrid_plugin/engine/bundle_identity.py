@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -196,17 +197,27 @@ def in_order(layers: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(layers))
 
 
+def adapter_of(folder: Path) -> str:
+    """A name for an adapter: its weights, and how they are scaled and where they go.
+
+    Raises:
+        OSError: if either is not there.
+    """
+    config = (folder / "adapter_config.json").read_bytes()
+    return f"{weights_of(folder)} {sha256(config).hexdigest()}"
+
+
 class AdapterNames:
     """Names of adapters that stand for the same weights for as long as files are kept.
 
     An engine's own names do not: a server may be started with other weights under them.
     """
 
-    def __init__(self, find: Callable[[Path], str] = weights_of) -> None:
+    def __init__(self, find: Callable[[Path], str] = adapter_of) -> None:
         """Start without adapters.
 
         Args:
-            find: a name for the weights in a folder; raises OSError for one without.
+            find: a name for what is in a folder; raises OSError for one without.
         """
         self._find = find
         self._known: dict[tuple[str, Hashable], str | None] = {}

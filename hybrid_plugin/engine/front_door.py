@@ -144,17 +144,16 @@ class FrontDoor:
         """Decide which waiting requests wait for another one to compute their prefix.
 
         Args:
-            waiting: in the order in which they are served; read as far as needed.
+            waiting: in the order in which they are served, of which the first
+                `LOOK_AHEAD` that are not live are read.
         """
-        able = (
-            request
-            for request in waiting
-            if request.cacheable
-            and request.may_hit
-            and not self.cache.is_live(request.seq_id)
-        )
+        new = (one for one in waiting if not self.cache.is_live(one.seq_id))
         self._sharing.plan(
-            [(r.seq_id, partial(self._prefill, r)) for r in islice(able, LOOK_AHEAD)]
+            [
+                (request.seq_id, partial(self._prefill, request))
+                for request in islice(new, LOOK_AHEAD)
+                if request.cacheable and request.may_hit
+            ]
         )
 
     def must_wait(self, seq_id: str) -> bool:
@@ -202,8 +201,14 @@ class FrontDoor:
         Returns:
             Why the offer is of no use; None if it is.
         """
-        if not request.may_hit or not request.cacheable:
+        if not request.cacheable:
             return None
+        if not request.may_hit:
+            tokens = as_tokens(request.tokens())
+            failure = tier.refusal(request.namespace(), tokens, offer)
+            if failure is None and not tier.reads(offer):  # for another request
+                self.cache.lower_tiers.decline(offer.text)
+            return failure
         waiting = self._note(request)
         failure = tier.expect(request.namespace(), waiting.tokens, offer)
         if failure is not None:
@@ -446,10 +451,8 @@ class FrontDoor:
             tokens,
             namespace,
             limit,
-            snapshot_at=(
-                *self._hints.keep(request.hint),
-                *self._sharing.pauses_of(request.seq_id),
-            ),
+            snapshot_at=self._hints.keep(request.hint),
+            pause_at=self._sharing.pauses_of(request.seq_id),
             ttl=ttl,
         )
 

@@ -146,6 +146,16 @@ class HitChecks(Generic[Request]):
         self._stats.hit_checks_failed += not verdict.is_ok
         return verdict
 
+    def void(self) -> None:
+        """Note that all that was cached is gone, the hits to be checked among it.
+
+        Runs of before and after it, between which weights may have changed, are not
+        compared.
+        """
+        self._waiting.clear()
+        if self.running is not None:
+            self.running.hit = 0
+
     def drop(self) -> None:
         """End the running check without a verdict: a run of it was aborted."""
         self.running = None

@@ -3,7 +3,7 @@
 
 A kernel that multiplies a slot's number by the elements between two slots in 32
 bits reads and writes another slot's state where the product does not fit.
-`docs/operations.md` lists which kernels do.
+`docs/kernels.md` lists which kernels do.
 """
 
 from __future__ import annotations

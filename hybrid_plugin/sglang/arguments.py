@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+import msgspec
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.minicpm import MiniCPMHybridConfig
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
 
 from hybrid_plugin.config import (
     DEFAULT_PAGE_SIZE,
@@ -59,6 +63,38 @@ def adjust(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
 
 
+def confirm(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Check what SGLang made of the arguments behind `adjust`.
+
+    A resolution hook of its `handle_model_capability_adjustments`, the last step that
+    changes whether a server may cache.  SGLang builds the cache of a radix cache
+    backend even where it has switched caches off.
+
+    Raises:
+        SystemExit: if it may not.
+    """
+    previous(server_args)
+    view = overrides.resolved_view(server_args)
+    if view.radix_cache_backend != BACKEND:
+        return
+    with ending_the_server():
+        for reason in _may_not_cache(view):
+            raise cannot_serve(
+                f"{reason} (its log says why); give --disable-radix-cache, or drop "
+                f"{FLAG}."
+            )
+
+
+def _may_not_cache(view: Any) -> Iterator[str]:
+    """Phrases about what SGLang found out of a server that keeps it from caching."""
+    if view.disable_radix_cache:
+        yield "SGLang switches prefix caches off for this model or with these flags"
+    if view.is_embedding:
+        yield "SGLang makes this a server of embeddings or scores"
+    if view.chunked_prefill_size is not None and view.chunked_prefill_size <= 0:
+        yield "SGLang computes prompts of this model or with these flags whole"
+
+
 def reason_to_stay_idle(server_args: Any) -> str | None:
     """Why this server is not the plugin's business, a phrase; None if it is.
 
@@ -72,6 +108,10 @@ def reason_to_stay_idle(server_args: Any) -> str | None:
     if view.disable_radix_cache:
         return "prefix caching is switched off (--disable-radix-cache)"
     model = overrides.model_config_of(view)
+    if not model.is_generation:
+        return "it serves text generation, and this server gives embeddings or scores"
+    if isinstance(model.hf_config, MiniCPMHybridConfig):
+        return "SGLang switches prefix caches off for MiniCPM-SALA"
     if has_states(model) or has_windows(model):
         return None
     return "the model has no state layers and no window pool beside its full attention"
@@ -94,8 +134,6 @@ def has_windows(model: Any) -> bool:
 
     DeepSeek-V4, whose windows are rings, has neither list of layers.  Of others, such
     as Gemma-3, SGLang keeps all KV in one pool, and its own cache serves them.
-    Embedding models are left out: their attention may look ahead in the prompt, so KV
-    of a prefix depends on what follows it.
 
     Args:
         model: SGLang's `ModelConfig`.
@@ -103,7 +141,6 @@ def has_windows(model: Any) -> bool:
     return (
         mambaish_config(model) is None
         and model.is_hybrid_swa
-        and model.is_generation
         and bool(model.swa_attention_layer_ids)
         and bool(model.full_attention_layer_ids)
     )
@@ -161,7 +198,8 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     if has_states(model):
         # One slot per running sequence and no tracking slots beside it.
         chosen["mamba_radix_cache_strategy"] = "no_buffer"
-        _tell_of_strategy(view.mamba_radix_cache_strategy)
+    for line in _without_effect(view, states=has_states(model)):
+        logger.warning("hybrid-plugin: %s", line)
     overrides.declare_resolution(server_args, "hybrid_plugin", **chosen)
     logger.info(
         "hybrid-plugin is active: it takes over prefix caching, in pages of %d tokens.",
@@ -169,14 +207,35 @@ def settle(server_args: Any, options: HybridConfig) -> None:
     )
 
 
-def _tell_of_strategy(given: str) -> None:
-    """Say that a choice for SGLang's own cache chooses nothing, if one was made."""
-    if given not in ("auto", "no_buffer"):
-        logger.warning(
-            "hybrid-plugin: --mamba-radix-cache-strategy %s is for SGLang's own cache "
-            "and has no effect.",
-            given,
+def _without_effect(view: Any, *, states: bool) -> Iterator[str]:
+    """Sentences about flags that are for SGLang's own cache alone.
+
+    Args:
+        view: of the arguments.
+        states: whether the model has any.
+    """
+    strategy = view.mamba_radix_cache_strategy
+    if states and strategy not in ("auto", "no_buffer"):
+        yield (
+            f"--mamba-radix-cache-strategy {strategy} is for SGLang's own cache and "
+            "has no effect."
         )
+    if states and view.mamba_full_memory_ratio != _default("mamba_full_memory_ratio"):
+        yield (
+            "--mamba-full-memory-ratio is for SGLang's own cache and has no effect; "
+            "the option state_memory_ratio divides pools of a fixed size."
+        )
+    if view.radix_eviction_policy != _default("radix_eviction_policy"):
+        yield (
+            f"--radix-eviction-policy {view.radix_eviction_policy} is for SGLang's own "
+            "cache and has no effect."
+        )
+
+
+def _default(name: str) -> object:
+    """Of one of SGLang's arguments, where the model's kind changes nothing."""
+    every = msgspec.structs.fields(ServerArgs)
+    return next(field.default for field in every if field.name == name)
 
 
 def _check_storable(view: Any, option: str) -> None:
@@ -289,6 +348,32 @@ def _conflicts(view: Any) -> Iterator[str]:
         yield (
             "split batches are not supported yet; drop --enable-two-batch-overlap and "
             "--enable-pdmux."
+        )
+    for flag in ("return_routed_experts", "return_indexer_topk"):
+        if getattr(view, f"enable_{flag}"):
+            yield (
+                "SGLang notes what it returns by the place of a token, and restored "
+                f"tokens have other places; drop --enable-{flag.replace('_', '-')}."
+            )
+    if (
+        view.enable_mixed_chunk
+        and (view.attn_dp_size or 1) > 1
+        and envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get()
+    ):
+        yield (
+            "with data-parallel attention a pass that also decodes cannot wait for "
+            "results; drop --enable-mixed-chunk, or unset "
+            "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP."
+        )
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        yield (
+            "pages are handed out by number before SGLang shrinks their memory; unset "
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING."
+        )
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        yield (
+            "SGLANG_RADIX_FORCE_MISS also hides what prompts that were paused have "
+            "computed; unset it, and give --disable-radix-cache for a run without hits."
         )
     if view.strip_thinking_cache:
         yield "a state cannot be stripped of its end; drop --strip-thinking-cache."

@@ -292,7 +292,11 @@ INDEX_HOOKS = (
         f"{_POOL}:HybridLinearKVPool.set_compress_tail_for_request",
         mentions=("full_kv_pool", "req_pool_idx"),
     ),
-    HookPoint(f"{_POOL}:HybridReqToTokenPool.get_mamba_indices", ("req_indices",)),
+    HookPoint(
+        f"{_POOL}:HybridReqToTokenPool.get_mamba_indices",
+        ("req_indices",),
+        mentions=("req_index_to_mamba_index_mapping",),
+    ),
     HookPoint(
         f"{_SPARSE}.kpool_plan:init_kpool_extend_metadata",
         ("metadata", "forward_batch"),
@@ -595,6 +599,23 @@ SCHEDULER_HOOKS = (
         ("batch", "result"),
         mentions=("inflight_middle_chunks", "tmp_end_idx", "send_kv_chunk"),
     ),
+    # Builds the cache of a backend even where caches are switched off.
+    HookPoint(
+        f"{_SRT}.arg_groups.model_hook:handle_model_capability_adjustments",
+        ("server_args",),
+        mentions=("disable_radix_cache", "is_embedding", "chunked_prefill_size"),
+    ),
+    # Sends a hit's pages ahead of the pass, unless it is told not to.
+    HookPoint(
+        f"{_SCHEDULER}.maybe_send_cached_prefix_chunk",
+        ("req", "allow_send"),
+        mentions=("allow_send", "host_hit_length", "start_send_idx"),
+    ),
+    # The delay is for new requests, and `chunked_req` stands for those that go on.
+    HookPoint(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        mentions=("min_free_slots_delayer", "chunked_req"),
+    ),
     HookPoint(f"{_SCHEDULER}.on_idle", ("self",), mentions=("maybe_sleep_on_idle",)),
     HookPoint(f"{_SCHEDULER}.maybe_sleep_on_idle", ("self",)),
     HookPoint(
@@ -670,7 +691,11 @@ SCHEDULER_HOOKS = (
     HookPoint(
         f"{_SCHEDULER}._poll_timeout_aborts", ("self",), mentions=("waiting_queue",)
     ),
-    HookPoint(f"{_SCHEDULER}.pause_generation", ("recv_req",), mentions=("retract",)),
+    HookPoint(
+        f"{_SCHEDULER}.pause_generation",
+        ("recv_req",),
+        mentions=("retract", "last_batch", "tmp_end_idx"),
+    ),
     HookPoint(
         f"{_SCHEDULER}.process_pending_chunked_abort",
         ("self",),
@@ -697,7 +722,11 @@ SCHEDULER_HOOKS = (
         ("batch", "result"),
         mentions=("inflight_middle_chunks",),
     ),
-    HookPoint(f"{_ADDER}.add_one_req", ("req", "has_chunked_req")),
+    HookPoint(
+        f"{_ADDER}.add_one_req",
+        ("req", "has_chunked_req"),
+        mentions=("negotiate_should_allow_prefill",),
+    ),
     HookPoint(f"{_ADDER}._select_prefill_admission", ("req", "total_tokens")),
     HookPoint(f"{_ADDER}._check_prefill_budget", ("req", "chunk_limit")),
     HookPoint(f"{_ADDER}._update_prefill_budget", ("prefix_len",)),

@@ -42,6 +42,10 @@ class HitChecking:
         """Whether a check is to begin when nothing else runs."""
         return self._checks.is_waiting
 
+    def void(self) -> None:
+        """Note that what was checked is forgotten: weights may be others now."""
+        self._checks.void()
+
     def admitted(self, req: Req, hit: int) -> None:
         """Have a client's request checked, or not.
 

@@ -20,7 +20,7 @@ from hybrid_plugin.sglang.pipeline import StageLayers, all_layers
 
 _STRIDED = ("fa3", "flashinfer", "torch_native", "triton")
 """Of those that SGLang names, and PyTorch's, the ones that multiply a token's number by
-its stride in 64 bits (`docs/operations.md`)."""
+its stride in 64 bits (`docs/kernels.md`)."""
 ALIGNMENT = 16
 """Bytes: kernels load and store the keys of a token, and its values, in vectors."""
 

@@ -68,18 +68,19 @@ def parked_first(queue: list[Req], cache: HybridPrefixCache) -> None:
     A pass ends at the first request for which there is no room.  If that one could
     be ahead, it would wait for pages of the parked ones behind it, for ever.
     """
-    queue.sort(key=lambda req: not cache.is_parked(req))
+    if cache.num_parked:
+        queue.sort(key=lambda req: not cache.is_parked(req))
 
 
 @contextmanager
 def without_parked(scheduler: Any) -> Iterator[None]:
     """Let SGLang see a waiting queue of new requests only, while this lasts."""
     cache: HybridPrefixCache = scheduler.tree_cache
-    queue = scheduler.waiting_queue
-    parked = [req for req in queue if cache.is_parked(req)]
-    if not parked:
+    if not cache.num_parked:
         yield
         return
+    queue = scheduler.waiting_queue
+    parked = [req for req in queue if cache.is_parked(req)]
     scheduler.waiting_queue = [req for req in queue if not cache.is_parked(req)]
     try:
         yield
@@ -87,13 +88,43 @@ def without_parked(scheduler: Any) -> Iterator[None]:
         scheduler.waiting_queue[:0] = parked
 
 
+@contextmanager
+def without_free_slots_delay(scheduler: Any) -> Iterator[None]:
+    """Have nobody wait for others to end, while this lasts, if somebody is parked.
+
+    SGLang has new requests begin several at once (`--min-free-slots-delay`), but lets
+    its unfinished prompt go on, which holds memory meanwhile.
+    """
+    delayer = scheduler.min_free_slots_delayer
+    if delayer is None or not scheduler.tree_cache.num_parked:
+        yield
+        return
+    scheduler.min_free_slots_delayer = None
+    try:
+        yield
+    finally:
+        scheduler.min_free_slots_delayer = delayer
+
+
+def park_for_a_pause(scheduler: Any) -> None:
+    """Park paused requests of a prefill server whose last batch SGLang is to forget.
+
+    It keeps its own unfinished prompt in such a pause, because another server has part
+    of it already, and flushes nothing while that holds pages.
+    """
+    if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+        park_paused(scheduler, scheduler.running_batch, scheduler.last_batch)
+
+
 def retract_parked(scheduler: Any) -> None:
     """Have parked requests begin anew, as SGLang does with those that run.
 
     It retracts all of them before weights are updated: with pages still held, the
     cache could not be flushed, and the rest of a prompt would follow a beginning that
-    other weights computed.
+    other weights computed.  In prefill servers they stay; see `park_for_a_pause`.
     """
+    if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+        return
     retract_all(
         reqs=[r for r in scheduler.waiting_queue if scheduler.tree_cache.is_parked(r)],
         req_to_token_pool=scheduler.req_to_token_pool,

@@ -72,6 +72,9 @@ NEEDED = {
     "patches._run_commands": _while_there(
         f"{_SRT}.managers.tp_worker:TpModelWorker.forward_batch_generation"
     ),
+    "patches._send_restored_pages_late": _while_there(
+        f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", "allow_send"
+    ),
     "patches._verify_drafts": _while_there(
         f"{_SRT}.speculative.eagle_utils:eagle_sample", "accept_index"
     ),

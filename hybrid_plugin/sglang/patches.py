@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
-from hybrid_plugin.engine.refusals import ending_the_server, named
+from hybrid_plugin.engine.refusals import cannot_serve, ending_the_server, named
 from hybrid_plugin.sglang import activation
 from hybrid_plugin.sglang.contracts import (
     BLOCK_DRAFT_HOOKS,
@@ -90,6 +90,7 @@ def hook_engine() -> None:
     _answer_before_going_on()
     _place_tokens()
     _run_commands()
+    _send_restored_pages_late()
     _verify_drafts()
     _run_state_layers(layers, replay)
     _fold_drafts(replay)
@@ -121,7 +122,8 @@ def _settle_arguments() -> None:
     """Symptom: SGLang configures its own cache for the model.
 
     Cause: it derives strategy and page size from the model's architecture.
-    Fix: check for conflicts and declare ours just before it derives.
+    Fix: check for conflicts and declare ours just before it derives, and check once
+    more when it has.
     Delete when: never; it is SGLang's own seam for plugins.
     """
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -129,6 +131,7 @@ def _settle_arguments() -> None:
     from hybrid_plugin.sglang import arguments
 
     register_resolution_hook("handle_model_specific_adjustments")(arguments.adjust)
+    register_resolution_hook("handle_model_capability_adjustments")(arguments.confirm)
 
 
 def _allow_paged_overlap() -> None:
@@ -445,6 +448,11 @@ def _build_cache(clock: RankClock, memory: PoolMemory) -> None:
         from hybrid_plugin.sglang import host_copies, outer_tiers
         from hybrid_plugin.sglang.prefix_cache import HybridPrefixCache
 
+        if context.params.disable:
+            raise cannot_serve(
+                "SGLang switches prefix caches off for this model; give "
+                f"--disable-radix-cache, or drop {activation.FLAG}."
+            )
         allocator, outer = context.params.token_to_kv_pool_allocator, None
         if allocator.cache.host is not None:
             host_copies.attach(allocator.cache, allocator.executor)
@@ -523,14 +531,7 @@ def _admit_by_demand() -> None:
 
         return HybridPrefillAdder if _served_by(scheduler.tree_cache) else result
 
-    def rows(
-        result: int,
-        scheduler: Any,
-        running: int,
-        *_: Any,
-        num_held_rows: int = 0,
-        **__: Any,
-    ) -> int:
+    def rows(result: int, scheduler: Any, running: int, *_: Any, **__: Any) -> int:
         from sglang.srt.runtime_context import get_parallel
 
         from hybrid_plugin.sglang.scheduling import more_rows
@@ -538,7 +539,7 @@ def _admit_by_demand() -> None:
         if not _served_by(scheduler.tree_cache):
             return result
         places = get_parallel().pp_max_micro_batch_size - running
-        return more_rows(result, scheduler, num_held_rows, places)
+        return more_rows(result, scheduler.tree_cache.num_parked, places)
 
     def retracted(result: bool, *, tree_cache: Any, **_: Any) -> None:
         if _served_by(tree_cache):
@@ -556,8 +557,8 @@ def _park_paused_requests() -> None:
     Cause: SGLang goes on with one unfinished prefill at a time, its chunked request,
     and takes whatever waits for new.
     Fix: queue paused requests ahead of the others, hide them from what SGLang does
-    to new requests only, retract them with those that run, and stream nothing for
-    them.
+    to new requests only, let them go on whatever new ones wait for, retract them with
+    those that run, and stream nothing for them.
     Delete when: SGLang goes on with several unfinished prefills.
     """
     scheduler = f"{_SRT}.managers.scheduler.Scheduler"
@@ -565,6 +566,8 @@ def _park_paused_requests() -> None:
     streamer = f"{_SRT}.managers.scheduler_components.output_streamer"
     for step in ("get_next_batch_to_run", "get_next_disagg_prefill_batch_to_run"):
         _hook(f"{scheduler}.{step}", "BEFORE", _park)
+    _hook(f"{scheduler}._get_new_batch_prefill_raw", "AROUND", _let_parked_go_on)
+    _hook(f"{scheduler}.pause_generation", "BEFORE", _park_for_a_pause)
     _hook(f"{scheduler}.pause_generation", "AFTER", _retract)
     _hook(f"{scheduler}._abort_on_queued_limit", "AROUND", _hide_parked)
     _hook(f"{scheduler}._poll_timeout_aborts", "AROUND", _hide_parked)
@@ -580,6 +583,24 @@ def _park(scheduler: Any, running_batch: Any, last_batch: Any, **_: Any) -> None
         park_paused(scheduler, running_batch, last_batch)
         check_when_idle(scheduler, running_batch, last_batch)
         scheduler.tree_cache.plan_waits(scheduler.waiting_queue)
+
+
+def _let_parked_go_on(
+    original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from hybrid_plugin.sglang.parking import without_free_slots_delay
+
+    if not _served_by(scheduler.tree_cache):
+        return original(scheduler, *args, **kwargs)
+    with without_free_slots_delay(scheduler):
+        return original(scheduler, *args, **kwargs)
+
+
+def _park_for_a_pause(scheduler: Any, recv_req: Any) -> None:
+    from hybrid_plugin.sglang.parking import park_for_a_pause
+
+    if _served_by(scheduler.tree_cache) and recv_req.mode == "retract":
+        park_for_a_pause(scheduler)
 
 
 def _retract(result: None, scheduler: Any, recv_req: Any) -> None:
@@ -624,20 +645,21 @@ def _answer_before_going_on() -> None:
 
     Cause: under the overlap schedule SGLang launches a batch, and only then handles
     the results of the one before; a pause puts two prefills behind each other.
-    Fix: handle those results first, where the batch goes on with paused requests.
+    Fix: handle those results first, where the batch goes on with paused requests, and
+    never where it also decodes (see `results_first`).
     Delete when: no prompt is paused, or SGLang does so for all prefills
     (`SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP`).
     """
 
-    def results_first(result: Any, scheduler: Any, batch: Any, last_batch: Any) -> Any:
-        from hybrid_plugin.sglang.scheduling import owes_first_tokens
+    def order(result: Any, scheduler: Any, batch: Any, last_batch: Any) -> Any:
+        from hybrid_plugin.sglang.scheduling import results_first
 
         if not _served_by(scheduler.tree_cache):
             return result
-        return result or owes_first_tokens(scheduler, batch, last_batch)
+        return results_first(result, scheduler, batch, last_batch)
 
     scheduler = f"{_SRT}.managers.scheduler.Scheduler"
-    _hook(f"{scheduler}.is_disable_overlap_for_batch", "AFTER", results_first)
+    _hook(f"{scheduler}.is_disable_overlap_for_batch", "AFTER", order)
 
 
 def _place_tokens() -> None:
@@ -715,6 +737,30 @@ def _run_commands() -> None:
     scheduler = f"{_SRT}.managers.scheduler.Scheduler"
     _hook(f"{scheduler}.on_idle", "AFTER", idle)
     _hook(f"{scheduler}.maybe_sleep_on_idle", "AROUND", sleep)
+
+
+def _send_restored_pages_late() -> None:
+    """Symptom: a decode server gets other KV of a prefix than the prompt's, where a
+    prefill server restores it from host memory.
+
+    Cause: SGLang sends the pages of a hit before it launches the pass, and waits for
+    what was launched before; copies from host memory are awaited by the pass itself.
+    Fix: send the whole prompt behind the pass, where anything may come from the host.
+    SGLang does so beside its own copies.
+    Delete when: the radix cache backend says from where on pages may be sent.
+    """
+    scheduler = f"{_SRT}.managers.scheduler.Scheduler"
+    early = f"{scheduler}.maybe_send_cached_prefix_chunk"
+    _hook(early, "AROUND", _send_behind_restores)
+
+
+def _send_behind_restores(
+    original: Callable[..., None], scheduler: Any, req: Any, allow_send: bool = True
+) -> None:
+    cache = scheduler.tree_cache
+    if _served_by(cache) and cache.cache.host is not None:
+        allow_send = False
+    original(scheduler, req, allow_send=allow_send)
 
 
 def _verify_drafts() -> None:
@@ -907,8 +953,14 @@ def _follow_weights() -> None:
         "begin_weight_update",
     ):
         _hook(f"{_UPDATER}.{update}", "BEFORE", updating)
-    _hook(f"{_UPDATER}.record_weight_version_after_update", "AFTER", loaded)
-    _hook(f"{_UPDATER}.end_weight_update", "AFTER", loaded)
+    for update in (
+        # These two do not note a version if a draft model fails behind the target.
+        "update_weights_from_disk",
+        "update_weights_from_ipc",
+        "record_weight_version_after_update",
+        "end_weight_update",
+    ):
+        _hook(f"{_UPDATER}.{update}", "AFTER", loaded)
 
 
 def _release_memory() -> None:

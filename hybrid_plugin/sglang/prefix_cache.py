@@ -156,7 +156,7 @@ class HybridPrefixCache(BasePrefixCache):
         )
 
     def chunk_end(self, req: Req, start: int, end: int) -> int:
-        """Where a chunk of an admitted request's prompt should end.
+        """Where a chunk of a request's prompt should end, admitted or just looked up.
 
         Models with windows (Gemma-4) may look both ways within an image, unless a
         chunk ends in it: SGLang alone says where a prompt with images is cut.
@@ -319,6 +319,11 @@ class HybridPrefixCache(BasePrefixCache):
         self.resumes_parked |= self.is_parked(req)
         self._parked.discard(_id(req))
 
+    @property
+    def num_parked(self) -> int:
+        """Live requests that wait in the queue for the rest of their prompts."""
+        return len(self._parked)
+
     def is_parked(self, req: Req) -> bool:
         """Whether a live request waits in the queue for the rest of its prompt."""
         return _id(req) in self._parked
@@ -333,6 +338,18 @@ class HybridPrefixCache(BasePrefixCache):
         self.run_commands(verifies=not batch.forward_mode.is_extend())
         if self._host is not None:
             self._host.begins()
+
+    def forget_ended(self, batch: ScheduleBatch) -> None:
+        """Have a batch commit no state for requests that ended since it was planned.
+
+        SGLang handles the results before a verification where drafts made on the host
+        must follow a grammar.  It writes by the rows of a batch, which still name the
+        slots in which ended requests have left their turns' ends.
+        """
+        ended = [row for row, req in enumerate(batch.reqs) if not self.is_live(req)]
+        if ended and self.cache.slots.needed:
+            rows = batch.req_pool_indices[ended]
+            self.req_to_token_pool.req_index_to_mamba_index_mapping[rows] = 0
 
     def run_commands(self, *, verifies: bool = False) -> None:
         """Run the commands that are queued.
@@ -454,6 +471,8 @@ class HybridPrefixCache(BasePrefixCache):
                 f"SGLang flushes its cache while {', '.join(self._requests)} still "
                 "hold pages."
             )
+        if self.hit_checking is not None:
+            self.hit_checking.void()
         if self._host is not None:  # a load may be under way, and the pools may go
             self._run_queued(self._host)
             self._host.wait()

@@ -8,7 +8,8 @@ so any number of them can be under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class HybridPrefillAdder(PrefillAdder):
     """
 
     tree_cache: HybridPrefixCache
+    prefill_delayer_single_pass: Any
     _resumes = False
     """Whether the request that is being added was parked: its prefix is its own."""
     _restoring = 0
@@ -51,7 +53,8 @@ class HybridPrefillAdder(PrefillAdder):
                 return AddReqResult.CONTINUE
             if self._restoring:  # it would take the memory that they need
                 return AddReqResult.OTHER
-        verdict = super().add_one_req(req, *args, **kwargs)
+        with self._going_on() if self._resumes else nullcontext():
+            verdict = super().add_one_req(req, *args, **kwargs)
         if self.can_run_list and self.can_run_list[-1] is req:
             self.tree_cache.unpark(req)
             if req.extend_end < len(req.full_untruncated_fill_ids):
@@ -59,6 +62,20 @@ class HybridPrefillAdder(PrefillAdder):
         elif not self._resumes:
             self.tree_cache.withdraw(req)
         return verdict
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Delay no prompt that has begun, while this lasts: it holds memory.
+
+        Other ranks hear that this one prefills, as of SGLang's own unfinished prompt.
+        """
+        self._may_prefill()
+        delayer = self.prefill_delayer_single_pass
+        self.prefill_delayer_single_pass = None
+        try:
+            yield
+        finally:
+            self.prefill_delayer_single_pass = delayer
 
     def _has_row(self) -> bool:
         """Whether a row of `req_to_token` is left for one more new request."""
@@ -79,15 +96,27 @@ class HybridPrefillAdder(PrefillAdder):
             return admission
         start = admission.prefix_len
         end = start + admission.extend_len
+        length = self.tree_cache.chunk_end(req, start, end) - start
+        # Both before the admission: a withdrawal does not bring back what an admission
+        # evicts.
+        if not length or not self._may_prefill():
+            return AddReqResult.OTHER
         if not self.tree_cache.admit(req, end):
             return AddReqResult.NO_TOKEN
-        end = self.tree_cache.chunk_end(req, start, end)
-        length = end - start
-        if not length:  # it waits for a pass with more room
-            return AddReqResult.OTHER
         # SGLang charges the pass for pages that are taken already: see the budget.
         self.memory_budget.refund(length)
         return replace(admission, extend_len=length, is_chunked=False)
+
+    def _may_prefill(self) -> bool:
+        """Whether `--enable-prefill-delayer` lets this pass go on; it answers once."""
+        delayer = self.prefill_delayer_single_pass
+        return delayer is None or delayer.negotiate_should_allow_prefill(
+            local_prefillable=True,
+            running_batch=self.running_batch.batch_size(),
+            max_prefill_bs=self.max_prefill_bs,
+            max_running_requests=self.max_running_requests,
+            waiting_queue_len=self.waiting_queue_len,
+        )
 
     def _update_prefill_budget(self, prefix_len: int, *args: Any, **kw: Any) -> None:
         super()._update_prefill_budget(self._restored(prefix_len), *args, **kw)
@@ -100,23 +129,23 @@ class HybridPrefillAdder(PrefillAdder):
         return 0 if self._resumes else prefix_len
 
 
-def more_rows(result: int, scheduler: Any, num_held_rows: int, places: int) -> int:
-    """Requests that a pass may run, given what SGLang counts: free rows.
-
-    Parked requests in the queue hold rows of their own.
+def more_rows(result: int, parked: int, places: int) -> int:
+    """Requests that a pass may run, given what SGLang counts: free rows, and those that
+    requests of the pass hold already.
 
     Args:
         result: SGLang's count.
-        scheduler: SGLang's scheduler.
-        num_held_rows: rows that it counted in for requests of the pass.
+        parked: requests in the queue that hold rows of their own.
         places: in the batch, for as many as may run at once.
     """
-    held = sum(req.kv.holds_kv for req in scheduler.waiting_queue)
-    return min(result + held - num_held_rows, places)
+    return min(result + parked, places)
 
 
-def owes_first_tokens(
-    scheduler: Any, batch: ScheduleBatch | None, last: ScheduleBatch | None
+def results_first(
+    result: bool,
+    scheduler: Any,
+    batch: ScheduleBatch | None,
+    last: ScheduleBatch | None,
 ) -> bool:
     """Whether to send the last batch's first tokens before a batch is launched.
 
@@ -125,19 +154,26 @@ def owes_first_tokens(
     Between prefills of new requests SGLang's own flag decides, and among ranks that
     must agree SGLang does.
 
+    A pass that also decodes (`--enable-mixed-chunk`) is launched before results are
+    handled.  A request that ends with them already counts the token that this pass
+    computes, and commands that store its state on the host run ahead of the pass.
+    Where ranks must agree, the flag that makes SGLang wait is refused at start-up.
+
     Args:
-        scheduler: SGLang's scheduler.
+        result: whether SGLang would.
+        scheduler: its scheduler.
         batch: the batch that is about to be launched.
         last: the one before it, without the requests that were paused in it.
     """
-    return (
-        batch is not None
-        and last is not None
-        and batch.forward_mode.is_extend()
+    if batch is None or last is None or scheduler.require_mlp_sync:
+        return result
+    if batch.forward_mode.is_mixed():
+        return False
+    return result or (
+        batch.forward_mode.is_extend()
         and last.forward_mode.is_extend()
         and scheduler.tree_cache.resumes_parked
         and bool(last.reqs)
-        and not scheduler.require_mlp_sync
     )
 
 

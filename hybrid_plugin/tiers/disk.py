@@ -10,15 +10,17 @@ Bundles can be pinned: they are never evicted, and nothing takes their place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 from hybrid_plugin.core.tiers.outer_tier import Storing
 from hybrid_plugin.core.tree.tokens import Tokens
 from hybrid_plugin.tiers.bundle import Layouts
+from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.index import Entry
 from hybrid_plugin.tiers.keys import BundleName, keys_at, name_of
 from hybrid_plugin.tiers.known_bundles import SOUND, KnownBundles, key_of
+from hybrid_plugin.tiers.pins import Pins
 
 
 class DiskTier(KnownBundles):
@@ -51,10 +53,7 @@ class DiskTier(KnownBundles):
         """
         super().__init__(identity, layouts, read_bytes_per_second)
         self._budget = budget
-        self._pins: Counter[str] = Counter()
-        """By key, how many hold it; there need not be a bundle."""
-        self._pinned: tuple[int, int] | None = None
-        """The version and bytes of pinned bundles; None when pins have changed."""
+        self._pins = Pins(self._index)
         self._flushed: set[str] = set()
         """Keys of pinned bundles that nobody finds since a flush."""
         self.reserved_bytes = 0
@@ -82,11 +81,7 @@ class DiskTier(KnownBundles):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of all that is pinned, and of what else never goes."""
-        if self._pinned is None or self._pinned[0] != self.version:
-            pinned = map(self._index.get, self._pins)
-            size = sum(one.file_bytes for one in pinned if one is not None)
-            self._pinned = self.version, size
-        return self.reserved_bytes + self._pinned[1]
+        return self.reserved_bytes + self._pins.kept_bytes
 
     @property
     def count(self) -> int:
@@ -97,7 +92,7 @@ class DiskTier(KnownBundles):
 
     def trim(self) -> Sequence[str]:
         """Keys to discard before anything is written: what is too much at the start."""
-        return self._make_room(0, self._kept(()))
+        return self._make_room(0, self._in_use(()))
 
     @property
     def is_renewed(self) -> bool:
@@ -107,13 +102,15 @@ class DiskTier(KnownBundles):
     def fetch_failed(self, key: str, reason: str) -> Sequence[str]:
         """See `OuterTier.fetch_failed`.
 
-        What is not in order is removed, so that nobody waits for it again.
+        What is not in order is removed, so that nobody waits for it again.  What is
+        pinned and could not be read now may be read by the next server, and stays.
         """
         entry = self._index.get(key_of(key))
         if entry is None or not entry.is_usable:
             return ()  # evicted, or stored anew, since it was found
         self.version += 1
-        if reason in SOUND:
+        stays = reason == Reason.IO and self._pins[entry.name.key]
+        if reason in SOUND or stays:
             self._index.show(entry.name.key, is_usable=False)
             return ()
         self._index.remove(entry.name.key)
@@ -180,15 +177,12 @@ class DiskTier(KnownBundles):
         Args:
             keys: of their files.
         """
-        self._pins.update(keys)
-        self._pinned = None
+        self._pins.pin(keys)
 
     def unpin(self, keys: Iterable[str]) -> None:
         """Let bundles go again as any others."""
-        self._pins.subtract(keys)
-        self._pins += Counter()  # without what nobody holds
-        self._pinned = None
-        self._flushed &= self._pins.keys()
+        self._pins.unpin(keys)
+        self._flushed = {key for key in self._flushed if self._pins[key]}
 
     def reveal(self, keys: Iterable[str]) -> None:
         """Find pinned bundles again that a flush has hidden."""
@@ -211,10 +205,10 @@ class DiskTier(KnownBundles):
         Returns:
             Keys to discard; None if there is no such room, with nothing changed.
         """
-        kept = self._kept(())
-        if size > 0 and self._too_much(kept, size):
+        used = self._in_use(())
+        if size > 0 and self._too_much(used, size):
             return None
-        discard = self._make_room(max(size, 0), kept)
+        discard = self._make_room(max(size, 0), used)
         self.reserved_bytes += size
         return discard
 
@@ -253,49 +247,54 @@ class DiskTier(KnownBundles):
         if old is not None and not old.is_usable and self._pins[name.key]:
             return None
         entry = Entry(name, start, end, self._file_bytes(name, start, end, size), False)
-        kept = self._kept(before)
-        if self._too_much(kept, entry.file_bytes):
+        used = self._in_use(before)
+        if self._too_much(used, entry.file_bytes):
             return None
         replaced = () if old is None else self._gone([old])
-        discard = (*replaced, *self._make_room(entry.file_bytes, kept))
+        discard = (*replaced, *self._make_room(entry.file_bytes, used))
         self._index.add(entry)
         self._pending.add(name.key)
         self._index.use(before)
         return Storing(name.text, discard)
 
-    def _kept(self, before: Iterable[Entry]) -> list[Entry]:
-        """What nothing makes room for: what is pinned or being stored, and what comes
-        before."""
-        kept = {entry.name.key: entry for entry in before}
-        for key in self._pending | self._pins.keys():
+    def _in_use(self, before: Iterable[Entry]) -> dict[str, Entry]:
+        """What nothing makes room for beside what is pinned: what is being stored, and
+        what comes before.
+
+        Args:
+            before: what the next one goes on from.
+        """
+        used = {entry.name.key: entry for entry in before}
+        for key in self._pending:
             entry = self._index.get(key)
-            while entry is not None and entry.name.key not in kept:
-                kept[entry.name.key] = entry
+            while entry is not None and entry.name.key not in used:
+                used[entry.name.key] = entry
                 entry = self._index.get(entry.name.parent)
-        return list(kept.values())
+        return used
 
-    def _too_much(self, kept: Iterable[Entry], size: int) -> bool:
+    def _too_much(self, used: Mapping[str, Entry], size: int) -> bool:
         """Whether bytes more do not fit beside what must stay."""
-        least = self.reserved_bytes + sum(each.file_bytes for each in kept)
-        return least + size > self._budget
+        kept = self._pins.kept
+        more = sum(entry.file_bytes for key, entry in used.items() if key not in kept)
+        return self.pinned_bytes + more + size > self._budget
 
-    def _make_room(self, size: int, kept: Iterable[Entry]) -> tuple[str, ...]:
+    def _make_room(self, size: int, used: Container[str]) -> tuple[str, ...]:
         """Let go what was not used for the longest time.
 
         Args:
             size: bytes that are to be had.
-            kept: what stays.
+            used: keys of what stays beside what is pinned.
 
         Returns:
             Keys to discard.
         """
-        spared = {entry.name.key for entry in kept}
+        kept = self._pins.kept
         excess = self.used_bytes + size - self._budget
         victims = []
         for entry in self._index.oldest():
             if excess <= 0:
                 break
-            if entry.name.key not in spared:
+            if entry.name.key not in used and entry.name.key not in kept:
                 victims.append(entry)
                 excess -= entry.file_bytes
         return self._gone(victims)

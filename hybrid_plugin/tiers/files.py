@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +35,19 @@ class Files:
         return os.open(path, _NEW, _PRIVATE_FILE)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading."""
-        return os.open(path, _OLD)
+        """Open a file of this user for reading.
+
+        Whoever may rename a folder can put one of their own in its place at any time.
+        """
+        file = os.open(path, _OLD)
+        if os.fstat(file).st_uid != os.geteuid():
+            os.close(file)
+            raise PermissionError(errno.EPERM, "another user wrote it", str(path))
+        return file
+
+    def size_of(self, path: Path) -> int:
+        """Bytes of a file that is not open."""
+        return os.lstat(path).st_size
 
     def size(self, file: int) -> int:
         """Bytes of an open file."""
@@ -128,3 +140,11 @@ def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
             return [buffer[done:], *buffers[index + 1 :]]
         done -= len(buffer)
     return []
+
+
+class AnybodysFiles(Files):
+    """For those who only look at files."""
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading, whoever wrote it."""
+        return os.open(path, _OLD)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hybrid_plugin.core.tree.tokens import Tokens
@@ -37,6 +37,11 @@ class BundleIndex:
     _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
     _ends: dict[str, dict[int, set[str]]] = field(default_factory=dict)
     """Keys by the key of their whole chunks, and by their end."""
+    _listeners: list[Callable[[str], None]] = field(default_factory=list)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        """Call a function with the key of each bundle that is added or removed."""
+        self._listeners.append(listener)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,6 +58,7 @@ class BundleIndex:
         self.used_bytes += entry.file_bytes
         ends = self._ends.setdefault(entry.name.anchor, {})
         ends.setdefault(entry.end, set()).add(key)
+        self._tell(key)
 
     def remove(self, key: str) -> Entry | None:
         """Forget a bundle; returns it, or None if there was none."""
@@ -67,7 +73,12 @@ class BundleIndex:
             del ends[end]
         if not ends:
             del self._ends[anchor]
+        self._tell(key)
         return entry
+
+    def _tell(self, key: str) -> None:
+        for listener in self._listeners:
+            listener(key)
 
     def show(self, key: str, is_usable: bool) -> None:
         """Find a bundle from now on, or no more; it keeps its place otherwise."""

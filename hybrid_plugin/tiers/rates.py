@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from hybrid_plugin.tiers.files import Files, read_all, write_all
 SAMPLE = 64 << 20
 """Bytes that are written and read: enough that the first request to the disk does not
 count, and a few tenths of a second on a slow disk."""
+LEAST = 1 << 20
+"""Bytes of the smallest file that tells anything."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NAME = "rate.unfinished"
 """Of the file: as unfinished it is removed at the next start, should it stay."""
 
@@ -34,6 +38,9 @@ class DiskRates:
 def measure(folder: Path, files: Files | None = None, size: int = SAMPLE) -> DiskRates:
     """Write a file to a rank's folder, and read it back; all ranks at once.
 
+    On a disk with less room, which what lies there already may have filled, the file is
+    the half, down to `LEAST`.
+
     Args:
         folder: of the rank, which is there.
         files: the system.
@@ -44,17 +51,25 @@ def measure(folder: Path, files: Files | None = None, size: int = SAMPLE) -> Dis
     """
     files = files or Files()
     _remove(files, folder / _NAME)  # of a server that was killed
+    while True:
+        try:
+            return _measure(folder, files, size)
+        except OSError as error:
+            if error.errno not in _NO_ROOM or size // 2 < LEAST:
+                raise ConfigError(
+                    f"The folder {folder} did not take and give back a file of "
+                    f"{gib(size)}: {error.strerror}."
+                ) from error
+        size //= 2
+
+
+def _measure(folder: Path, files: Files, size: int) -> DiskRates:
     content = os.urandom(size)  # disks may compress
     try:
         begin = time.perf_counter()
         _write(files, folder / _NAME, content)
         written = time.perf_counter()
         seconds = _read(files, folder / _NAME, bytearray(size))
-    except OSError as error:
-        raise ConfigError(
-            f"The folder {folder} did not take and give back a file of {gib(size)}: "
-            f"{error.strerror}."
-        ) from error
     finally:
         _remove(files, folder / _NAME)
     return DiskRates(size / (written - begin), size / seconds)

@@ -93,9 +93,10 @@ class SessionBook:
             Keys to discard; None if there is no room for its file, with nothing
             changed.
         """
+        self._tier.pin(session.keys)  # so that they do not make room themselves
         discard = self._tier.reserve(self._size(session))
-        if discard is not None:
-            self._tier.pin(session.keys)
+        if discard is None:
+            self._tier.unpin(session.keys)
         return discard
 
     def withdraw(self, session: SavedSession) -> None:

@@ -41,7 +41,14 @@ class StockedFile:
     """When it was written or last used, in nanoseconds."""
 
 
-Stock: TypeAlias = dict[str, dict[str, StockedFile]]
+@dataclass(frozen=True, slots=True)
+class UnreadFile:
+    """One rank's part of a bundle that could not be read this time."""
+
+    file_bytes: int
+
+
+Stock: TypeAlias = dict[str, dict[str, StockedFile | UnreadFile]]
 """By rank and key; ranks send it to each other."""
 
 Own = TypeVar("Own")
@@ -75,7 +82,9 @@ class TierFolder:
     ) -> None:
         """Open the folders, or make them, and see what they hold.
 
-        Unfinished and damaged files are removed.
+        Unfinished and damaged files are removed.  What the file system cannot read now
+        it may read later: that stays until its room is needed, but this server does not
+        find it.
 
         Args:
             path: of the tier; each rank has a folder of its own in it.
@@ -127,9 +136,11 @@ class TierFolder:
         found = []
         for key in common:
             parts = [files[key] for files in ranks.values()]
-            entry = _whole(parts)
+            read = [part for part in parts if isinstance(part, StockedFile)]
+            is_read = len(read) == len(parts)
+            entry = _whole(read) if is_read else _unread_bundle(key, parts)
             if entry is not None:
-                used_at = max(part.used_at for part in parts)
+                used_at = max([part.used_at for part in read], default=0)
                 found.append((used_at, -entry.end, key, entry))
         found.sort(key=lambda each: each[:3])
         self._remove_all_but({key for *_, key, _ in found})
@@ -177,13 +188,13 @@ class TierFolder:
         check_private(folder)
         self._held.callback(os.close, hold(folder))
 
-    def _scan(self, folder: Path, own: Layouts) -> dict[str, StockedFile]:
+    def _scan(self, folder: Path, own: Layouts) -> dict[str, StockedFile | UnreadFile]:
         """Read all headers; remove what is unfinished or damaged.
 
         Raises:
             OSError: if the folder cannot be read.
         """
-        found = {}
+        found: dict[str, StockedFile | UnreadFile] = {}
         for name in self._files.names(folder):
             path = folder / name
             if name.endswith(UNFINISHED):
@@ -191,12 +202,21 @@ class TierFolder:
             if not name.endswith(SUFFIX):
                 continue
             read = self._examine(path, own)
-            if isinstance(read, Failure):
+            if not isinstance(read, Failure):
+                found[read.name.key] = read
+            elif read.reason is Reason.IO:
+                logger.warning("hybrid-plugin: cannot read %s: %s", path, read)
+                found[name.removesuffix(SUFFIX)] = self._unread_file(path)
+            else:
                 logger.warning("hybrid-plugin: removed %s: %s", path, read)
                 self._remove(path)
-            else:
-                found[read.name.key] = read
         return found
+
+    def _unread_file(self, path: Path) -> UnreadFile:
+        try:
+            return UnreadFile(self._files.size_of(path))
+        except OSError:
+            return UnreadFile(0)  # nobody can say
 
     def _read_sessions(self, folder: Path) -> dict[str, SavedSession]:
         """Read all sessions of a rank by their keys; remove what is damaged.
@@ -278,6 +298,13 @@ def read_session(files: Files, path: Path) -> SavedSession | Failure:
     if isinstance(session, SavedSession) and path.name != session.key + RECORD:
         return Failure(Reason.REPLACED, f"it is {session.name!r:.80}")
     return session
+
+
+def _unread_bundle(key: str, parts: Sequence[StockedFile | UnreadFile]) -> Entry:
+    """A bundle of which some rank could not read its part: all but its key and size are
+    unknown, and nobody finds it."""
+    name = BundleName(key, "", "", "")
+    return Entry(name, 0, 0, sum(part.file_bytes for part in parts), is_usable=False)
 
 
 def _whole(parts: Sequence[StockedFile]) -> Entry | None:

@@ -20,7 +20,14 @@ from hybrid_plugin.config import (
     switched_off_by_environment,
 )
 from hybrid_plugin.engine.refusals import cannot_serve
-from hybrid_plugin.vllm import deterministic, offloading, pipeline, servable, storable
+from hybrid_plugin.vllm import (
+    deterministic,
+    offloading,
+    pipeline,
+    ranks,
+    servable,
+    storable,
+)
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
@@ -167,10 +174,27 @@ def activate(vllm_config: VllmConfig) -> None:
     for given in options.outer_options:
         for obstacle in storable.obstacles(vllm_config, given):
             raise cannot_serve(obstacle)
+    ranks.settle_replicas(vllm_config, options)
     _mark(vllm_config)
     for line in replaced:
         logger.info("%s", line)
     logger.info("hybrid-plugin is active: it takes over prefix caching.")
+    for line in _without_effect(vllm_config):
+        logger.warning("hybrid-plugin: %s", line)
+
+
+def _without_effect(vllm_config: VllmConfig) -> Iterator[str]:
+    """Sentences about flags that are for vLLM's own cache alone."""
+    if vllm_config.cache_config.num_gpu_blocks_override is not None:
+        yield (
+            "--num-gpu-blocks-override counts blocks of vLLM's own cache and has no "
+            "effect; --kv-cache-memory-bytes limits the memory."
+        )
+    if vllm_config.observability_config.kv_cache_metrics:
+        yield (
+            "--kv-cache-metrics looks at vLLM's own cache and stays empty; "
+            "hybrid_cache_* has the plugin's."
+        )
 
 
 def step_aside(vllm_config: VllmConfig) -> None:
@@ -299,6 +323,15 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
                 "context parallelism is not supported yet; drop "
                 f"--{phase}-context-parallel-size."
             )
+    if parallel.use_ubatching:
+        yield (
+            "passes that are split in two keep no states inside; drop --enable-dbo and "
+            "--ubatch-size."
+        )
+    if parallel.enable_elastic_ep:
+        yield (
+            "engines that join later have measured no memory; drop --enable-elastic-ep."
+        )
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported."
     if model.is_mm_prefix_lm:
@@ -315,6 +348,11 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if getattr(cache, "use_replayssm", False):
         yield "ReplaySSM keeps no exact states; drop --use-replayssm."
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
+        yield (
+            "vLLM notes the experts of whole pages alone, and hits end within pages; "
+            "drop --enable-return-routed-experts."
+        )
     if not vllm_config.scheduler_config.enable_chunked_prefill:
         yield "it needs chunked prefill; drop --no-enable-chunked-prefill."
     if read_options(vllm_config).verify_fraction and parallel.data_parallel_size > 1:

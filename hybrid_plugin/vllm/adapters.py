@@ -8,8 +8,8 @@ cache's name for an adapter counts how often that happened.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,27 @@ class Adapters:
         self._lasting = lasting
         self._changes: Counter[int] = Counter()
         """By number."""
+        self._replaced: set[int] = set()
+        """Numbers under which weights were loaded over others."""
+        self._named: defaultdict[int, set[Hashable]] = defaultdict(set)
+        """Names by number, of the weights that are there now."""
 
-    def changed(self, number: int) -> None:
-        """Note that the weights under a number are others from now on, or none."""
+    def changed(self, number: int, *, in_place: bool) -> Set[Hashable]:
+        """Note that the weights under a number are others from now on, or none.
+
+        Args:
+            number: vLLM's.
+            in_place: whether others are there, and not none.
+
+        Returns:
+            Names of those that were there.
+        """
         self._changes[number] += 1
+        if in_place:
+            self._replaced.add(number)
+        else:
+            self._replaced.discard(number)
+        return self._named.pop(number, set())
 
     def name_of(self, adapter: Any) -> Hashable:
         """What requests with equal weights have in common, and no others.
@@ -54,10 +71,18 @@ class Adapters:
         number = int(adapter.lora_int_id)
         changes = self._changes[number]
         name, path = str(adapter.lora_name), str(adapter.lora_path)
-        loaded = LoadedAdapter(name, path, number, changes)
-        if self._lasting is None or adapter.load_inplace:
-            return loaded  # in place, over other weights, without another number
-        return self._lasting.of(path, (number, changes)) or loaded
+        found: Hashable = LoadedAdapter(name, path, number, changes)
+        # Over other weights, in place: whoever still names their path has the new ones.
+        is_named = not (adapter.load_inplace or number in self._replaced)
+        if self._lasting is not None and is_named:
+            found = self._lasting.of(path, (number, changes)) or found
+        self._named[number].add(found)
+        return found
+
+
+def is_of(namespace: Hashable, names: Set[Hashable]) -> bool:
+    """Whether a namespace is that of an adapter with one of the names."""
+    return isinstance(namespace, tuple) and namespace[0] in names
 
 
 def namespace_of(adapter: Any, salt: object, adapters: Adapters) -> Hashable:

@@ -2,7 +2,7 @@
 """Slots beyond what a model's kernels address: there are no more than they reach.
 
 vLLM's CUDA scan of Mamba-1 multiplies a slot by its stride in 32 bits, where all
-its other kernels of state layers use 64; `docs/operations.md` lists them.
+its other kernels of state layers use 64; `docs/kernels.md` lists them.
 """
 
 from __future__ import annotations

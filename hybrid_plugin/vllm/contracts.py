@@ -124,15 +124,21 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "prefix_cache_retention_interval",
         "kv_cache_size_tokens",
         "kv_cache_max_concurrency",
+        "num_gpu_blocks",
+        "num_gpu_blocks_override",
     ),
+    *_fields("vllm.config.observability:ObservabilityConfig", "kv_cache_metrics"),
     *_fields(_SCHEDULING, "scheduler_cls", "async_scheduling", "max_num_seqs"),
     *_fields(_SCHEDULING, "enable_chunked_prefill", "max_num_batched_tokens"),
+    *_fields(_SCHEDULING, "long_prefill_token_threshold"),
     HookPoint(
         f"{_SCHEDULING}.get_scheduler_cls", ("self",), mentions=("scheduler_cls",)
     ),
     *_fields(_PARALLEL, "worker_cls", "pipeline_parallel_size"),
     *_fields(_PARALLEL, "decode_context_parallel_size"),
     HookPoint(f"{_PARALLEL}.local_world_size"),
+    *_fields(_PARALLEL, "data_parallel_size_local", "enable_elastic_ep"),
+    HookPoint(f"{_PARALLEL}.use_ubatching", mentions=("enable_dbo", "ubatch_size")),
     HookPoint("vllm.config.kv_events:KVEventsConfig.enable_kv_cache_events"),
     HookPoint(f"{_CACHE}.prefix_caching_hash_algo"),
     HookPoint(f"{_PLATFORM}.is_cpu", ("self",)),
@@ -561,7 +567,7 @@ _GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
 _GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 GDN_FORWARD_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_nonspec"
-GDN_CAN_FUSE = f"{_GDN}:QwenGatedDeltaNetAttention._can_use_fused_gdn_mtp_decode"
+GDN_FUSED_NORM = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core_fused_norm"
 GDN_DRAFTS_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_spec_aware"
 _KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 KDA_FORWARD = f"{_KDA}:KimiGatedDeltaNetAttention._forward"
@@ -644,6 +650,11 @@ _COUNTS = (
     "num_prefills",
     "num_prefill_tokens",
 )
+
+
+GDN_METADATA = f"{_BACKENDS}.gdn_attn:GDNAttentionMetadata"
+GDN_COUNTS = (*_COUNTS, "num_spec_decodes", "num_spec_decode_tokens")
+"""Beside the number of tokens, all that such metadata cannot be made without."""
 
 
 def _builder_hooks(mixer: Mixer, *metadata: str) -> tuple[Contract, ...]:
@@ -1158,10 +1169,18 @@ REPLAY_HOOKS: tuple[Contract, ...] = (
 """Where drafts are recorded, and what was accepted is folded into the states."""
 
 GDN_DRAFT_HOOKS: tuple[Contract, ...] = (
-    HookPoint(GDN_CAN_FUSE, ("self", "attn_metadata"), closed=True, own=True),
+    *_fields(GDN_METADATA, *GDN_COUNTS, "num_actual_tokens"),
     HookPoint(
-        f"{_GDN}:QwenGatedDeltaNetAttention._forward_core_fused_norm",
-        mentions=("_can_use_fused_gdn_mtp_decode", "_forward_core"),
+        GDN_FUSED_NORM,
+        ("self", "mixed_qkv", "b", "a", "output_gate", "core_attn_out"),
+        mentions=("num_actual_tokens", "_rms_norm_gated_cuda"),
+        closed=True,
+        own=True,
+    ),
+    HookPoint(
+        f"{_GDN}:QwenGatedDeltaNetAttention._rms_norm_gated_cuda",
+        ("self", "x", "output_gate", "out"),
+        closed=True,
         own=True,
     ),
 )
@@ -1271,6 +1290,8 @@ _KINDS = "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum"
 DISK_HOOKS: tuple[Contract, ...] = (
     # Steps go on for what is written and read, and empty ones are reported.
     HookPoint(f"{_SCHEDULER}:Scheduler.has_requests", ("self",), own=True),
+    HookPoint(f"{_SCHEDULER}:Scheduler.pause_state", mentions=("_pause_state",)),
+    HookPoint("vllm.v1.core.sched.interface:PauseState", mentions=("UNPAUSED",)),
     HookPoint(f"{_SCHEDULER}:Scheduler.shutdown", ("self",), own=True),
     HookPoint(f"{_CORE}:EngineCore.step", mentions=("has_requests", "model_output")),
     HookPoint(

@@ -39,6 +39,13 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if vllm_config.lora_config is not None:
         yield "deterministic is not served with LoRA adapters; drop --enable-lora."
+    pictures = vllm_config.model_config.multimodal_config
+    if pictures is not None and not pictures.language_model_only:
+        yield (
+            "deterministic serves text alone, for vLLM cuts a prompt before an image "
+            "whenever others leave its encoder no room; give --language-model-only, or "
+            "leave it out."
+        )
 
 
 def check_attention(vllm_config: VllmConfig) -> None:
@@ -79,4 +86,12 @@ def check_budget(vllm_config: VllmConfig, step: int) -> None:
             f"pass of {scheduling.max_num_batched_tokens} tokens may have no room for "
             f"beside {scheduling.max_num_seqs} sequences: set --max-num-batched-tokens "
             f"to {least} at least, or lower --max-num-seqs."
+        )
+    # The last token of a prompt is never left to a pass of its own.
+    share = scheduling.long_prefill_token_threshold
+    if 0 < share <= step:
+        raise ConfigError(
+            f"deterministic computes prompts in whole chunks of {step} tokens, and "
+            f"--long-prefill-token-threshold lets a pass have {share} of one: set it "
+            f"to {step + 1} at least, or drop it."
         )

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from vllm import SamplingParams
@@ -59,6 +59,15 @@ class HitChecking:
         self._runs = {f"{self._name}-{check.number}-{run}": run for run in Run}
         return [_request(name, run, check.request) for name, run in self._runs.items()]
 
+    def aborted(self, request_id: str) -> None:
+        """Note that a request ended without an answer."""
+        if self._runs.pop(request_id, None) is not None:
+            self._checks.drop()
+
+    def void(self) -> None:
+        """Note that what was checked is forgotten: weights may be others now."""
+        self._checks.void()
+
     def limit(self, request_id: str) -> int | None:
         """Tokens that a request of ours may restore, where it reads the cache."""
         check = self._checks.running
@@ -76,10 +85,11 @@ class HitChecking:
 
     def _judge(self, outputs: Iterable[EngineCoreOutput]) -> None:
         for output in outputs:
-            run, check = self._runs.pop(output.request_id), self._checks.running
+            run = self._runs.pop(output.request_id)
+            check = self._checks.running
             top, stats = output.new_logprobs, output.prefill_stats
             if check is None or top is None or stats is None:
-                self._checks.drop()  # it was aborted
+                self._checks.drop()  # one of the two was aborted
                 continue
             tokens = zip(top.logprob_token_ids[0], top.logprobs[0], strict=True)
             likeliest = {int(token): float(value) for token, value in tokens}
@@ -105,21 +115,3 @@ def _request(name: str, run: Run, of: Request) -> Request:
         lora_request=of.lora_request,
         cache_salt=of.cache_salt,
     )
-
-
-def when_idle(
-    checking: HitChecking | None,
-    has_requests: bool,
-    add: Callable[[Request], Any],
-) -> None:
-    """Begin a check if nothing else is there to be served.
-
-    Args:
-        checking: of the scheduler; None where there is none.
-        has_requests: whether requests wait or run.
-        add: takes a request into the queue.
-    """
-    if checking is None or has_requests or not checking.is_waiting:
-        return
-    for request in checking.begin():
-        add(request)

@@ -85,16 +85,23 @@ class KvEvents:
         self._adapters: dict[Hashable, Any] = {}
         """The LoRA requests, by what names them in namespaces."""
 
-    def note(self, request: Request, found: LookUp) -> None:
-        """Learn of a request that was looked up.
+    def learn(self, request: Request, namespace: Hashable) -> None:
+        """Name a request's adapter in events, if it has one.
 
-        Its adapter is named in events.  A request may ask to have its hit announced
-        once more, for routers that were started late.
+        Call it before anything enters the cache in its namespace.
+
+        Args:
+            request: vLLM's.
+            namespace: of its content in the cache.
         """
-        adapter = request.lora_request
-        if adapter is not None:
-            assert isinstance(found.namespace, tuple), "as requests name it"
-            self._adapters[found.namespace[0]] = adapter
+        if request.lora_request is not None:
+            assert isinstance(namespace, tuple), "as requests name it"
+            self._adapters[namespace[0]] = request.lora_request
+
+    def note(self, request: Request, found: LookUp) -> None:
+        """Announce a request's hit once more if it asks for that, for routers that were
+        started late.
+        """
         node = found.match.node
         if node is not None and request.kv_cache_report_mode == "full":
             self.log.repeat(node, found.namespace)

@@ -8,6 +8,7 @@ start-up.  No decision is made here: each method translates to `HybridCache`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from hybrid_plugin.engine.store import Store
 from hybrid_plugin.tiers.peers.params import wants_remote_decode, wants_remote_prefill
 from hybrid_plugin.vllm import saved_sessions
 from hybrid_plugin.vllm.activation import logger
-from hybrid_plugin.vllm.adapters import Adapters
+from hybrid_plugin.vllm.adapters import Adapters, is_of
 from hybrid_plugin.vllm.hit_checks import HitChecking
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.peers import tokens_for_others
@@ -93,6 +94,7 @@ class HybridKVCacheManager:
         records_drafts: bool = False,
         kv_events: KvEvents | None = None,
         max_running: int | None = None,
+        max_model_len: int = sys.maxsize,
         serving: Serving | None = None,
     ) -> None:
         """Create the cache.
@@ -109,6 +111,8 @@ class HybridKVCacheManager:
             records_drafts: as in `HybridCache`.
             kv_events: publishes what the cache can resume; None publishes nothing.
             max_running: requests that run at once, at most; None for any number.
+            max_model_len: tokens of a sequence, at most: workers have no room to note
+                pages beyond.
             serving: what saved sessions say of this server.
         """
         device = current_platform.device_type
@@ -127,16 +131,18 @@ class HybridKVCacheManager:
         self.coordinator = _Coordinator(specs)
         self.block_pool = _Blocks()
         self.front_door = FrontDoor(self.cache, logger, clock)
-        self.draft_steps = DraftSteps(self.cache)
+        self.draft_steps = DraftSteps(self.cache, max_model_len)
         self.hit_checking: HitChecking | None = None
         if options.verify_fraction:
             self.hit_checking = HitChecking(options.verify_fraction, self.cache.stats)
         self._pools = pools_of(kv_cache_config.kv_cache_groups)
         self._max_running = max_running
+        self._max_model_len = max_model_len
         self._restoring = 0
         """Requests of this step that wait for their prefix from host memory."""
         self._may_begin = True
-        """Whether one behind them may begin to restore its own."""
+        """Whether one behind them may begin to restore its own.  If not, nobody else is
+        admitted in this step."""
         self._serving = serving or Serving("", "vLLM")
         self._options = options
         self._outer: OuterSide | None = None
@@ -168,7 +174,9 @@ class HybridKVCacheManager:
             max_cache_hit_length = self.hit_checking.limit(request.request_id)
         found = self.front_door.look_up(read, max_cache_hit_length)
         if self._kv_events is not None and not read.is_check:
-            self._kv_events.note(request, found)
+            self._kv_events.learn(request, found.namespace)
+            if self._may_begin:  # or it is looked up again in the next step
+                self._kv_events.note(request, found)
         return self._blocks({Pool.KV: found.match.pages}), found.match.length, 0
 
     def allocate_slots(
@@ -182,18 +190,23 @@ class HybridKVCacheManager:
         has_scheduled_reqs: bool = False,
         **_: Any,
     ) -> KVCacheBlocks | None:
-        """Admit a waiting request or grow a running one; None if there is no room."""
+        """Admit a waiting request or grow a running one; None if there is no room, or
+        while requests ahead of it wait for their prefix from host memory.
+        """
         seq_id = request.request_id
+        behind = num_new_tokens + num_lookahead_tokens
         if self.cache.is_live(seq_id):
-            cover = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            cover = min(request.num_computed_tokens + behind, self._max_model_len)
             fresh = self.cache.grow(seq_id, cover)
             if fresh is None:
                 return None
             return self._last_pages(seq_id, len(fresh))
+        if not self._may_begin:
+            return None
         admission = self.front_door.admit(
             self._read(request),
             num_new_computed_tokens,
-            num_tokens=num_new_computed_tokens + num_new_tokens + num_lookahead_tokens,
+            num_tokens=min(num_new_computed_tokens + behind, self._max_model_len),
             reserve_tokens=request.num_tokens if full_sequence_must_fit else 0,
             watermark_pages=self._watermark_pages if has_scheduled_reqs else 0,
         )
@@ -233,20 +246,26 @@ class HybridKVCacheManager:
         Call it in the order in which requests are served.  Nobody overtakes a request
         that waits for host memory, which takes a step or two: who did would take the
         memory that it needs.  Those behind it begin to bring their own prefixes, as
-        many as can run.  Others may overtake a request that waits for files, which
-        takes longer, and no memory of the device.
+        many as can run.  The first one that does not is refused when it asks for slots,
+        at which vLLM stops: it would look at everybody else who waits, in each step.
+        Others may overtake a request that waits for files, which takes longer, and no
+        memory of the device.
         """
         if self.is_opening or self.front_door.must_wait(request.request_id):
             return True
+        read = self._read(request)
+        if self._kv_events is not None:
+            # Events name what is restored, which another server may have computed.
+            self._kv_events.learn(request, read.namespace())
         if not self._restoring:
-            waits = self.front_door.must_wait_for_restore(self._read(request))
+            waits = self.front_door.must_wait_for_restore(read)
             is_fetching = self.front_door.is_fetching(request.request_id)
             self._restoring += waits and not is_fetching
             return waits
         if self._may_begin:
             self._may_begin = self._restores_behind(request)
             self._restoring += self._may_begin
-        return True
+        return self._may_begin
 
     def _restores_behind(self, request: Request) -> bool:
         """Whether a request is restored while others before it are, too."""
@@ -265,17 +284,23 @@ class HybridKVCacheManager:
     @property
     def has_work(self) -> bool:
         """Whether steps are of use without any request: files come, go or are read,
-        peers are read from, or wait to hear of an offer, or a hit is to be checked."""
-        if self.hit_checking is not None and self.hit_checking.is_waiting:
-            return True
+        peers are read from, or wait to hear of an offer."""
+        return (
+            self.must_settle
+            or self.cache.lower_tiers.writing > 0
+            or self.cache.lower_tiers.fetching > 0
+        )
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether steps are of use that a pause waits for: workers and peers wait to be
+        told, or somebody to be answered."""
         if not self._options.has_outer_tiers:
             return False
         return (
             self.is_opening
             or self.cache.lower_tiers.has_unsent_offers
             or self.was_flushed
-            or self.cache.lower_tiers.writing > 0
-            or self.cache.lower_tiers.fetching > 0
             or (self._outer is not None and self._outer.is_busy)
         )
 
@@ -288,12 +313,13 @@ class HybridKVCacheManager:
         namespace = saved_sessions.namespace(order, self._adapters)
         return self._outer.take_session_order(order, namespace)
 
-    def adapter_changed(self, number: int) -> None:
+    def adapter_changed(self, number: int, *, in_place: bool) -> None:
         """Note that other weights are loaded under an adapter's number, or none.
 
         Who waits is looked up anew; who runs goes on, and nobody finds what it leaves.
         """
-        self._adapters.changed(number)
+        names = self._adapters.changed(number, in_place=in_place)
+        self.cache.leave_nothing(lambda namespace: is_of(namespace, names))
         self.front_door.forget_look_ups()
 
     def close(self) -> None:
@@ -365,7 +391,7 @@ class HybridKVCacheManager:
         if peers is None or not wants_remote_decode(request.kv_transfer_params):
             return None
         read = self._read(request)
-        if not read.cacheable:
+        if not (read.cacheable and read.may_hit):  # as for the server that goes on
             return None
         tokens = read.tokens()[: tokens_for_others(request)]
         offer = peers.offer(self.cache, read.namespace(), tokens)
@@ -412,6 +438,8 @@ class HybridKVCacheManager:
         self.was_flushed |= flushed
         if flushed:
             self.prefix_cache_stats.reset = True
+            if self.hit_checking is not None:
+                self.hit_checking.void()
         return flushed
 
     # -------------------------------------------------------------- inspection
@@ -463,7 +491,10 @@ class HybridKVCacheManager:
         return stats
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
-        """Count an admission for `make_prefix_cache_stats`."""
+        """Count an admission for `make_prefix_cache_stats`, checks of hits left out."""
+        checking = self.hit_checking
+        if checking is not None and checking.owns(request.request_id):
+            return
         if self._log_stats and not request.skip_reading_prefix_cache:
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STRIDED = ("CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "TRITON_ATTN")
 """Backends whose kernels, that of the KV write included, take any stride between
-pages, and multiply a page by it in 64 bits (`docs/operations.md`)."""
+pages, and multiply a page by it in 64 bits (`docs/kernels.md`)."""
 _FLASH_ATTENTION = (2, 3)
 """Versions of which that is known; others are compiled for strides of their own."""
 _UNDECLARED = ("CPU_ATTN",)

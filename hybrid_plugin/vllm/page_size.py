@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _LARGEST = 1024
+_BY_BLOCK_COUNT = {"FLEX_ATTENTION"}
 
 
 def choose(vllm_config: VllmConfig) -> None:
@@ -35,6 +36,11 @@ def choose(vllm_config: VllmConfig) -> None:
     if not backends:
         cache.block_size = of_states(vllm_config)
         return
+    for name in {backend.get_name() for backend in backends} & _BY_BLOCK_COUNT:
+        raise UnservableError(
+            f"the attention backend {name} sizes its tables by vLLM's own count of "
+            "blocks; choose another one by --attention-backend."
+        )
     with set_current_vllm_config(vllm_config):
         accepted = [
             size

@@ -10,6 +10,7 @@ why (cause), what it does (fix) and when it can be deleted.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import logging
@@ -306,23 +307,24 @@ def _patch_adapters() -> None:
 
     def add(original: Callable[..., Any], engine_core: Any, lora_request: Any) -> Any:
         if lora_request.load_inplace:
-            _adapter_changed(engine_core, lora_request.lora_int_id)
+            _adapter_changed(engine_core, lora_request.lora_int_id, in_place=True)
         return original(engine_core, lora_request)
 
     def remove(original: Callable[..., Any], engine_core: Any, lora_id: int) -> Any:
-        _adapter_changed(engine_core, lora_id)
+        _adapter_changed(engine_core, lora_id, in_place=False)
         return original(engine_core, lora_id)
 
     wrap(f"{_ENGINE_CORE}:EngineCore.add_lora", add)
     wrap(f"{_ENGINE_CORE}:EngineCore.remove_lora", remove)
 
 
-def _adapter_changed(engine_core: Any, number: int) -> None:
+def _adapter_changed(engine_core: Any, number: int, *, in_place: bool) -> None:
     """Tell the cache, where it is ours."""
     from hybrid_plugin.vllm import activation
 
     if activation.is_active(engine_core.vllm_config):
-        engine_core.scheduler.kv_cache_manager.adapter_changed(number)
+        manager = engine_core.scheduler.kv_cache_manager
+        manager.adapter_changed(number, in_place=in_place)
 
 
 def patch_connector_warning() -> None:
@@ -692,6 +694,8 @@ def _patch_builder_of_passes(builder: str) -> None:
 
     Cause: what vLLM's builder of metadata makes of a pass is for its own kernels.
     Fix: describe the pass once beside it, for each group of layers that ours run.
+    Where only ours read it, in place of it: what a builder makes of drafts are many
+    small launches, and a step of decoding may take as long as the host does.
     Delete when: a builder of a plugin's can be named for a kind of state layer, with
     the layers' own.
     """
@@ -706,9 +710,12 @@ def _patch_builder_of_passes(builder: str) -> None:
     ) -> Any:
         from hybrid_plugin.vllm.kernels import draft_passes, layers
 
-        metadata = original(
-            builder, common_prefix_len, common_attn_metadata, *args, **kwargs
-        )
+        if layers.read_alone(builder):
+            metadata = _unread_metadata(common_attn_metadata.num_actual_tokens)
+        else:
+            metadata = original(
+                builder, common_prefix_len, common_attn_metadata, *args, **kwargs
+            )
         counts = draft_passes.counts_of(original, args, kwargs)
         layers.built(builder, common_attn_metadata, metadata, counts)
         return metadata
@@ -722,12 +729,26 @@ def _patch_builder_of_passes(builder: str) -> None:
     ) -> Any:
         from hybrid_plugin.vllm.kernels import layers
 
-        made = original(builder, metadata, *args, **kwargs)
+        if layers.read_alone(builder):
+            made = copy.copy(metadata)
+        else:
+            made = original(builder, metadata, *args, **kwargs)
         layers.rebuilt(builder, metadata, made)
         return made
 
     wrap(f"{builder}.build", build)
     wrap(f"{builder}.update_block_table", update)
+
+
+def _unread_metadata(tokens: int) -> Any:
+    """Metadata of a gated delta net's pass of which our kernels read their own part.
+
+    Args:
+        tokens: of the pass.
+    """
+    owner, name = resolve(contracts.GDN_METADATA)
+    counts = dict.fromkeys(contracts.GDN_COUNTS, 0)
+    return getattr(owner, name)(**counts, num_actual_tokens=tokens)
 
 
 def _patch_gated_delta_net() -> None:
@@ -781,17 +802,32 @@ def _patch_gated_delta_net_with_drafts() -> None:
 
     Cause: where drafts are verified, other functions run the layer: on a CPU one that
     knows wider windows, on a GPU one that fuses the norm behind it.
-    Fix: on a CPU run ours in its place; on a GPU say that the fused one cannot be used,
-    upon which vLLM runs the method that is ours, and the norm.
+    Fix: run ours in its place, and on a GPU vLLM's norm behind them.  Ours read the
+    gates where they are; the function would copy them first.
     Delete when: the kernels of a state layer can be named from outside vLLM.
     """
-    from hybrid_plugin.vllm.kernels import layers
 
-    def can_fuse(original: Callable[..., bool], layer: Any, attn_metadata: Any) -> bool:
-        return layers.ours(layer) is None and original(layer, attn_metadata)
+    def fused_norm(
+        original: Callable[..., None],
+        layer: Any,
+        mixed_qkv: Any,
+        b: Any,
+        a: Any,
+        output_gate: Any,
+        core_attn_out: Any,
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import layers
+
+        metadata = _metadata_of(layer)
+        tensors = (mixed_qkv, a, b, core_attn_out)
+        if metadata is None or not layers.run(layer, metadata, *tensors):
+            original(layer, mixed_qkv, b, a, output_gate, core_attn_out)
+            return
+        out = core_attn_out[: metadata.num_actual_tokens]
+        layer._rms_norm_gated_cuda(out, output_gate[: len(out)], out)
 
     require(contracts.GDN_DRAFT_HOOKS)
-    wrap(contracts.GDN_CAN_FUSE, can_fuse)
+    wrap(contracts.GDN_FUSED_NORM, fused_norm)
     if _platform_hooks():
         require(contracts.GDN_CPU_DRAFT_HOOKS)
         wrap(contracts.GDN_DRAFTS_ON_CPU, _gated_delta_net_on_cpu)

@@ -32,6 +32,7 @@ from hybrid_plugin.engine.stages import stages_differ
 from hybrid_plugin.vllm import addressing, elastic, page_layout, page_size
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.kernels import agreement
+from hybrid_plugin.vllm.ranks import on_this_machine
 from hybrid_plugin.vllm.servable import UnservableError
 from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec, window_of
 
@@ -378,9 +379,7 @@ def plan(
         limits,
         logger,
         fixed_layout=fixed,
-        host_room=host_memory.room_for(
-            options, vllm_config.parallel_config.local_world_size
-        ),
+        host_room=host_memory.room_for(options, on_this_machine(vllm_config)),
     )
     for line in found.describe():
         logger.info("%s", line)

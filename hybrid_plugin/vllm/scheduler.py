@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import __version__
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -21,7 +22,6 @@ from hybrid_plugin.vllm.activation import (
     logger,
     read_options,
 )
-from hybrid_plugin.vllm.hit_checks import when_idle
 from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.metrics import StatsSender
@@ -95,11 +95,14 @@ class _OnTwoPools(Scheduler):
                 records_drafts=serving.replays(vllm_config, options),
                 kv_events=events,
                 max_running=vllm_config.scheduler_config.max_num_seqs,
+                max_model_len=vllm_config.model_config.max_model_len,
                 serving=Serving(
                     str(vllm_config.model_config.model), f"vLLM {__version__}"
                 ),
             )
 
+        # Of which routers ask how much is cached: pages have tokens, and slots do not.
+        vllm_config.cache_config.num_gpu_blocks = kv_cache_config.pages
         with patches.manager_factory(create_manager):
             super().__init__(
                 vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs
@@ -141,7 +144,13 @@ class _OnTwoPools(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Queue a request, of which another server may have computed the prompt, or
-        will compute the answer."""
+        will compute the answer.
+
+        A session that streams its input comes once more for each part of it.
+        """
+        if request.request_id in self.requests:
+            super().add_request(request)
+            return
         if self._has_peers:
             peers.leave_last_token(request)
         super().add_request(request)
@@ -151,14 +160,17 @@ class _OnTwoPools(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """End a request, and say where another server finds its prompt."""
         params, *others = super()._free_request(request, *args, **kwargs)
+        checking = self.kv_cache_manager.hit_checking
+        if checking is not None and request.status not in _ANSWERED:
+            checking.aborted(request.request_id)
         if self._has_peers and request.status in _ANSWERED:
             params = self.kv_cache_manager.offer(request) or params
         return params, *others
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step and give it the commands that must precede it."""
-        checking = self.kv_cache_manager.hit_checking
-        when_idle(checking, bool(self.requests), super().add_request)
+        if self._checks_hits:
+            self._begin_check()
         self.kv_cache_manager.step_begins()
         self.kv_cache_manager.plan_in_batch_sharing(
             request
@@ -240,8 +252,30 @@ class _OnTwoPools(Scheduler):
 
     def has_requests(self) -> bool:
         """Whether the engine is to make steps: also for what files are waited for, and
-        to check hits."""
-        return bool(super().has_requests()) or self.kv_cache_manager.has_work
+        to check hits.
+
+        A pause waits for neither: what is still to be written may be about to be
+        forgotten.
+        """
+        if super().has_requests():
+            return True
+        if self.pause_state is not PauseState.UNPAUSED:
+            return self.kv_cache_manager.must_settle
+        return self.kv_cache_manager.has_work or self._checks_hits
+
+    @property
+    def _checks_hits(self) -> bool:
+        """Whether a hit is to be checked now: one waits, and nobody else is served."""
+        checking = self.kv_cache_manager.hit_checking
+        if checking is None or self.requests or not checking.is_waiting:
+            return False
+        return self.pause_state is PauseState.UNPAUSED
+
+    def _begin_check(self) -> None:
+        checking = self.kv_cache_manager.hit_checking
+        assert checking is not None, "it has a check that waits"
+        for request in checking.begin():
+            super().add_request(request)
 
     def shutdown(self) -> None:
         """End, and let another server have the files."""

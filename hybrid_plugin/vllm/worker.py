@@ -148,10 +148,11 @@ class RunsCommands:
         if wanted is not None:
             ranks = self.vllm_config.parallel_config.local_world_size
             host_memory.check_room(wanted, ranks, host_memory.free_bytes())
+        # What the user set aside for the cache holds the cache alone.  vLLM may take a
+        # number of an earlier start for it, which is what it measured then.
+        said = self.vllm_config.cache_config.kv_cache_memory_bytes
         with patches.pool_allocator(_allocate_for_profiling):
             available: int = super().determine_available_memory()  # type: ignore[misc]
-        # What the user set aside for the cache holds the cache alone.
-        said = self.vllm_config.cache_config.kv_cache_memory_bytes
         if wanted is not None and not said:
             available -= rings_for(self.device).bytes
         if not elastic.is_wanted(self.vllm_config):

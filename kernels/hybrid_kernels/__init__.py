@@ -80,8 +80,10 @@ allocate; it never waits for the device. It takes
 ``verify`` runs `L` draft tokens per sequence and leaves the main state as it is. What
 it keeps is either a slot for the state after each draft, or a record from which
 `replay.commit` folds accepted drafts into the main state, or nothing. On a GPU both
-give the bits of `update` when the path to a draft is run token by token. It can be
-captured like `update`. It takes
+give the bits of `update` when the path to a draft is run token by token, with one
+exception: packed chains of up to 8 tokens that leave a record are run in matrix form,
+where heads decay as one. There sums are in another order, and a state is not rounded to
+its pool's type between tokens. It can be captured like `update`. It takes
 
     pool, slots       slots ``[N]``, the main states; read only.
     draft_slots       ``[N, L]``; a negative entry keeps no state. For a chain

@@ -23,7 +23,10 @@ class Architecture(nn.Module):
     NAMES: ClassVar[Names] = Names()
     """How the checkpoint's names become those of parameters."""
     CONFIG: ClassVar[type[Any] | None] = None
-    """Of the model, where transformers has none."""
+    """Of the model, where transformers has none that takes what was published."""
+    LONGEST: ClassVar[int] = 8192
+    """Tokens of the longest sequences of its training, where configurations name none:
+    SGLang takes it for the longest that it serves."""
     STATES: ClassVar[int] = 2
     """Number of tensors in `state_tensors`."""
     captures_prefills: ClassVar[bool] = False

@@ -28,7 +28,8 @@ class Entry:
     where: str
     """``module:class`` below `architectures`."""
     own_config: bool = False
-    """Whether transformers has no configuration of that type: it is in the module."""
+    """Whether the module has the configuration of that type: transformers has none, or
+    one that does not take what was published."""
     is_latent: bool = False
     """Whether its attention layers keep latent vectors."""
     has_states_alone: bool = False
@@ -76,7 +77,13 @@ CATALOGUE = (
     Entry("ZambaForCausalLM", "zamba", "zamba:Zamba"),
     Entry("Zamba2ForCausalLM", "zamba2", "zamba2:Zamba2"),
     Entry("ZayaForCausalLM", "zaya", "zaya:Zaya"),
-    Entry("xLSTMForCausalLM", "xlstm", "xlstm:XLSTM", has_states_alone=True),
+    Entry(
+        "xLSTMForCausalLM",
+        "xlstm",
+        "xlstm:XLSTM",
+        own_config=True,
+        has_states_alone=True,
+    ),
 )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,12 +108,17 @@ class Names:
         return found
 
 
+DUMMY = "dummy"
+"""The load format of engines that fill weights with anything."""
+
+
 def load(
     model: nn.Module,
     tensors: Iterable[tuple[str, torch.Tensor]],
     names: Names,
     *,
     layers: int | None = None,
+    is_whole: bool = True,
 ) -> set[str]:
     """Give each tensor to the parameter that it belongs to.
 
@@ -123,19 +128,50 @@ def load(
         names: of the architecture.
         layers: of the model; what checkpoints have of layers behind them, which draft
             tokens, is left out.
+        is_whole: whether these are all tensors, as of a checkpoint: updates of weights
+            come in parts.
 
     Returns:
         The names of the parameters that were given something.
 
     Raises:
-        ValueError: for a tensor that no parameter takes, or a parameter that got none.
+        ValueError: for a tensor that no parameter takes, or a parameter that got none
+            of a whole checkpoint.
     """
     loading = _Loading(model, names)
     for name, tensor in tensors:
         if not names.is_derived(name) and not _is_behind(name, layers):
             loading.give(name, tensor)
-    loading.check()
+    if is_whole:
+        loading.check()
     return loading.loaded
+
+
+def update(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], names: Names
+) -> set[str]:
+    """Give a model the weights of a checkpoint, or other ones for some of them.
+
+    Both engines give a model lists of what a trainer sends, a bucket or one tensor at a
+    time, and an iterator over a checkpoint, which must be whole.
+
+    Args:
+        model: a module with `config` and `has_weights`, which says whether it was given
+            any before: those of a checkpoint, or dummies.
+        tensors: by name.
+        names: of the architecture.
+
+    Returns:
+        The names of the parameters that were given something.
+
+    Raises:
+        ValueError: as `load` does.
+    """
+    layers = model.config.num_hidden_layers
+    is_whole = isinstance(tensors, Iterator) or not model.has_weights
+    found = load(model, tensors, names, layers=layers, is_whole=is_whole)
+    model.has_weights = True
+    return found
 
 
 def _is_behind(name: str, layers: int | None) -> bool:

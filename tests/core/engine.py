@@ -616,9 +616,13 @@ class FakeEngine:
         tokens, namespace = request.known_tokens, request.namespace
         if request.access is not Access.NORMAL:
             return self.cache.bypass(tokens, namespace, ttl=request.ttl)
-        keep = (*request.named, *self.following.pauses_of(request.seq_id))
         return self.cache.look_up(
-            tokens, namespace, request.limit, snapshot_at=keep, ttl=request.ttl
+            tokens,
+            namespace,
+            request.limit,
+            snapshot_at=request.named,
+            pause_at=self.following.pauses_of(request.seq_id),
+            ttl=request.ttl,
         )
 
     def _admit(self, request: Request, found: LookUp, end: int) -> Admission | None:

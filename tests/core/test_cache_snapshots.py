@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.commands import SaveInPass
+from hybrid_plugin.core.memory.pools import NoSlots, PagePool
+from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from tests.core.audit import audit
 from tests.core.elastic import ElasticSetup
 from tests.core.support import (
@@ -181,6 +184,19 @@ def test_a_queued_copy_precedes_the_reuse_of_its_source() -> None:
     cache.finish("a", tokens[:8], 9)
     start(cache, "b", span(50, 55))
     assert cache.drain_commands() == [state(1, 2), zero(1)]
+
+
+def test_a_look_up_goes_stale_where_its_node_is_split() -> None:
+    """Without states a sequence is resumed from inside of a node."""
+    cache = HybridCache(PagePool(65), NoSlots(), 4, SnapshotPolicy(4, NO_SNAPSHOTS))
+    serve(cache, "a", span(0, 40))
+    long = (*span(0, 32), *span(100, 110))
+    short = (*span(0, 16), *span(200, 210))
+    found, stale = cache.look_up(long), cache.look_up(short)
+    cache.admit("b", found, num_tokens=len(long))
+    assert not cache.is_current(stale)
+    cache.admit("c", cache.look_up(short), num_tokens=len(short))
+    audit(cache)
 
 
 def test_a_look_up_goes_stale() -> None:

@@ -160,6 +160,42 @@ def test_released_pools_have_their_memory_back_cleared() -> None:
     assert memory.content(memory.kv, 7) == {3}, "it has its memory"
 
 
+def test_memory_that_was_held_for_later_is_held_again() -> None:
+    """Another process would take it, and the next `Map` would end the engine."""
+    memory = Memory(blocks=12)
+    assert memory.host.hold(12 * BLOCK) is None
+    memory.run(Map(Pool.KV, (0,)))
+    assert memory.executor.release() == 12 * BLOCK
+    assert memory.host.held == 0
+    memory.executor.restore()
+    assert (memory.host.held, memory.host.mapped) == (12 * BLOCK, KV_GRANULE)
+    created = memory.host.created
+    memory.run(Map(Pool.KV, (1, 2)))
+    assert memory.host.created == created
+
+
+def check_refusal_leaves_nothing(memory: Memory) -> None:
+    """Check that memory cannot be restored, and that no part of it stays behind."""
+    with pytest.raises(MemoryError, match="out of memory"):
+        memory.executor.restore()
+    assert memory.executor.is_released
+    assert memory.host.mapped == memory.host.held == 0
+
+
+def test_memory_that_cannot_be_held_again_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory(blocks=12)
+    assert memory.host.hold(12 * BLOCK) is None
+    memory.run(Map(Pool.KV, (0,)))
+    memory.executor.release()
+    monkeypatch.setattr(memory.host, "_create", lambda blocks: (0, "out of memory"))
+    check_refusal_leaves_nothing(memory)
+    monkeypatch.undo()
+    memory.executor.restore()
+    assert memory.host.held == 12 * BLOCK
+
+
 def test_fixed_pools_are_cleared_too() -> None:
     """An engine may have let go of their memory, and what is there now is anything."""
     rows = torch.full((4, 16), 7, dtype=torch.int8)
@@ -194,3 +230,26 @@ def test_memory_that_is_gone_is_said() -> None:
     with pytest.raises(MemoryError):
         memory.executor.restore()
     assert memory.executor.is_released
+
+
+def test_memory_that_is_gone_for_one_pool_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trainer on the same device may hold some of it still."""
+    memory = Memory(blocks=6)
+    memory.run(Map(Pool.KV, (0,)), Map(Pool.STATE, (1,)))
+    memory.fill(memory.kv, 0, 5)
+    held = memory.executor.release()
+    taken = memory.host._create
+    monkeypatch.setattr(
+        memory.host,
+        "_create",
+        lambda blocks: taken(blocks) if blocks <= LAYERS else (0, "out of memory"),
+    )
+    for _ in range(2):
+        check_refusal_leaves_nothing(memory)
+    monkeypatch.undo()
+    memory.executor.restore()
+    assert memory.host.mapped == held
+    assert memory.content(memory.kv, 0) == {0}
+    memory.fill(memory.states, 1, 9)

@@ -237,9 +237,9 @@ def test_a_snapshot_takes_what_is_worth_less() -> None:
     pools = full_pools()
     pools.states.fill(1, worth=5)
     pools.kv.ids.allocate(19)
-    assert not pools.controller.offer(STATE, 5)
+    assert not pools.controller.offer({STATE: 1}, 5)
     assert pools.states.ids.cached == 1
-    assert pools.controller.offer(STATE, 5.1)
+    assert pools.controller.offer({STATE: 1}, 5.1)
     assert pools.states.ids.cached == 0
 
 
@@ -247,9 +247,9 @@ def test_it_takes_another_pool_s_memory_only_if_that_repays_the_move() -> None:
     pools = full_pools()
     pools.states.ids.allocate(1)
     pools.kv.fill(19, worth=5)
-    assert not pools.controller.offer(STATE, 5 + REPAID)
+    assert not pools.controller.offer({STATE: 1}, 5 + REPAID)
     assert pools.drain() == [] and pools.kv.ids.cached == 19
-    assert pools.controller.offer(STATE, 5.1 + REPAID)
+    assert pools.controller.offer({STATE: 1}, 5.1 + REPAID)
     assert pools.mapped == (3, 3)
 
 

@@ -105,6 +105,30 @@ def test_who_is_left_with_what_others_shared_is_ranked_anew() -> None:
     assert tree._snapshots.rank(ends[0]).value == 301 / (100 + 301)
 
 
+@pytest.mark.parametrize("count", [64, 65, 100])
+def test_who_comes_and_goes_has_few_others_ranked_anew(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many share KV, a power of two among them or not."""
+    tree, _ = tree_and_policy()
+    tokens = array("q", range(1000, 1300))
+
+    def add(last: int) -> Node:
+        end, _ = tree.insert(None, tokens + array("q", [last]), array("i", range(301)))
+        return keep(tree, end, TURN)
+
+    ends = [add(last) for last in range(count)]
+    assert tree.next_snapshot() is not None, "all are ranked"
+    ranked: list[Node] = []
+    rank = tree.rank
+    monkeypatch.setattr(tree, "rank", lambda node: (ranked.append(node), rank(node)))
+    for turn in range(50):
+        tree.detach_snapshot(ends.pop(0))
+        ends.append(add(count + turn))
+        assert tree.next_snapshot() is not None
+    assert len(ranked) < 50 * 5
+
+
 def test_the_kv_before_a_snapshot_is_its_own_affair() -> None:
     """Those behind it start there, and answer for what follows alone."""
     tree, _ = tree_and_policy()

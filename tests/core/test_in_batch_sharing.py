@@ -51,8 +51,8 @@ class Queue:
     def admit(self, seq_id: str, chunk: int | None = None) -> int:
         """Admit one and schedule its first chunk; returns its hit."""
         tokens, namespace = self.prompts.pop(seq_id)
-        keep = self.following.pauses_of(seq_id)
-        found = self.cache.look_up(tokens, namespace, snapshot_at=keep)
+        pauses = self.following.pauses_of(seq_id)
+        found = self.cache.look_up(tokens, namespace, pause_at=pauses)
         hit = found.match.length
         end = min(len(tokens), hit + (chunk or len(tokens)))
         end = self.cache.chunk_end(found.snapshot_positions, hit, end, len(tokens))

@@ -184,6 +184,7 @@ class IgnoresNamespaces(HybridCache):
         limit: int | None = None,
         *,
         snapshot_at: Sequence[int] = (),
+        pause_at: Sequence[int] = (),
         ttl: float | None = None,
     ) -> LookUp:
         return HybridCache.look_up(self, tokens, None, limit, ttl=ttl)

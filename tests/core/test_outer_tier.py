@@ -586,3 +586,23 @@ def test_a_fetch_is_of_one_sequence(other: BundleRows) -> None:
     last = BundleRows("l", None, ids(0, 1, 2, 3), 2, {}, None)
     with pytest.raises(ValueError, match="of one sequence"):
         pickle.dumps(Fetch(1, "disk", (other, last)))
+
+
+def test_what_the_host_gets_of_the_device_was_not_brought_by_another_tier() -> None:
+    """However its snapshot came to the device: it counts for that tier once."""
+    cache = make()
+    chat_on_disk(cache)
+    fetching = fetch(cache, NEXT)
+    cache.drain_commands()
+    cache.lower_tiers.done(fetching.ticket, True)
+    assert cache.lower_tiers.restore(cache.look_up(NEXT), fetching) is not None
+    cache.drain_commands()
+    while host(cache).memory.evict_pages(1000):
+        pass
+    assert cache.admit("other", cache.bypass(CHAT), num_tokens=12) is not None
+    cache.drain_commands()
+    cache.finish("other", TURN, 12)
+    cache.drain_commands()
+    (kept,) = [node for node in host(cache).tree.nodes() if node.snapshot]
+    assert kept.snapshot is not None
+    assert (kept.snapshot.restored, kept.snapshot.fetched) == (0, 0)

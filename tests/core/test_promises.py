@@ -227,6 +227,59 @@ def test_who_names_a_position_again_renews_its_ttl() -> None:
     assert promised_ends(cache) == []
 
 
+@pytest.mark.parametrize("repays", [True, False])
+def test_a_position_keeps_its_promise_wherever_its_snapshot_lies(repays: bool) -> None:
+    """At its page end, or where a pass can keep a state before it."""
+    policy = Economical()
+    policy.repays_pass = lambda *_, **__: repays  # type: ignore[method-assign]
+    cache = make_cache(pages=2000, slots=99, policy=policy, grid=8)
+    place = 12 if repays else 8
+    for turn, hit in enumerate((0, place, place)):
+        tokens = span(0, 14) + span(1000 * (turn + 1), 1000 * (turn + 1) + 20)
+        found = cache.look_up(tokens, snapshot_at=(13,), ttl=60.0)
+        assert found.match.length == hit
+        assert cache.admit("a", found, num_tokens=34) is not None
+        prefill(cache, "a", tokens)
+        cache.finish("a", tokens, 34)
+        assert place in promised_ends(cache)
+
+
+def test_what_another_request_waits_for_is_not_promised() -> None:
+    """The position at which a prompt pauses for others is none that it named."""
+    cache = cache_of()
+    tokens = span(0, 30)
+    found = cache.look_up(tokens, snapshot_at=(8,), pause_at=(20,), ttl=10.0)
+    assert cache.admit("a", found, num_tokens=30) is not None
+    cache.pause_at("a", 24)
+    prefill(cache, "a", tokens)
+    cache.finish("a", tokens, 30)
+    assert promised_ends(cache) == [8, 30]
+    assert ask(cache, 0, 25) == 24
+    assert cache.stats.promised_hits == 0
+
+
+def test_a_check_of_a_hit_uses_nothing_up() -> None:
+    cache = cache_of()
+    ask(cache, 0, 20, ttl=60.0, named=(8,))
+    before = cache.stats.as_dict(), promised_ends(cache), cache.tree.admissions
+    checks = {"cacheable": False, "counted": False}
+    assert ask(cache, 0, 12, **checks) == 8
+    assert ask(cache, 0, 30, **checks) == 21
+    after = cache.stats.as_dict(), promised_ends(cache), cache.tree.admissions
+    assert after == before
+    assert ask(cache, 0, 40) == 21
+    assert cache.stats.promised_hits == 1
+
+
+def test_a_check_that_takes_the_slot_over_ends_the_promise() -> None:
+    cache = cache_of(slots=2)
+    ask(cache, 0, 20, ttl=60.0)
+    assert promised_ends(cache) == [21]
+    assert ask(cache, 0, 30, cacheable=False, counted=False) == 21
+    assert promised_ends(cache) == []
+    assert cache.stats.promises_evicted == 1
+
+
 def test_the_longer_of_two_ttls_counts() -> None:
     cache = cache_of()
     ask(cache, 0, 30, ttl=1000.0, at=0.0)
@@ -290,17 +343,33 @@ def test_where_everything_is_promised_the_saving_by_bytes_decides() -> None:
     assert order(cache) == [1000, 3000, 0, 2000]
 
 
-def test_a_promise_of_a_preempted_request_is_made_again() -> None:
+def with_preempted() -> HybridCache:
+    """What is left of a request of 30 tokens that promised ten seconds."""
     cache = cache_of()
     tokens = span(0, 30)
     found = cache.look_up(tokens, ttl=10.0)
     assert cache.admit("a", found, num_tokens=30) is not None
     prefill(cache, "a", tokens)
     cache.finish("a", tokens, 30, preempted=True)
+    return cache
+
+
+def test_a_promise_of_a_preempted_request_is_made_again() -> None:
+    cache = with_preempted()
     assert promised_ends(cache) == [30]
     assert ask(cache, 0, 31, ttl=10.0, resumed=True) == 30
     assert promised_ends(cache) == [32]
     assert cache.stats.promised_hits == 0, "nobody continued it"
+
+
+def test_a_preempted_request_that_waits_breaks_no_promise() -> None:
+    """Nobody could have continued it."""
+    cache = with_preempted()
+    cache.pass_time(100.0)
+    assert ask(cache, 0, 31, ttl=10.0, resumed=True) == 30
+    assert ask(cache, 0, 40, at=105.0) == 32
+    assert (cache.stats.promised_hits, cache.stats.promises_broken) == (1, 0)
+    assert trust_in(cache, 10.0).broken == 0
 
 
 # ------------------------------------------------------------------ nobody will

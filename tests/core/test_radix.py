@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_plugin.core.tree.node import Node, Snapshot
 from hybrid_plugin.core.tree.radix import MambaRadixCache, Match
@@ -328,3 +330,36 @@ def test_renumbering_replaces_ids_and_nothing_else() -> None:
     assert match(tree, "abcdefghi").length == 8
     assert [n.snapshot.slot for n in tree.snapshots() if n.snapshot] == [6]
     assert tree.version > before
+
+
+@given(
+    tails=st.sets(st.text("ab", min_size=1, max_size=7), max_size=40),
+    asked=st.text("ab", max_size=9),
+    limit=st.integers(0, 12),
+)
+def test_the_longest_tail_is_found_among_few_and_many(
+    tails: set[str], asked: str, limit: int
+) -> None:
+    tree = tree_with("x" * 8, page_size=8)
+    whole, _ = put(tree, "x" * 8, 10)
+    for number, tail in enumerate(sorted(tails)):
+        node, _ = tree.insert_tail(whole, t(tail), 100 + number)
+        snap(tree, node, number)
+    fitting = [len(tail) for tail in tails if asked.startswith(tail)]
+    longest = max((one for one in fitting if one <= limit), default=0)
+    got = match(tree, "x" * 8 + asked, 8 + limit)
+    assert got.length == (8 + longest if longest else 0)
+
+
+@given(st.sets(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=40))
+def test_a_tail_goes_on_from_the_longest_before_it(tails: set[str]) -> None:
+    tree = tree_with("x" * 8, page_size=8)
+    whole, _ = put(tree, "x" * 8, 10)
+    nodes = {}
+    for number, tail in enumerate(sorted(tails)):
+        nodes[tail], _ = tree.insert_tail(whole, t(tail), 100 + number)
+        snap(tree, nodes[tail], number)
+    for tail, node in nodes.items():
+        before = [o for o in tails if o != tail and tail.startswith(o)]
+        found = whole._tail_before(node)
+        assert found is (nodes[max(before, key=len)] if before else None)

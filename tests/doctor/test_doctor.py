@@ -175,6 +175,24 @@ def test_model_takes_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave --no-import out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["a/model"], ["--", "--no-such-flag"]])
+def test_flags_are_not_passed_over_for_want_of_a_model(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--no-import", *flags]) == 2
+    printed = capsys.readouterr()
+    assert f"Not looked at: {flags[-1]}" in printed.err and printed.out == ""
+
+
+@pytest.mark.parametrize("memory", ["nan", "0", "inf"])
+def test_models_are_laid_out_in_some_memory(
+    memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--cache-gib", memory])
+    assert f"{memory} is no number above 0" in capsys.readouterr().err
+
+
 def test_entry_points_are_those_of_the_project() -> None:
     for engine in ("vllm", "sglang"):
         assert installed.loading_problem(engine) is None

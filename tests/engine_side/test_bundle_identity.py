@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,19 +149,39 @@ def test_layers_say_how_far_back_they_see() -> None:
     assert in_order(sorted(entries, reverse=True)) == in_order(entries)
 
 
-def test_adapters_are_named_after_their_weights(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """The folder of an adapter."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"adapter")
+    (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    return folder
+
+
+def test_adapters_are_named_after_their_weights(adapter: Path, tmp_path: Path) -> None:
     names = AdapterNames()
     other = tmp_path / "other"
-    other.mkdir()
-    (other / "adapter_model.safetensors").write_bytes(b"adapter")
-    found = {names.of(str(folder)), names.of(str(other))}
+    shutil.copytree(adapter, other)
+    (other / "adapter_model.safetensors").write_bytes(b"of another one")
+    found = {names.of(str(adapter)), names.of(str(other))}
     assert len(found) == 2 and None not in found
     assert names.of(str(tmp_path / "none")) is None
     assert names.of("some/adapter") is None
 
 
-def test_an_adapter_that_is_loaded_again_is_looked_at_again(folder: Path) -> None:
+def test_adapters_are_named_after_how_their_weights_are_used(adapter: Path) -> None:
+    """Engines scale them as `adapter_config.json` says."""
+    before = AdapterNames().of(str(adapter))
+    assert AdapterNames().of(str(adapter)) == before
+    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 64}')
+    assert AdapterNames().of(str(adapter)) not in (before, None)
+    (adapter / "adapter_config.json").unlink()
+    assert AdapterNames().of(str(adapter)) is None
+
+
+def test_an_adapter_that_is_loaded_again_is_looked_at_again(adapter: Path) -> None:
     names = AdapterNames()
-    before = names.of(str(folder), 1)
-    (folder / "model.safetensors").write_bytes(b"trained on")
-    assert names.of(str(folder), 1) == before != names.of(str(folder), 2)
+    before = names.of(str(adapter), 1)
+    (adapter / "adapter_model.safetensors").write_bytes(b"trained on")
+    assert names.of(str(adapter), 1) == before != names.of(str(adapter), 2)

@@ -117,6 +117,19 @@ def test_a_hit_that_is_gone_says_nothing() -> None:
     assert counted(of) == (0, 0)
 
 
+def test_what_is_forgotten_is_not_compared() -> None:
+    """Between two runs of a check weights may be updated, and then all is flushed."""
+    of = checks()
+    for name in ("warm", "other"):
+        of.offer(name, 64, 90)
+    of.begin()
+    assert of.take(Run.RESTORED, 64, OTHER) is None
+    of.void()
+    assert of.take(Run.COMPUTED, 0, SAME) is None
+    assert counted(of) == (0, 0)
+    assert not of.is_waiting and of.running is None
+
+
 def test_what_was_not_begun_is_an_error() -> None:
     with pytest.raises(ValueError, match="no check runs"):
         checks().take(Run.RESTORED, 64, SAME)

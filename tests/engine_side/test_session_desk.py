@@ -197,6 +197,29 @@ def test_saved_sessions_are_not_evicted_by_others() -> None:
     assert server.take("load", name="tea")["tokens"] == 12
 
 
+def test_a_session_makes_no_room_for_itself_of_what_it_keeps() -> None:
+    """On a full disk whose oldest bundle is its own."""
+    server = Server()
+    for tokens in (TURN, LATER, (*span(1000, 1010), 1, 2, 3)):
+        server.chat(tokens)
+    server.tier._budget = server.tier.used_bytes + 100
+    assert server.save()["status"] == 200
+    assert server.listed() == {"tea": 12}
+    server.forget()
+    assert server.take("load", name="tea")["tokens"] == 12
+
+
+def test_a_session_is_refused_where_all_else_is_kept() -> None:
+    server = Server()
+    server.chat()
+    assert server.save("one")["status"] == 200
+    server.chat(LATER)
+    server.tier._budget = server.tier.used_bytes + 100
+    assert is_refused(server.save("two", LATER), 507, "disk.size")
+    assert server.listed() == {"one": 12}
+    assert server.tier.pinned_bytes < server.tier.used_bytes, "it is held no more"
+
+
 def test_a_session_that_does_not_fit_is_refused() -> None:
     server = Server(budget=FILE + 1_500)
     server.chat()

@@ -208,7 +208,14 @@ def write_xlstm(folder: Path, seed: int = 0) -> Path:
     """Write an xLSTM (matrix memories only) of about a million weights."""
     from transformers import xLSTMConfig
 
-    return _write(xLSTMConfig(**_STATES_ALONE, num_heads=4), folder, seed)
+    # As published: transformers takes such names only where their kernels are.
+    published = {
+        "chunkwise_kernel": "chunkwise--triton_xl_chunk",
+        "sequence_kernel": "native_sequence__triton",
+        "step_kernel": "triton",
+    }
+    config = xLSTMConfig(**_STATES_ALONE, num_heads=4)
+    return _write(config, folder, seed, **published)
 
 
 def write_qwen3_5(folder: Path, seed: int = 0) -> Path:

@@ -11,7 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from statistics import quantiles
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.engines.drivers import Driver
 from tests.engines.drivers.vllm import ON_GPU, PAGE_SIZE
 from tests.engines.faults import counting_live, planted
 from tests.engines.messages import Answer, Ask
+from tests.engines.model_findings import ROUNDING
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
 
@@ -165,6 +168,29 @@ def lost(chats: Chats, answers: Sequence[Answer]) -> list[int]:
     ]
 
 
+def drift(chats: Chats, answers: Sequence[Answer]) -> float:
+    """How far the stock engine's second turns begin from these, in nats: the third
+    quartile.
+
+    Left out are those behind another first answer than the stock engine's.
+    """
+    known, second = chats.answers[:REQUESTS], chats.answers[REQUESTS:]
+    turns = zip(known, answers, second, answers[REQUESTS:], strict=False)
+    gaps = [
+        _first_gap(expected, got)
+        for first, answer, expected, got in turns
+        if first.tokens == answer.tokens
+    ]
+    return quantiles(gaps, n=4)[-1]
+
+
+def _first_gap(expected: Answer, got: Answer) -> float:
+    """The largest difference of a likely first token's logprob."""
+    ours, theirs = got.logprobs[0], expected.logprobs[0]
+    both = ours.keys() & theirs.keys()
+    return max((abs(ours[token] - theirs[token]) for token in both), default=inf)
+
+
 @pytest.mark.parametrize(
     ("drafting", "options"),
     [
@@ -185,6 +211,7 @@ def test_answers_and_turn_ends(
         assert ("kernels of hybrid-plugin run" in log) == bool(options)
         assert ("sequences replay CUDA graphs" in log) == (options in ON_GRAPHS)
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
+    assert drift(chats, answers) < max(chats.bound, ROUNDING)
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
     assert metrics["turn_ends_missed"] == 0
     missing = lost(chats, answers)
@@ -207,11 +234,13 @@ def test_answers_change_when_a_wrong_column_is_kept(
     """Negative control: hits are as long, and the comparison sees the difference.
 
     With replay the state is one to which fewer tokens than the accepted are folded.
+    How many answers change varies: in bfloat16 from 6 to 12 of 80.
     """
     with serve("wrong", ORACLE, options=options, fault="wrong_column") as server:
         answers = ask(server, chats)
     assert set(lost(chats, answers)) <= {0, 1}
-    assert len(wrong(chats, answers)) > max(3, 2 * chats.stray)
+    assert drift(chats, answers) > max(chats.bound, ROUNDING)
+    assert len(wrong(chats, answers)) > 0
 
 
 SLOTS = 6

@@ -145,7 +145,7 @@ def test_what_a_request_makes_up_is_computed(pair: Pair) -> None:
     for change, reason in (
         ({"fingerprint": "0" * 64}, Reason.PEER_MODEL),
         ({"ports": own["ports"] * 2}, Reason.PEER_RANKS),
-        ({"format": "hybrid-peer/2"}, Reason.PEER_VERSION),
+        ({"format": "hybrid-peer/1"}, Reason.PEER_VERSION),
         ({"key": "0" * 64}, Reason.OTHER_TOKENS),
         ({"end": "many"}, Reason.PEER_MALFORMED),
         ({"host": "192.0.2.1"}, Reason.PEER_SECRET),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,11 @@ def wait_until_idle(server: Server) -> dict[str, float]:
 
 
 def test_64_requests_into_a_pool_for_two(
-    start_server: StartServer, driver: Driver
+    start_server: StartServer, driver: Driver, quick_model: dict[str, Any]
 ) -> None:
     pages = 2 * MAX_MODEL_LEN // driver.page_size
-    with start_server("pressure", pools=(pages + 1, 3), max_running=64) as server:
+    pools = (pages + 1, 3)
+    with start_server("pressure", pools=pools, max_running=64, **quick_model) as server:
         for asks in (burst(0), burst(1)[:16]):
             answers = server.ask_all(asks, concurrency=64)
             assert [a.error for a in answers if a.error] == []
@@ -58,12 +60,13 @@ def test_64_requests_into_a_pool_for_two(
 
 
 def test_64_requests_into_a_budget_for_few(
-    start_server: StartServer, driver: Driver
+    start_server: StartServer, driver: Driver, quick_model: dict[str, Any]
 ) -> None:
     """Pages and slots take their memory from each other, down to the floors."""
     budget = driver.elastic_budget
     options = {"elastic": True, "gpu_memory_budget": budget}
-    with start_server("elastic", options=options, max_running=64) as server:
+    setup: dict[str, Any] = {"options": options, "max_running": 64, **quick_model}
+    with start_server("elastic", **setup) as server:
         for asks in (burst(0), burst(1)[:16]):
             answers = server.ask_all(asks, concurrency=64)
             assert [a.error for a in answers if a.error] == []

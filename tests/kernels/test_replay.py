@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_kernels import causal_conv1d, replay
+from hybrid_kernels import (
+    causal_conv1d,
+    gated_delta_rule,
+    lightning_attention,
+    replay,
+    ssd,
+)
 from hybrid_kernels.replay import reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,8 +39,13 @@ ROUNDING = {
     # Each addition rounds by half of epsilon at most.
     torch.float32: SUMMED * torch.finfo(torch.float32).eps / 2,
     torch.float16: 1e-2,
+    # Its numbers have three bits less.
+    torch.bfloat16: 8e-2,
 }
 """Relative errors that sums in another order may have, by what is compared."""
+IN_MATRICES = (gated_delta_rule, ssd, lightning_attention)
+"""Whose chains are verified in matrix form where a record is kept: sums in another
+order than those of `update`."""
 reference_nodes, reference_fold = reference._nodes, reference.fold
 
 
@@ -220,7 +231,7 @@ def test_a_commit_gives_the_state_of_accepted_drafts_run_one_by_one(
     dtype: torch.dtype,
     trees: bool,
 ) -> None:
-    """Bit for bit on Triton, as are the outputs; no state is kept before."""
+    """So are the outputs; no state is kept before."""
     with on_triton() if triton else nullcontext():
 
         @given(rows_of(trees, triton), st.booleans())
@@ -234,6 +245,7 @@ def test_a_commit_gives_the_state_of_accepted_drafts_run_one_by_one(
 
 def check_commit(batch: Batch, dtype: torch.dtype, trees: bool, triton: bool) -> None:
     """Verify, commit, and compare outputs and all slots."""
+    exact = triton and has_bits_of_updates(batch.layer, trees)
     pool = batch.layer.states(batch.count + 1, dtype).to(batch.device)
     before = pool.clone()
     kept = batch.layer.record(pool, batch.count + 1, batch.most)
@@ -247,8 +259,14 @@ def check_commit(batch: Batch, dtype: torch.dtype, trees: bool, triton: bool) ->
             continue
         last = row.accepted - 1
         y, state = batch.updates(number, before[number + 1])[last]
-        same(pool[number + 1], state, triton)
-        same(out[batch.token(number, last)], y, triton)
+        # Without a delta rule, what a token adds depends on no other token.
+        same(
+            pool[number + 1],
+            state,
+            exact or (triton and batch.layer.module is not gated_delta_rule),
+        )
+        rounded = dtype if triton else None
+        same(out[batch.token(number, last)], y, exact, rounded)
     assert torch.equal(pool[:1], before[:1])
     assert torch.equal(pool[batch.count :], before[batch.count :])
 
@@ -304,12 +322,29 @@ def test_values_that_are_hardly_broken_are_noticed(
         check_commit(batch, torch.float32, trees=True, triton=False)
 
 
-def same(mine: torch.Tensor, wanted: torch.Tensor, triton: bool) -> None:
-    """PyTorch's vectorised exp differs with the layout; Triton's does not."""
-    if triton:
+def has_bits_of_updates(layer: Layer, trees: bool) -> bool:
+    """Whether what Triton records gives the bits of tokens that are run one by one."""
+    return trees or layer.module not in IN_MATRICES
+
+
+def same(
+    mine: torch.Tensor,
+    wanted: torch.Tensor,
+    exact: bool,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """PyTorch's vectorised exp differs with the layout; Triton's does not.
+
+    Args:
+        mine: what is tested.
+        wanted: what it should be.
+        exact: whether bits must be equal.
+        dtype: what is rounded to on the way; None if to nothing but `mine`'s.
+    """
+    if exact:
         assert torch.equal(mine, wanted)
     else:
-        assert_near("values", mine, wanted, ROUNDING[mine.dtype])
+        assert_near("values", mine, wanted, ROUNDING[dtype or mine.dtype])
 
 
 def commit(
@@ -432,7 +467,7 @@ def test_states_of_a_hundred_steps_are_those_of_updates(
             commit(kept, batch, None)
             if row.accepted:
                 expected = batch.updates(0, expected)[row.accepted - 1][1]
-    same(pool[1], expected, triton)
+    same(pool[1], expected, triton and has_bits_of_updates(layer, trees=False))
 
 
 @layers

@@ -86,6 +86,18 @@ def test_gather_then_scatter_is_identity(
         assert torch.equal(row(other, slot_dim, slot), expected), slot
 
 
+@pytest.mark.parametrize("slot_dim", [0, 1], ids=["slot_major", "layer_major"])
+def test_no_rows_are_none(backend: ModuleType, where: str, slot_dim: int) -> None:
+    pool = make_pool(slot_dim, 6, (5, 3), torch.float32, where)
+    before, slots = pool.clone(), torch.tensor([], dtype=torch.int32, device=where)
+    shape = [*pool.shape]
+    shape[slot_dim] = 0
+    none = torch.empty(shape, device=where)
+    backend.copy(none, None, pool, slots, slot_dim)
+    backend.copy(pool, slots, none, None, slot_dim)
+    assert torch.equal(pool, before)
+
+
 def test_transposed_items_and_wide_slots(backend: ModuleType, where: str) -> None:
     """The convolution state of an engine: ``[S, dim, width]``, width slowest."""
     room = torch.randn(5, 4, 3, 8, device=where)

@@ -49,7 +49,9 @@ class Kind:
         """Its configuration."""
         from transformers import AutoConfig
 
-        own = self.entry.load().CONFIG
+        # The engines have classes of their own for some that are served here.
+        ours = catalogue.BY_NAME.get(self.architecture)
+        own = None if ours is None else ours.load().CONFIG
         return (own or AutoConfig).from_pretrained(checkpoint)
 
     def tensors(self, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,7 +70,8 @@ class Kind:
         if self.converted is not None:
             converted = checkpoint / slow_decay.CONVERTED
             return logits_of(network(self.converted, converted))
-        return logits_of(network(self.architecture, checkpoint))
+        config = self.config(checkpoint)
+        return logits_of(network(self.architecture, checkpoint, config=config))
 
 
 def _own(name: str, checkpoint: Path) -> Reference:
@@ -84,12 +87,12 @@ def _own(name: str, checkpoint: Path) -> Reference:
     return logits
 
 
-def network(architecture: str, checkpoint: Path) -> Any:
+def network(architecture: str, checkpoint: Path, **given: Any) -> Any:
     """What transformers makes of a checkpoint, in float32."""
     import transformers
 
     cls: Any = getattr(transformers, architecture)
-    return cls.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return cls.from_pretrained(checkpoint, dtype=torch.float32, **given).eval()
 
 
 def logits_of(model: Any) -> Reference:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hybrid_models.blocks.projection import in_place
 from hybrid_models.kit import part
 from hybrid_models.sharding import minus_exp, sharded
 from hybrid_models.tiling import tile
-from hybrid_models.weights import GATE_UP, QKV, TILES, Names, load
+from hybrid_models.weights import GATE_UP, QKV, TILES, Names, load, update
 from torch import nn
 
 from tests.models.plain_kit import PlainKit, Rank, Together
@@ -97,6 +98,34 @@ def test_a_parameter_without_a_tensor_is_refused(name: str) -> None:
     fewer = {key: value for key, value in TENSORS.items() if key != name}
     with pytest.raises(ValueError, match=f"nothing for {name}"):
         load(Small(), fewer.items(), Names())
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_updates_come_in_parts(name: str) -> None:
+    model = Small()
+    load(model, TENSORS.items(), Names())
+    part = {name: TENSORS[name] - 2}
+    assert load(model, part.items(), Names(), is_whole=False) == {name}
+    expected = minus_exp(part["A"]) if name == "A" else part[name]
+    assert torch.equal(dict(model.named_parameters())[name], expected)
+    with pytest.raises(ValueError, match="no parameter for other"):
+        load(model, {"other": torch.ones(1)}.items(), Names(), is_whole=False)
+
+
+@pytest.mark.parametrize("dummies", [False, True])
+def test_the_first_weights_are_whole_unless_they_come_behind_dummies(
+    dummies: bool,
+) -> None:
+    model: Any = Small()
+    model.config, model.has_weights = SimpleNamespace(num_hidden_layers=2), dummies
+    part = [("A", TENSORS["A"])]
+    if not dummies:
+        with pytest.raises(ValueError, match="nothing for proj"):
+            update(model, part, Names())
+        assert update(model, list(TENSORS.items()), Names()) == set(TENSORS)
+    assert update(model, part, Names()) == {"A"}
+    with pytest.raises(ValueError, match="nothing for proj"):
+        update(model, iter(part), Names())  # as files are read
 
 
 def test_layers_that_draft_are_left_out() -> None:

@@ -38,7 +38,8 @@ def test_text_shows_the_arithmetic(
         "GPU memory: 74.51 GiB x 0.9 = 67.06 GiB",
         "a sequence: 256 pages x 0.19 MiB + 1 slot x 9.42 MiB = 57.42 MiB",
         "a block: 16 x ceil(274,432 state bytes / (16 x 1,024 KV bytes)) = 272 tokens",
-        "states: 30.01 GiB x 0.9 / 1.9 / 9.42 MiB - 1 = 1544 slots",
+        "SGLang keeps states in another type: 18.42 MiB a sequence; --state-dtype",
+        "states: 30.01 GiB x 0.9 / 1.9 / 18.42 MiB - 1 = 789 slots",
     ):
         assert line in text
 
@@ -49,8 +50,34 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["cache_bytes"] == int(80e9 * 0.9) - 20 * 2**30
     schemes = [estimate["scheme"] for estimate in found["estimates"]]
-    assert schemes == ["two pools", "vLLM, aligned blocks", "SGLang, static ratio"]
+    assert schemes == [
+        "two pools",
+        "two pools, SGLang's states",
+        "vLLM, aligned blocks",
+        "SGLang, static ratio",
+    ]
     assert all(estimate["running"] > 0 for estimate in found["estimates"])
+
+
+@pytest.mark.parametrize("field", [{}, {"mamba_ssm_dtype": "bfloat16"}])
+def test_states_have_the_type_that_each_engine_chooses(
+    field: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM the model's, SGLang 32 bits unless the configuration names one."""
+    path = write(tmp_path, QWEN3_NEXT | field)
+    found = []
+    for flags in ((), ("--state-dtype", "float32")):
+        assert main(plan(path, "--weights", "20GiB", "--json", *flags)) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    chosen, wide = found
+    own, there = (
+        chosen[f"state_bytes_per_sequence{where}"] for where in ("", "_in_sglang")
+    )
+    assert (there == own) == bool(field)
+    assert own < wide["state_bytes_per_sequence"]
+    if not field:
+        assert there == wide["state_bytes_per_sequence"]
+        assert chosen["estimates"][-1] == wide["estimates"][-1]
 
 
 def test_host_memory_is_one_more_line(

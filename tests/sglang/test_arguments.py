@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.sglang import arguments
-from hybrid_plugin.sglang.arguments import _page_size
+from hybrid_plugin.sglang.arguments import BACKEND, _conflicts, _page_size
 from hybrid_plugin.sglang.speculation import arguments as speculation
 from hybrid_plugin.sglang.speculation.arguments import (
     MOST_REQUESTS,
@@ -326,6 +327,74 @@ def test_a_choice_for_the_cache_that_is_replaced_has_no_effect(strategy: str) ->
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "shown"),
+    [
+        ("--mamba-full-memory-ratio", "0.5", "--mamba-full-memory-ratio is for"),
+        ("--radix-eviction-policy", "lfu", "--radix-eviction-policy lfu is for"),
+    ],
+)
+def test_flags_of_the_cache_that_is_replaced_are_said_to_have_no_effect(
+    flag: str, value: str, shown: str
+) -> None:
+    ours = DRIVER.decide(Setup(flags=(f"{flag}={value}",)))
+    assert (ours.refusal, ours.active) == (None, True)
+    assert sum(shown in line for line in ours.lines) == 1
+    assert not any("no effect" in line for line in DRIVER.decide(Setup()).lines)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({}, None),
+        ({"disable_radix_cache": True}, "switches prefix caches off"),
+        ({"is_embedding": True}, "a server of embeddings or scores"),
+        ({"chunked_prefill_size": -1}, "computes prompts of this model"),
+        ({"disable_radix_cache": True, "radix_cache_backend": None}, None),
+    ],
+)
+def test_what_sglang_finds_out_later_is_heeded(
+    found: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last steps change what the first ones had."""
+    plain = {"radix_cache_backend": BACKEND, "chunked_prefill_size": 96}
+    order: list[str] = []
+
+    def previous(arguments: Any) -> None:
+        order.append("SGLang's own")
+
+    def resolved(arguments: Any) -> Any:
+        order.append("looked at")
+        return Given(**plain | found)
+
+    monkeypatch.setattr(arguments.overrides, "resolved_view", resolved)
+    if reason is None:
+        arguments.confirm(None, previous)
+    else:
+        with pytest.raises(SystemExit, match=f"{reason}.*give --disable-radix-cache"):
+            arguments.confirm(None, previous)
+    assert order == ["SGLang's own", "looked at"]
+
+
+def test_multi_item_scoring_excludes_caches() -> None:
+    """SGLang computes prompts whole then, and switches its caches off."""
+    flags = ("--enable-mis", "--attention-backend=flashinfer")
+    decision = DRIVER.decide(Setup(flags=flags))
+    assert decision.refusal is not None
+    assert "give --disable-radix-cache" in decision.refusal
+    idle = DRIVER.decide(Setup(flags=(*flags, "--disable-radix-cache")))
+    assert idle.refusal is None and not idle.active
+
+
+def test_pages_are_not_handed_out_before_their_memory_is_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value in "01":
+        monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", value)
+        said = [one for one in _conflicts(Given(device="cuda")) if "POST_CAP" in one]
+        assert len(said) == int(value)
+
+
 def test_enabled_false_is_stock() -> None:
     stock = DRIVER.decide(Setup(plugin=False))
     ours = DRIVER.decide(Setup(options={"enabled": False}))
@@ -426,3 +495,50 @@ def test_files_that_ranks_cannot_share_or_name_are_refused(
     assert words in refusal and "leave" in refusal
     without = Setup(options={"host_memory": "1MiB"}, flags=flags)
     assert "disk" not in str(DRIVER.decide(without).refusal)
+
+
+class Given:
+    """Arguments of which all that are not given are off."""
+
+    def __init__(self, **flags: object) -> None:
+        vars(self).update(flags)
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("mixed", "ranks", "flag"), product([False, True], [1, 2], "01")
+)
+def test_results_of_passes_that_also_decode_are_not_waited_for(
+    mixed: bool, ranks: int, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that must agree would; alone the plugin launches such a pass first."""
+    monkeypatch.setenv("SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP", flag)
+    view = Given(enable_mixed_chunk=mixed, attn_dp_size=ranks, device="cuda")
+    said = [one for one in _conflicts(view) if "--enable-mixed-chunk" in one]
+    assert bool(said) == (mixed and ranks == 2 and flag == "1")
+
+
+def test_hits_are_not_hidden_from_prompts_that_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value in "01":
+        monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", value)
+        said = [one for one in _conflicts(Given(device="cuda")) if "FORCE_MISS" in one]
+        assert len(said) == int(value)
+
+
+def test_servers_that_generate_nothing_are_left_alone() -> None:
+    """No commands would run before their passes."""
+    decision = DRIVER.decide(Setup(flags=("--is-embedding",)))
+    assert not decision.active and decision.refusal is None
+    assert any("embeddings or scores" in line for line in decision.lines)
+
+
+@pytest.mark.parametrize("flag", ["routed_experts", "indexer_topk"])
+def test_what_is_noted_by_the_place_of_a_token_is_not_returned(flag: str) -> None:
+    for asked in (False, True):
+        view = Given(**{f"enable_return_{flag}": asked})
+        option = f"--enable-return-{flag.replace('_', '-')}"
+        assert any(option in one for one in _conflicts(view)) == asked

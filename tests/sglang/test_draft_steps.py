@@ -26,6 +26,7 @@ from hybrid_plugin.sglang.speculation.workers import following_tokens, with_comm
 from tests.sglang.fakes import PAGE, Bench, request
 
 WIDTH = 4
+VOCABULARY = SimpleNamespace(vocab_size=1000)
 PROMPT = [*range(10, 21)]
 
 
@@ -202,6 +203,7 @@ def test_a_worker_runs_commands_before_its_step_and_tells_of_it_behind() -> None
             return SimpleNamespace(speculative_num_draft_tokens=WIDTH)
 
     cache: Any = bench.cache
+    cache.forget_ended = lambda batch: seen.append("ended")
     cache.step_begins = lambda batch: seen.append("begins")
     cache.step_launched = lambda batch: seen.append("launched")
     cache.cache = SimpleNamespace(forget_scratch=lambda: seen.append("forgotten"))
@@ -214,7 +216,7 @@ def test_a_worker_runs_commands_before_its_step_and_tells_of_it_behind() -> None
         (
             ForwardMode.DECODE,
             cache,
-            ["begins", "forward", "4 drafts", "launched"],
+            ["ended", "begins", "forward", "4 drafts", "launched"],
         ),
         (ForwardMode.EXTEND, cache, ["begins", "forward", "launched"]),
         (ForwardMode.IDLE, cache, ["begins", "forward", "forgotten", "launched"]),
@@ -231,13 +233,39 @@ def test_a_paused_prompt_goes_on_with_its_own_token() -> None:
     for req, end in zip(reqs, (6, 4, 5), strict=True):
         req.full_untruncated_fill_ids = req.origin_input_ids
         req.extend_end = end
-    batch: Any = SimpleNamespace(reqs=reqs)
+    batch: Any = SimpleNamespace(reqs=reqs, model_config=VOCABULARY)
     sampled = torch.tensor([91, 92, 93], dtype=torch.int32)
     found = following_tokens(batch, sampled)
     assert found.tolist() == [91, 14, 25] and found.dtype == sampled.dtype
     assert sampled.tolist() == [91, 92, 93]
     batch.reqs = reqs[:1]
     assert following_tokens(batch, sampled[:1]).tolist() == [91]
+    # A number that stands for an image is none that a draft model embeds.
+    reqs[1].origin_input_ids[4] = 1 << 61
+    batch.reqs = reqs
+    assert following_tokens(batch, sampled).tolist() == [91, 92, 25]
+
+
+def test_a_planned_step_writes_no_state_of_who_ended_meanwhile() -> None:
+    """SGLang handles results first where drafts of the host follow a grammar."""
+    bench = Decoding()
+    reqs = bench.begin("a", "b")
+    mapping = torch.tensor([-1, *range(11, 19)], dtype=torch.int32)
+    bench.rows.req_index_to_mamba_index_mapping = mapping
+    rows = torch.tensor([req.kv.req_pool_idx for req in reqs])
+    bench.launch(reqs)
+    batch: Any = SimpleNamespace(reqs=list(reqs), req_pool_indices=rows)
+    batch.forward_mode = ForwardMode.DECODE
+    bench.cache.forget_ended(batch)
+    kept = [11, 12, *range(13, 19)]
+    assert mapping[1:].tolist() == kept, "both go on"
+    bench.resolve(reqs, [1, 1])
+    ended = int(rows[0])
+    bench.end(reqs[0])
+    bench.cache.forget_ended(batch)
+    kept[ended - 1] = 0
+    assert mapping[1:].tolist() == kept
+    assert bench.hit(reqs[0]) == known(reqs[0]) - 1
 
 
 def test_what_is_accepted_is_cut_and_noted_for_the_scratch() -> None:

@@ -62,11 +62,13 @@ class Pass(Bench):
         self.answers: list[bool] = []
         self.ends: list[Any] = []
         """Requests that the results of the last batch end."""
+        self.mode = ForwardMode.EXTEND
 
     def _launch(self, reqs: list[Any]) -> Batch:
         batch: Any = Batch(reqs, self.rows)
         batch.spec_algorithm = SpeculativeAlgorithm.NONE
         batch.is_extend_in_batch = True
+        batch.forward_mode = self.mode
         first = self.ask(self.scheduler, batch, self.scheduler.last_batch)
         self.answers.append(first)
         if first:
@@ -92,6 +94,23 @@ def test_first_tokens_go_out_before_the_rest_of_a_paused_prompt(bench: Pass) -> 
     bench.finish(bench.scheduler.last_batch.reqs[0])  # type: ignore[union-attr]
     bench.scheduler.last_batch = None
     bench.assert_idle()
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_pass_that_also_decodes_is_launched_first(bench: Pass, flag: bool) -> None:
+    """Who ends with the last results has a token in it, and a copy would precede it."""
+    short = request("short", range(100, 110))
+    bench.queue(pausing("paused", range(20), at=AT), short)
+    assert bench.step() == ["paused", "short"]
+    with envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.override(flag):
+        bench.mode = ForwardMode.MIXED
+        assert bench.step() == ["paused"]
+        assert bench.answers[-1] is False
+        bench.scheduler.require_mlp_sync = True  # ranks must agree, whoever decodes
+        batch: Any = Batch([], bench.rows)
+        batch.forward_mode, batch.is_extend_in_batch = ForwardMode.MIXED, True
+        batch.spec_algorithm = SpeculativeAlgorithm.NONE
+        assert bench.ask(bench.scheduler, batch, batch) is flag
 
 
 def test_pauses_alone_owe_nothing(bench: Pass) -> None:

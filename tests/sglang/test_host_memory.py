@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from hybrid_plugin.core.policy.costs import CPU_PASS_TOKENS
 from hybrid_plugin.core.tiers.host_plan import plan_host
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.restores import TransferRates
-from hybrid_plugin.sglang import host_steps
+from hybrid_plugin.sglang import host_steps, patches
 from hybrid_plugin.sglang.allocator import most_pages
 from hybrid_plugin.sglang.parking import retract_parked
 from tests.core.support import ByMinimum
@@ -110,6 +110,22 @@ def forgotten() -> HostBench:
 
 def kinds(commands: list[Command]) -> list[type]:
     return [type(command) for command in commands]
+
+
+@pytest.mark.parametrize("build", [HostBench, Bench], ids=["host memory", "without"])
+def test_prefill_servers_send_what_may_come_from_the_host_behind_the_pass(
+    build: Callable[[], Bench],
+) -> None:
+    """Its pages are filled by a copy that the pass awaits, and SGLang does not."""
+    bench, allowed = build(), []
+
+    def send(scheduler: Any, req: Any, allow_send: bool = True) -> None:
+        allowed.append(allow_send)
+
+    for asked in (True, False):
+        patches._send_behind_restores(send, bench.scheduler, "a request", asked)
+    has_host = bench.core.host is not None
+    assert allowed == [not has_host, False]
 
 
 def test_what_is_cached_is_stored_when_the_server_idles() -> None:

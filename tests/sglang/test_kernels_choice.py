@@ -43,7 +43,6 @@ EXPECTED = {
     "Lfm2VlForConditionalGeneration": Mixer.SHORT_CONV,
     "Mamba2ForCausalLM": Mixer.MAMBA2,
     "MambaForCausalLM": None,
-    "MiniCPMSALAForCausalLM": Mixer.LIGHTNING,
     "NemotronHForCausalLM": Mixer.MAMBA2,
     "NemotronH_Nano_VL_V2": Mixer.MAMBA2,
     "Qwen3NextForCausalLM": Mixer.GATED_DELTA_NET,

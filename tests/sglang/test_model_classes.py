@@ -332,3 +332,20 @@ def test_attention_over_another_layers_keys_writes_none(
         {"layer": 1, "keeps": False, "shapes": shapes},
     ]
     assert kit.windows == {63}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "longest"),
+    [
+        ("recurrent_gemma", {}, 8192),
+        ("xlstm", {}, 32_768),
+        ("bamba", {"max_position_embeddings": 4096}, 4096),
+        ("recurrent_gemma", {"max_position_embeddings": 4096}, 4096),
+    ],
+)
+def test_sequences_are_as_long_as_in_training_where_nothing_is_said(
+    model_type: str, given: dict[str, int], longest: int
+) -> None:
+    """SGLang would serve 2,048 tokens, and refuse more."""
+    config = configs.config_class(model_type)(**given)
+    assert config.max_position_embeddings == longest

@@ -12,8 +12,10 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+from sglang.srt.managers.min_free_slots_delayer import MinFreeSlotsDelayer
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_context
@@ -67,6 +69,24 @@ def by_priority(scheduler: Any) -> None:
     scheduler.max_queued_requests = 2
     newcomer = request("newcomer", range(5), priority=10)
     assert not scheduler._abort_on_queued_limit(newcomer)
+
+
+def test_parked_requests_wait_for_no_free_slots(bench: Bench) -> None:
+    """SGLang's delay of new requests stands aside for them, and is there again."""
+    delayer, seen = MinFreeSlotsDelayer(4), []
+    scheduler = bench.scheduler
+    scheduler.min_free_slots_delayer = delayer
+
+    def plan(scheduler: Any, batch: str, running_batch: Any) -> str:
+        seen.append(scheduler.min_free_slots_delayer)
+        return batch
+
+    assert patches._let_parked_go_on(plan, scheduler, "b", running_batch=None) == "b"
+    assert seen == [None] and scheduler.min_free_slots_delayer is delayer
+    scheduler.abort_request(AbortReq(rid="parked"))
+    assert bench.cache.num_parked == 0
+    patches._let_parked_go_on(plan, scheduler, "b", running_batch=None)
+    assert seen == [None, delayer]
 
 
 DROPS = {"id": by_id, "all": all_at_once, "time": by_deadline, "priority": by_priority}
@@ -175,6 +195,7 @@ def pause(bench: Bench, mode: str) -> None:
     """As SGLang's hook registry calls it."""
     order = PauseGenerationReqInput(mode=mode)
     scheduler: Any = bench.scheduler
+    patches._park_for_a_pause(scheduler, order)
     scheduler.pause_generation(order)
     patches._retract(None, scheduler, order)
 
@@ -198,6 +219,29 @@ def test_retraction_takes_a_request_whose_pause_is_still_in_a_batch() -> None:
     bench.cache.reset()
     assert bench.step() == ["paused"]
     assert bench.core.live == 1
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_pause_of_a_prefill_server_loses_no_unfinished_prompt(
+    is_parked: bool,
+) -> None:
+    """Another server has part of it: it goes on, and nothing is flushed meanwhile."""
+    bench = Bench()
+    bench.scheduler.disaggregation_mode = DisaggregationMode.PREFILL
+    req = pausing("paused", range(20), at=AT)
+    if is_parked:
+        bench.park(req)
+        bench.scheduler.last_batch = None
+    else:
+        bench.queue(req)
+        assert bench.step() == ["paused"]
+    pause(bench, "retract")
+    assert [one.rid for one in bench.scheduler.waiting_queue] == ["paused"]
+    assert bench.cache.is_parked(req) and req.kv.holds_kv
+    with pytest.raises(RuntimeError, match="still hold pages"):
+        bench.cache.reset()  # which SGLang does not call while somebody waits with KV
+    assert bench.step() == ["paused"]
+    assert req.prefix_len == AT and req.extend_end == 20
 
 
 def test_a_pause_in_place_keeps_parked_requests(bench: Bench) -> None:

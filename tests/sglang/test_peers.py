@@ -139,7 +139,7 @@ def test_a_peer_that_hangs_is_not_waited_for(bench: PeerBench) -> None:
         (5, Reason.PEER_MALFORMED),
         (["a", 5], Reason.PEER_MALFORMED),
         ({"format": "hybrid-peer/9"}, Reason.PEER_VERSION),
-        ('{"format": "hybrid-peer/1"}', Reason.PEER_MALFORMED),
+        ('{"format": "hybrid-peer/2"}', Reason.PEER_MALFORMED),
     ],
     ids=str,
 )

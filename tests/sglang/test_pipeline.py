@@ -247,8 +247,8 @@ def test_what_ends_while_its_chunk_runs_is_forgotten() -> None:
 def test_parked_requests_take_no_more_than_the_places_of_a_batch() -> None:
     bench = Bench(rows=4)
     bench.park(pausing("parked", range(20), at=8))
-    assert more_rows(3, bench.scheduler, 0, 9) == 4
-    assert more_rows(2, bench.scheduler, 0, 2) == 2
+    assert more_rows(3, bench.cache.num_parked, 9) == 4
+    assert more_rows(2, bench.cache.num_parked, 2) == 2
 
 
 # ------------------------------------------------------------------------- the time

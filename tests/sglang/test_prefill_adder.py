@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,9 +76,55 @@ def test_a_request_without_a_row_waits() -> None:
 
 def test_parked_requests_count_among_the_rows_a_pass_may_use() -> None:
     bench = Bench(rows=2)
-    bench.park(pausing("parked", range(20), at=8))
-    assert more_rows(0, bench.scheduler, 0, 2) == 1
-    assert more_rows(0, bench.scheduler, 1, 2) == 0
+    parked = pausing("parked", range(20), at=8)
+    bench.park(parked)
+    assert more_rows(0, bench.cache.num_parked, 2) == 1
+    bench.adder = bench.new_adder()
+    bench.add(parked)  # SGLang counts it from here on, as one of the pass
+    assert more_rows(1, bench.cache.num_parked, 2) == 1
+
+
+def test_who_may_not_prefill_in_this_pass_leaves_everything_as_it_was() -> None:
+    """`--enable-prefill-delayer` says so; what was matched stays, and counts once."""
+    bench = Bench(slots=3)
+    one = request("one", range(100, 110))
+    bench.queue(one)
+    bench.step()
+    bench.finish(one)
+    bench.scheduler.last_batch = None
+    bench.queue(request("busy", range(500, 520)))
+    bench.step()
+    two = request("two", [*range(100, 110), 1, 2, 3])
+    bench.adder = bench.new_adder()
+    allowed = iter([False, False, True])
+    bench.adder.prefill_delayer_single_pass = SimpleNamespace(
+        negotiate_should_allow_prefill=lambda **_: next(allowed)
+    )
+    bench.adder.running_batch = SimpleNamespace(batch_size=lambda: 1)
+    for _ in range(2):
+        before = bench.core.levels(), bench.core.stats.hit_tokens
+        two.init_next_round_input(bench.cache)
+        assert two.prefix_len == 10
+        verdict = bench.adder.add_one_req(two, False, truncation_align_size=None)
+        assert verdict is AddReqResult.OTHER
+        assert (bench.core.levels(), bench.core.stats.hit_tokens) == before
+    two.init_next_round_input(bench.cache)
+    assert two.prefix_len == 10, "it was not taken over, and given back"
+
+
+def test_a_parked_request_goes_on_where_nobody_may_begin() -> None:
+    """As SGLang's own unfinished prompt does: it holds memory meanwhile."""
+    bench = Bench()
+    parked = pausing("parked", range(20), at=8)
+    bench.park(parked)
+    bench.adder = bench.new_adder()
+    bench.adder.prefill_delayer_single_pass = SimpleNamespace(
+        negotiate_should_allow_prefill=lambda **_: False
+    )
+    bench.adder.running_batch = SimpleNamespace(batch_size=lambda: 1)
+    bench.add(parked)
+    bench.add(request("new", range(100, 110)))
+    assert bench.adder.can_run_list == [parked]
 
 
 def test_a_parked_request_goes_on_before_one_that_waits_for_its_pages() -> None:

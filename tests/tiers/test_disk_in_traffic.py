@@ -12,9 +12,9 @@ import pytest
 
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.core.tiers.outer_tier import StoredBundle
+from hybrid_plugin.tiers import pins
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.disk import DiskTier
-from hybrid_plugin.tiers.index import Entry
 from tests.core.support import Tokens
 from tests.tiers.real_tier import EPISODES, KINDS, TierTraffic, file_of, missing
 from tests.tiers.support import IDENTITY
@@ -29,7 +29,7 @@ def make_disk(plan: HostPlan, layouts: Mapping[str, Layouts], rate: float) -> Di
     return DiskTier([], count * FILE_BYTES, IDENTITY, layouts, rate)
 
 
-class Pins:
+class Holders:
     """Pins paths at random, and sees that they stay."""
 
     def __init__(self, traffic: TierTraffic[DiskTier], seed: int) -> None:
@@ -65,7 +65,7 @@ class Pins:
         assert all(key in there for keys in self.held for key in keys), "it was evicted"
 
     def let_go(self) -> None:
-        self.tier._pins.clear()
+        self.tier.unpin(list(self.tier._pins._counts.elements()))
         self.held.clear()
 
 
@@ -91,16 +91,16 @@ def run(kind: str, seed: int, totals: Counter[str]) -> None:
     """Traffic of a seed; counts what it did."""
     traffic = TierTraffic(kind, seed, make_disk)
     tier, seen = traffic.tier, traffic.traffic.seen
-    pins, before = Pins(traffic, seed), Look(tier, seen)
+    holders, before = Holders(traffic, seed), Look(tier, seen)
     for _ in traffic.operate():
         assert tier.used_bytes <= tier._budget, f"seed {seed}"
-        pins.check()
-        totals["pinned"] += bool(pins.held)
+        holders.check()
+        totals["pinned"] += bool(holders.held)
         before.check()
         seen = traffic.traffic.seen
-        pins.operate(seen)
+        holders.operate(seen)
         before = Look(tier, seen)
-    pins.let_go()
+    holders.let_go()
     traffic.drain(totals)
 
 
@@ -116,16 +116,8 @@ def test_traffic(kind: str) -> None:
 def test_a_tier_that_evicts_what_is_pinned_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = DiskTier._kept
-
-    def broken(tier: DiskTier, before: Iterable[Entry]) -> list[Entry]:
-        pins, tier._pins = tier._pins, Counter()
-        try:
-            return kept(tier, before)
-        finally:
-            tier._pins = pins
-
-    monkeypatch.setattr(DiskTier, "_kept", broken)
+    monkeypatch.setattr(pins.Pins, "kept", {})
+    monkeypatch.setattr(pins.Pins, "kept_bytes", 0)
     with pytest.raises(AssertionError, match="it was evicted"):
         for seed in range(EPISODES):
             run("fixed", seed, Counter())

@@ -17,6 +17,7 @@ from hybrid_plugin.core.tiers.outer_tier import StoredBundle
 from hybrid_plugin.errors import ConfigError
 from hybrid_plugin.tiers.bundle import Layouts, PageBytes
 from hybrid_plugin.tiers.failure import Failure, Reason
+from hybrid_plugin.tiers.files import AnybodysFiles, Files
 from hybrid_plugin.tiers.keys import BundleName
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.shelf import SUFFIX
@@ -184,6 +185,25 @@ def test_others_may_not_write_into_it(tmp_path: Path) -> None:
     (tmp_path / IDENTITY.rank_name).chmod(0o770)
     with pytest.raises(ConfigError, match="others may write"):
         opened(tmp_path, layouts())
+
+
+def test_what_another_user_wrote_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may rename the rank's folder can put another in its place at any time."""
+    own = layouts()
+    folder = opened(tmp_path, own)
+    (stored,) = store_path(folder, own, None, TOKENS, 6)
+    assert isinstance(stored, Manifest)
+    found, path = folder.find(None, TOKENS), folder.path / (stored.key + SUFFIX)
+    assert found is not None
+    another = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    with pytest.raises(PermissionError, match="another user wrote it"):
+        Files().open(path)
+    os.close(AnybodysFiles().open(path))
+    lost = load_path(folder, own, TOKENS, found)
+    assert isinstance(lost, Failure) and lost.reason is Reason.IO
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hybrid_plugin.tiers.peers.channel import (
     PeerError,
 )
 from hybrid_plugin.tiers.peers.messages import Introduction, Opened, refusal_in
+from hybrid_plugin.tiers.peers.server import MOST_STRANGERS
 from tests.tiers.peer_pair import HOST, TOKENS, PeerPair, in_thread
 from tests.tiers.support import IDENTITY, layouts
 
@@ -92,7 +93,7 @@ def test_what_is_no_greeting_is_not_answered(two: PeerPair, said: bytes) -> None
 
 def test_another_version_is_told_ours(two: PeerPair) -> None:
     with called(two) as connection:
-        connection.sendall(greeting(format="hybrid-peer/2"))
+        connection.sendall(greeting(format="hybrid-peer/3"))
         found = json.loads(answer(connection)[4:])
     assert found == {"format": FORMAT}
 
@@ -160,6 +161,7 @@ def test_what_was_said_before_is_not_taken_again(two: PeerPair) -> None:
 
 
 WHO = {"rank": IDENTITY.rank_name, "fingerprint": IDENTITY.fingerprint()}
+PREFIX = {"key": "KEY", "end": 9}
 
 
 @pytest.mark.parametrize(
@@ -171,11 +173,14 @@ WHO = {"rank": IDENTITY.rank_name, "fingerprint": IDENTITY.fingerprint()}
         {"do": "meet"},
         {"do": "meet", "rank": 1, "fingerprint": None},
         {"do": "open", **WHO},
-        {"do": "open", "offer": 5, "start": 0, **WHO},
-        {"do": "open", "offer": "THIS", "start": -1, **WHO},
-        {"do": "open", "offer": "THIS", "start": 1 << 70, **WHO},
-        {"do": "open", "offer": "THIS", "start": "0", **WHO},
-        {"do": "open", "offer": "THIS", "start": True, **WHO},
+        {"do": "open", "offer": "THIS", "start": 0, **WHO},
+        {"do": "open", "offer": 5, "start": 0, **PREFIX, **WHO},
+        {"do": "open", "offer": "THIS", "start": -1, **PREFIX, **WHO},
+        {"do": "open", "offer": "THIS", "start": 1 << 70, **PREFIX, **WHO},
+        {"do": "open", "offer": "THIS", "start": "0", **PREFIX, **WHO},
+        {"do": "open", "offer": "THIS", "start": True, **PREFIX, **WHO},
+        {"do": "open", "offer": "THIS", "start": 0, **PREFIX, "key": 7, **WHO},
+        {"do": "open", "offer": "THIS", "start": 0, **PREFIX, "end": "9", **WHO},
         {"do": "close"},
     ],
     ids=str,
@@ -184,22 +189,39 @@ def test_a_question_that_makes_no_sense_ends_a_conversation(
     two: PeerPair, asked: dict[str, Any]
 ) -> None:
     offer, done = two.offer(TOKENS[:9])
-    said = json.dumps(asked).replace("THIS", offer.name).encode()
+    said = json.dumps(asked).replace("THIS", offer.name).replace("KEY", offer.key)
     connection, key = greeted(two)
     with connection:
-        connection.sendall(coded(key, said))
+        connection.sendall(coded(key, said.encode()))
         assert b"refused" in answer(connection)
     assert not done.done(), "nobody has opened it"
+    two.leases.decline(offer.name)
+    assert done.done(), "it counts as open"
 
 
 def test_an_offer_that_ended_is_refused_at_once(two: PeerPair) -> None:
     offer, _ = two.offer(TOKENS[:9])
     two.leases.withdraw([2])
     connection, key = greeted(two)
-    said = {"do": "open", "offer": offer.name, "start": 0, **WHO}
+    prefix = {"key": offer.key, "end": offer.end, "start": 0}
+    said = {"do": "open", "offer": offer.name, **prefix, **WHO}
     with connection:
         connection.sendall(coded(key, json.dumps(said).encode()))
         assert Reason.LEASE_OVER.value.encode() in answer(connection)
+
+
+@pytest.mark.parametrize("greets", [False, True])
+def test_callers_who_say_nothing_keep_nobody_waiting(
+    two: PeerPair, greets: bool
+) -> None:
+    offer, _ = two.offer(TOKENS[:9])
+    silent = [called(two) for _ in range(MOST_STRANGERS + 10)]
+    for connection in silent if greets else ():
+        with contextlib.suppress(OSError):  # the first ones were hung up on
+            connection.sendall(greeting())
+    assert isinstance(two.fetch(offer, TOKENS[:9]), tuple)
+    for connection in silent:
+        connection.close()
 
 
 # ------------------------------------------------------ what a peer answers us

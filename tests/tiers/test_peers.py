@@ -375,6 +375,20 @@ def test_without_nixl_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> Non
         agent.library()
 
 
+@pytest.mark.parametrize("namespace", ["salt", None])
+def test_no_client_has_one_prefix_read_as_another_one(namespace: Any) -> None:
+    """Nor for itself: it may know keys and names, and gives them to the next server."""
+    with pair(secrets=(b"a" * 16, b"a" * 16)) as two:
+        others = TOKENS[::-1]
+        offer, done = two.offer(others, namespace)
+        wanted = two.name(TOKENS)
+        assert offer.end == wanted.end
+        for forged in (replace(offer, key=wanted.key), replace(offer, end=8)):
+            assert refused(two.fetch(forged, TOKENS)) is Reason.OTHER_TOKENS
+        assert not done.done()
+        assert isinstance(two.fetch(offer, others), tuple), "it is there still"
+
+
 # --------------------------------------------------------------------- params
 
 
@@ -436,7 +450,7 @@ def test_params_that_no_server_makes_are_refused(change: dict[str, Any]) -> None
 
 
 def test_params_of_another_version_are_refused() -> None:
-    for entry in ({"format": "hybrid-peer/2"}, {}, {"format": None}):
+    for entry in ({"format": "hybrid-peer/1"}, {}, {"format": None}):
         found = read_offer(entry)
         assert isinstance(found, Failure) and found.reason is Reason.PEER_VERSION
     for entry in (None, 5, "hybrid-peer/1", [FORMAT], "[" * 9999, "7"):

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hybrid_plugin.tiers.disk import DiskTier
 from hybrid_plugin.tiers.failure import Reason
+from hybrid_plugin.tiers.index import BundleIndex, Entry
 from hybrid_plugin.tiers.keys import BundleName
+from hybrid_plugin.tiers.pins import Pins
 from tests.tiers.support import IDENTITY
 from tests.tiers.test_disk import FILES, RANKS, SIZE, TOKENS, begin, ends, store, tier
 
@@ -168,3 +173,57 @@ def test_less_room_than_before_is_made_of_what_is_not_pinned() -> None:
     assert smaller.trim() == (other,)
     assert ends(smaller) == [10, 20]
     assert SIZE < FILES
+
+
+def test_what_could_not_be_read_now_stays_if_it_is_pinned() -> None:
+    own, found = pinned(9)
+    other = store(own, 10, namespace="b")
+    text = own.find(None, TOKENS, 20)[1].key
+    assert own.fetch_failed(text, Reason.IO) == ()
+    assert (ends(own), own.get(found[1]) is not None) == ([10], True)
+    assert begin(own, 20, 10) is None, "it would be lost"
+    assert own.fetch_failed(other, Reason.IO) == (other,)
+    own.pin([BundleName.from_text(store(own, 10, namespace="b")).key])
+    assert own.fetch_failed(other, Reason.CORRUPT) == (other,)
+
+
+KEYS = "abcdef"
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "remove", "pin", "unpin"]),
+        st.sampled_from(KEYS),
+        st.sampled_from(["", *KEYS]),
+        st.integers(1, 9),
+    ),
+    max_size=30,
+)
+
+
+@given(changes=CHANGES)
+def test_what_is_kept_is_what_is_pinned_and_what_comes_before(changes: list) -> None:  # type: ignore[type-arg]
+    """Whatever comes and goes, in whatever order; a bundle may get another parent."""
+    index = BundleIndex()
+    pins = Pins(index)
+    held: list[str] = []
+    for what, key, parent, size in changes:
+        if what == "add" and parent < key:
+            name = BundleName("f" * 64, key, parent, "0" * 64)
+            index.add(Entry(name, 0, 10, size, True))
+        elif what == "remove":
+            index.remove(key)
+        elif what == "pin":
+            pins.pin([key])
+            held.append(key)
+        elif what == "unpin" and key in held:
+            pins.unpin([key])
+            held.remove(key)
+        expected = {}
+        for one in held:
+            entry = index.get(one)
+            while entry is not None:
+                expected[entry.name.key] = entry.file_bytes
+                entry = index.get(entry.name.parent)
+        assert all((one in pins.kept) >= (one in expected) for one in KEYS)
+        assert {one for one in pins.kept if index.get(one)} == expected.keys()  # type: ignore[attr-defined]
+        assert pins.kept_bytes == sum(expected.values())
+        assert all(pins[one] == held.count(one) for one in KEYS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,29 @@ def test_the_real_thing(tmp_path: Path) -> None:
     found = rates.measure(tmp_path, size=SIZE)
     assert found.write_bytes_per_second > 0 and found.read_bytes_per_second > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_nearly_full_is_measured_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is that evictable bundles fill, which are looked at afterwards."""
+    written: list[int] = []
+
+    class NearlyFull(Unsynced):
+        def write(self, file: int, buffers: Buffers, offset: int) -> int:
+            count = sum(map(len, buffers))
+            written.append(count)
+            if count > SIZE // 4:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(file, buffers, offset)
+
+    monkeypatch.setattr(rates, "LEAST", SIZE // 4)
+    assert rates.measure(tmp_path, NearlyFull(), SIZE).read_bytes_per_second > 0
+    assert written == [SIZE, SIZE // 2, SIZE // 4]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(rates, "LEAST", SIZE // 2)
+    with pytest.raises(ConfigError, match="MiB: No space left on device"):
+        rates.measure(tmp_path, NearlyFull(), SIZE)
 
 
 def test_a_full_disk_is_an_error_and_keeps_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,8 +30,8 @@ TOKENS = as_tokens(*range(100, 140))
 class TwoRanks:
     """Two ranks' shelves, and one who decides for both."""
 
-    def __init__(self, path: Path, budget: int = 1 << 20) -> None:
-        self.folder = TierFolder(path, LAYOUTS, files=Unsynced())
+    def __init__(self, path: Path, budget: int, disk: Unsynced) -> None:
+        self.folder = TierFolder(path, LAYOUTS, files=disk)
         self.entries = self.folder.entries()
         self.tier = DiskTier(self.entries, budget, RANKS[0], LAYOUTS, 1e9)
         self.folder.discard(self.tier.trim())
@@ -61,8 +62,10 @@ class TwoRanks:
 
 
 @contextmanager
-def opened(path: Path, budget: int = 1 << 20) -> Iterator[TwoRanks]:
-    made = TwoRanks(path, budget)
+def opened(
+    path: Path, budget: int = 1 << 20, disk: Unsynced | None = None
+) -> Iterator[TwoRanks]:
+    made = TwoRanks(path, budget, disk or Unsynced())
     try:
         yield made
     finally:
@@ -151,6 +154,55 @@ def test_ranks_that_decide_for_themselves_agree(tmp_path: Path) -> None:
         folder.close()
     with opened(tmp_path) as ranks:
         assert ranks.entries == found[0]
+
+
+class Busy(Unsynced):
+    """Opens no bundle of a rank."""
+
+    def __init__(self, rank: str) -> None:
+        self.rank = rank
+
+    def open(self, path: Path) -> int:
+        if path.parent.name == self.rank:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().open(path)
+
+
+@pytest.mark.parametrize("rank", LAYOUTS)
+def test_what_cannot_be_read_now_is_found_later(tmp_path: Path, rank: str) -> None:
+    with opened(tmp_path) as ranks:
+        ranks.store(bundle(OWN, None, TOKENS[:6]))
+        ranks.store(bundle(OWN, None, TOKENS[:9], 6))
+        used = ranks.tier.used_bytes
+    before = files(tmp_path)
+    with opened(tmp_path, disk=Busy(rank)) as ranks:
+        assert ranks.tier.count == 2 and ranks.ends() == []
+        assert 0.8 * used < ranks.tier.used_bytes <= used, "it counts"
+        assert ranks.tier.pinned_bytes == 0
+    assert files(tmp_path) == before
+    with opened(tmp_path) as ranks:
+        assert ranks.ends() == [6, 9]
+
+
+def test_what_cannot_be_read_makes_room_and_is_stored_anew(tmp_path: Path) -> None:
+    with opened(tmp_path) as ranks:
+        for name in "abc":
+            ranks.store(bundle(OWN, name, TOKENS[:6]))
+        room = ranks.tier.used_bytes + 100
+    with opened(tmp_path, room, disk=Busy(RANKS[1].rank_name)) as ranks:
+        pinned = ranks.tier._index.get(next(iter(ranks.tier._index._entries)))
+        assert pinned is not None
+        ranks.tier.pin([pinned.name.key])
+        assert ranks.store(bundle(OWN, "d", TOKENS[:6])) is not None
+        assert ranks.tier.used_bytes <= room
+        assert ranks.tier.get(pinned.name.key) is pinned, "a session keeps it"
+        stored = [
+            name
+            for name in "abc"
+            if ranks.store(bundle(OWN, name, TOKENS[:6])) is not None
+        ]
+        assert len(stored) == 2, "but the pinned one, which would be lost"
+        assert ranks.tier.used_bytes <= room
 
 
 def test_the_last_used_on_any_rank_goes_last(tmp_path: Path) -> None:

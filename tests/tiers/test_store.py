@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.shelf import SUFFIX
 from hybrid_plugin.tiers.store.directory import MOST, ROOT
+from hybrid_plugin.tiers.store.files import StoreFiles
 from tests.core.profiles import SOAK_FACTOR
 from tests.tiers.failing_store import FailingStore, Member
 from tests.tiers.support import (
@@ -310,3 +312,38 @@ def test_nothing_wrong_is_ever_read() -> None:
     for seed in range(EPISODES):
         run(seed, totals)
     assert all(totals[name] for name in ("stored", "failed", "loaded", "harmed"))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"mark": "x", "bytes": 1 << 40, "piece": 1},
+        {"mark": "x", "bytes": (1 << 20) + 1, "piece": 1},
+        {"mark": "x", "bytes": 1 << 41, "piece": 1 << 30},
+        {"mark": "x", "bytes": -1, "piece": 8},
+        {"mark": "x", "bytes": 8, "piece": 0},
+        {"mark": 5, "bytes": 8, "piece": 8},
+        [],
+    ],
+    ids=str,
+)
+def test_heads_that_make_no_sense_are_removed_alone(
+    store: FailingStore, head: object
+) -> None:
+    """Any member of the store may have written one that names 2^40 pieces."""
+    files, path = StoreFiles(store, 64), Path("hybrid-bundle/head")
+    store.objects[str(path)] = json.dumps(head).encode()
+    with pytest.raises(OSError, match="makes no sense"):
+        files.open(path)
+    files.remove(path)
+    assert not store.objects
+
+
+def test_all_pieces_of_a_long_file_are_removed(store: FailingStore) -> None:
+    files, path = StoreFiles(store, 1), Path("hybrid-bundle/head")
+    file = files.create(Path("unfinished"))
+    files.write(file, [memoryview(bytes(2500))], 0)
+    files.rename(Path("unfinished"), path)
+    assert len(store.objects) == 2501
+    files.remove(path)
+    assert not store.objects

@@ -118,6 +118,7 @@ def manager(
     records_drafts: bool = False,
     host: int = 0,
     max_running: int | None = None,
+    max_model_len: int = 1 << 20,
     **options: Any,
 ) -> HybridKVCacheManager:
     """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
@@ -129,6 +130,7 @@ def manager(
         clock=clock,
         records_drafts=records_drafts,
         max_running=max_running,
+        max_model_len=max_model_len,
     )
     made.cache.tree.eviction = ByMinimum(prompt_end=32)
     return made

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +18,17 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
-from hybrid_plugin.vllm import page_size
+from hybrid_plugin.vllm import page_size, ranks
 from hybrid_plugin.vllm.activation import (
     SCHEDULER,
     TEMPLATE_KEY,
     conflicts,
     is_active,
+    logger,
     read_options,
 )
 from hybrid_plugin.vllm.scheduler import _delimiters
+from hybrid_plugin.vllm.servable import UnservableError
 from tests.engines.drivers.driver import MODEL, Setup
 from tests.engines.drivers.vllm import CONFLICTS, VllmDriver
 from tests.vllm.hybrid_models import STATES_ALONE, WINDOWS, write
@@ -51,6 +55,49 @@ def test_marks_of_an_active_plugin() -> None:
     assert ".Hybrid" in config.parallel_config.worker_cls
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("enable_dbo", True), ("ubatch_size", 2), ("enable_elastic_ep", True)],
+)
+def test_what_changes_passes_or_engines_behind_our_back_is_refused(
+    flag: str, value: Any
+) -> None:
+    config = config_of()
+    before = list(conflicts(config))
+    setattr(config.parallel_config, flag, value)
+    (added,) = set(conflicts(config)) - set(before)
+    assert f"--{flag.replace('_', '-')}" in added
+
+
+def test_flags_for_vllms_own_cache_are_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    config_of()
+    assert "has no effect" not in caplog.text
+    config_of(num_gpu_blocks_override=8, kv_cache_metrics=True)
+    assert "--num-gpu-blocks-override counts blocks of vLLM's own" in caplog.text
+    assert "--kv-cache-metrics looks at vLLM's own cache" in caplog.text
+
+
+@pytest.mark.parametrize("memory", ["30GiB", "2x"])
+def test_replicas_share_the_host_memory_of_a_machine(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine core is told later that it is alone."""
+    monkeypatch.setattr(ranks, "free_bytes", lambda: 100 << 30)
+    options = {"additional_config": {"hybrid_plugin": {"host_memory": memory}}}
+    config = config_of(data_parallel_size=3, **options)
+    assert is_active(config)
+    config.parallel_config.data_parallel_size_local = 1
+    assert ranks.on_this_machine(config) == 3
+    assert ranks.on_this_machine(config_of(**options)) == 1
+    if memory == "30GiB":
+        with pytest.raises(ValueError, match="for each of 4 ranks is more than"):
+            config_of(data_parallel_size=4, **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"elastic": False}])
 def test_sleep_mode_needs_elastic_pools(options: dict[str, bool]) -> None:
     """vLLM itself takes the flag on a GPU only."""
@@ -62,6 +109,18 @@ def test_sleep_mode_needs_elastic_pools(options: dict[str, bool]) -> None:
         "--enable-sleep-mode."
     )
     assert sentences == ([sentence] if options else [])
+
+
+def test_experts_are_not_returned_for_restored_tokens() -> None:
+    """vLLM takes the flag for models with experts only."""
+    sentence = (
+        "vLLM notes the experts of whole pages alone, and hits end within pages; drop "
+        "--enable-return-routed-experts."
+    )
+    config = config_of()
+    assert sentence not in conflicts(config)
+    config.aux_output_config.enable_return_routed_experts = True
+    assert sentence in conflicts(config)
 
 
 def test_option_and_environment_switch_it_off_alike() -> None:
@@ -182,6 +241,26 @@ def test_a_bad_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_CONFIG", "page_size=16")
     with pytest.raises(Exception, match="HYBRID_CONFIG takes JSON"):
         config_of()
+
+
+def test_attention_that_counts_vllms_blocks_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.platforms import current_platform
+
+    backends = [
+        SimpleNamespace(get_name=lambda name=name: name, supports_block_size=bool)
+        for name in ("TRITON_ATTN", "FLEX_ATTENTION")
+    ]
+    monkeypatch.setattr(
+        type(current_platform), "_find_non_ssm_backends", lambda *_: backends
+    )
+    with pytest.raises(
+        UnservableError, match="backend FLEX_ATTENTION sizes its tables"
+    ):
+        page_size.choose(config_of())
+    backends.pop()
+    page_size.choose(config_of())
 
 
 def test_page_sizes_that_contradict() -> None:

@@ -52,9 +52,7 @@ def configuration() -> Any:
         enable_prefix_caching=False,
         speculative_config={"method": "ngram", "num_speculative_tokens": DRAFTS},
     )
-    config = arguments.create_engine_config()
-    config.cache_config.num_gpu_blocks = 1  # vLLM only asks whether there are any
-    return config
+    return arguments.create_engine_config()
 
 
 class Engine:
@@ -274,3 +272,10 @@ def test_aborts_before_an_output_is_read_leave_none() -> None:
     serve(engine)
     assert engine.stats.turn_ends_missed == len(aborted) > 0
     assert engine.stats.turn_ends_exact == REQUESTS - len(aborted)
+
+
+def test_routers_are_told_of_pages() -> None:
+    """`num_gpu_blocks` of vLLM's metrics is what they think is cached."""
+    engine = Engine(0, ahead=False, pages=33, slots=5)
+    cache = engine.scheduler.vllm_config.cache_config
+    assert cache.num_gpu_blocks == engine.manager.cache.pages.capacity == 33

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,16 @@ from hybrid_plugin.vllm.wrapping import WRAPPED
 
 
 def configuration(**scheduling: Any) -> Any:
-    defaults = {"policy": "fcfs", "max_num_seqs": 64, "max_num_batched_tokens": 256}
+    defaults = {
+        "policy": "fcfs",
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 256,
+        "long_prefill_token_threshold": 0,
+    }
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(**defaults | scheduling),
         lora_config=None,
-        model_config=SimpleNamespace(enforce_eager=False),
+        model_config=SimpleNamespace(enforce_eager=False, multimodal_config=None),
     )
 
 
@@ -50,6 +56,12 @@ def test_each_obstacle_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters.lora_config = object()
     (found,) = deterministic.obstacles(adapters)
     assert "drop --enable-lora." in found
+    pictures = configuration()
+    pictures.model_config.multimodal_config = SimpleNamespace(language_model_only=False)
+    (found,) = deterministic.obstacles(pictures)
+    assert "give --language-model-only" in found
+    pictures.model_config.multimodal_config.language_model_only = True
+    assert list(deterministic.obstacles(pictures)) == []
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False, raising=False)
     (found,) = deterministic.obstacles(configuration())
     assert "set VLLM_BATCH_INVARIANT=1." in found
@@ -72,6 +84,15 @@ def test_a_whole_chunk_must_fit_beside_all_that_decode(step: int) -> None:
         deterministic.check_budget(
             configuration(max_num_batched_tokens=64 + step - 1), step
         )
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0, 0), (32, 1), (64, 1), (65, 0)])
+def test_a_whole_chunk_must_fit_into_a_long_prompts_share(
+    share: int, refused: int
+) -> None:
+    one = configuration(long_prefill_token_threshold=share)
+    with pytest.raises(ConfigError, match="to 65 at") if refused else nullcontext():
+        deterministic.check_budget(one, 64)
 
 
 def test_backends_of_layers_that_ours_can_run_are_let_pass(

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -281,7 +282,8 @@ def test_a_folder_serves_one_engine_at_a_time(start: Callable[..., Engine]) -> N
 
 def test_the_engine_goes_on_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler: Any = HybridScheduler.__new__(HybridScheduler)
-    scheduler.kv_cache_manager = SimpleNamespace(has_work=False)
+    scheduler.kv_cache_manager = SimpleNamespace(has_work=False, hit_checking=None)
+    scheduler._pause_state = PauseState.UNPAUSED
     for busy, work in ((False, False), (True, False), (False, True)):
         monkeypatch.setattr(Scheduler, "has_requests", lambda self, busy=busy: busy)
         scheduler.kv_cache_manager.has_work = work
@@ -450,3 +452,29 @@ def test_time_passes_only_where_files_are_all_that_is_waited_for(
     told = reports.attach(EMPTY_MODEL_RUNNER_OUTPUT, Report(outcomes=(outcome(1),)))
     assert one.update_from_output(step, told) == "updated"
     assert len(slept) == sleeps and len(taken) == 1, "there is something to go on with"
+
+
+def test_a_pause_does_not_wait_for_what_is_written(
+    start: Callable[..., Engine],
+) -> None:
+    """What ends it may forget all of that: an update of weights does."""
+    engine = start()
+    for number in range(3):
+        engine.serve(f"r{number}", 1000 * number)
+    assert engine.manager.has_work
+    scheduler: Any = HybridScheduler.__new__(HybridScheduler)
+    scheduler.kv_cache_manager = engine.manager
+    scheduler.requests, scheduler.running, scheduler.waiting = {}, [], []
+    scheduler.finished_req_ids, scheduler.kv_holding_waiting = set(), []
+    scheduler.connector = scheduler.ec_connector = None
+    scheduler.num_waiting_for_streaming_input = 0
+    works = {}
+    for state in PauseState:
+        scheduler._pause_state = state
+        works[state] = scheduler.has_requests()
+    assert works == {state: state is PauseState.UNPAUSED for state in PauseState}
+    assert engine.manager.reset_prefix_cache()
+    assert scheduler.has_requests(), "workers are told of it"
+    engine.finish()
+    scheduler._pause_state = PauseState.PAUSED_ALL
+    assert not scheduler.has_requests()

@@ -475,6 +475,23 @@ def test_groups_share_what_was_described_and_not_where_it_lies() -> None:
     assert found[0].columns.data_ptr() != found[1].columns.data_ptr()
 
 
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+def test_vllm_makes_no_tables_of_drafts_that_nobody_reads(drafts: int) -> None:
+    """Of another pass its kernels may run a layer."""
+    layer = layer_with(drafts)
+    ours_of(layer, drafts)
+    builder = builder_of(layer, drafts)
+    parts = [Part(5, A[5:7], COLUMNS["a"]), Part(0, B[:7], (4,), in_prompt=True)]
+    told = counts_with(parts) if drafts else ()
+    metadata = builder.build(0, common_with(parts), *told)
+    assert metadata.num_actual_tokens == 9
+    made = metadata.num_prefills, metadata.non_spec_state_indices_tensor is not None
+    assert made == ((0, False) if drafts else (2, True))
+    other = builder.update_block_table(metadata, torch.zeros(2, WIDTH), None)
+    assert other is not metadata
+    assert passes.of(other).tokens == passes.of(metadata).tokens == 9
+
+
 def test_what_a_builder_is_told_is_read_by_name() -> None:
     one, two = torch.ones(1), torch.ones(2)
     named = {"num_accepted_tokens": one, "num_decode_draft_tokens_cpu": two}

@@ -91,6 +91,32 @@ def test_drafts_are_served_on_any_kernels(kernels: str) -> None:
     assert said("ngram", kernels=kernels) == []
 
 
+@pytest.mark.parametrize(
+    ("v2", "eager", "options", "served"),
+    [
+        (False, False, {"kernels": "ours"}, False),
+        (False, False, {"draft_states": "replay"}, False),
+        (False, False, {}, True),
+        (False, True, {"kernels": "ours"}, True),
+        (True, False, {"kernels": "ours"}, True),
+    ],
+)
+def test_our_kernels_are_in_no_graph_that_is_chosen_by_a_pass_s_shape(
+    v2: bool, eager: bool, options: Any, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are graphs: vLLM's V1 runner asks only how long rows are."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="ngram", draft_model_config=None),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        use_v2_model_runner=v2,
+        model_config=SimpleNamespace(enforce_eager=eager),
+    )
+    found = list(obstacles(config, HybridConfig.from_mapping(options)))
+    assert [one for one in found if "--enforce-eager" in one] == found
+    assert (found == []) == served
+
+
 def test_records_are_not_kept_beside_idle_ranks() -> None:
     assert said("ngram", draft_states="replay") == []
     assert said("ngram", ranks=2) == said("ngram", ranks=2, draft_states="columns")

@@ -22,7 +22,8 @@ from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.mixers.long_prefill import LongKernel
-from hybrid_plugin.vllm import patches
+from hybrid_plugin.upstream.hookpoints import resolve
+from hybrid_plugin.vllm import contracts, patches
 from hybrid_plugin.vllm.kernels import layers, passes
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from tests.mixers.fake_flashinfer import chunk_gated_delta_rule
@@ -374,3 +375,43 @@ def test_warming_up_compiles_the_kernel_of_long_passes() -> None:
     found.warm_up(3)
     assert sorted(seen) == [64, 66]
     assert all(states.isnan().all() for states in mine.kv_cache)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_where_vllm_fuses_the_norm_ours_run_before_it(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the gates where they are, and behind ours the norm of the pass's tokens."""
+    seen: list[Any] = []
+
+    def run(layer: Any, metadata: Any, *tensors: torch.Tensor) -> bool:
+        seen.append(tensors)
+        tensors[-1].fill_(2.0)
+        return is_ours
+
+    def norm(x: torch.Tensor, output_gate: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mul(x, output_gate, out=out)
+
+    target = contracts.GDN_FUSED_NORM
+    owner, name = resolve(target)
+    monkeypatch.setattr(owner, name, lambda *args: seen.append("vLLM's"))
+    monkeypatch.setattr(patches, "require", lambda contracts: None)
+    patches._patch_gated_delta_net_with_drafts()
+    monkeypatch.setattr(layers, "run", run)
+    metadata = SimpleNamespace(num_actual_tokens=2)
+    monkeypatch.setattr(patches, "_metadata_of", lambda layer: metadata)
+    gates, out = torch.randn(3, 2 * VALUE_HEADS), torch.zeros(3, VALUE_HEADS, WIDTH)
+    b, a = gates.chunk(2, dim=-1)
+    gate = torch.full_like(out, 3.0)
+    layer = SimpleNamespace(_rms_norm_gated_cuda=norm)
+    getattr(owner, name)(
+        layer,
+        mixed_qkv=torch.randn(3, CHANNELS),
+        b=b,
+        a=a,
+        output_gate=gate,
+        core_attn_out=out,
+    )
+    assert seen[0][1] is a and seen[0][2] is b
+    assert seen[1:] == ([] if is_ours else ["vLLM's"])
+    assert out[:2].eq(6.0 if is_ours else 2.0).all() and out[2:].eq(2.0).all()

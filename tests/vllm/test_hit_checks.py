@@ -13,10 +13,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from hybrid_plugin.core.stats import CacheStats
-from hybrid_plugin.vllm.hit_checks import HitChecking, when_idle
+from hybrid_plugin.vllm.hit_checks import HitChecking
+from hybrid_plugin.vllm.scheduler import HybridScheduler
 
 SAME, OTHER = {7: -0.1, 8: -2.5}, {3: -0.1, 4: -2.5}
 
@@ -112,13 +115,44 @@ def test_what_tokens_do_not_say_is_not_checked(checking: HitChecking) -> None:
         assert not checking.is_waiting
 
 
-def test_checks_begin_when_nothing_else_is_there(checking: HitChecking) -> None:
-    added: list[Request] = []
+def test_a_run_that_is_aborted_ends_its_check(checking: HitChecking) -> None:
+    """No output tells of it."""
+    for _ in range(2):
+        checking.admitted(client(), 64)
+        for run in checking.begin():
+            checking.aborted(run.request_id)
+            assert not checking.owns(run.request_id)
+    checking.aborted("a client's")
     checking.admitted(client(), 64)
-    when_idle(None, False, added.append)
-    when_idle(checking, True, added.append)
-    assert added == []
-    when_idle(checking, False, added.append)
-    assert len(added) == 2
-    when_idle(checking, False, added.append)
-    assert len(added) == 2, "one at a time"
+    assert checking.is_waiting
+
+
+def test_checks_begin_when_nothing_else_is_there(
+    checking: HitChecking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not while the engine is paused, which is over when there is no work left."""
+    scheduler: Any = HybridScheduler.__new__(HybridScheduler)
+    manager = SimpleNamespace(hit_checking=checking, has_work=False, must_settle=False)
+    scheduler.kv_cache_manager = manager
+    scheduler.requests, scheduler._pause_state = {}, PauseState.UNPAUSED
+    monkeypatch.setattr(Scheduler, "has_requests", lambda self: bool(self.requests))
+    monkeypatch.setattr(
+        Scheduler,
+        "add_request",
+        lambda self, request: self.requests.setdefault(request.request_id, request),
+    )
+    assert not scheduler.has_requests()
+    checking.admitted(client(), 64)
+    for state in (PauseState.PAUSED_ALL, PauseState.PAUSED_NEW):
+        scheduler._pause_state = state
+        assert not scheduler.has_requests()
+    scheduler._pause_state = PauseState.UNPAUSED
+    scheduler.requests = {"another": None}
+    assert not scheduler._checks_hits
+    scheduler.requests = {}
+    assert scheduler.has_requests() and scheduler._checks_hits
+    scheduler._begin_check()
+    assert len(scheduler.requests) == 2
+    checking.admitted(client(), 64)
+    scheduler.requests = {}
+    assert not scheduler._checks_hits, "one at a time"

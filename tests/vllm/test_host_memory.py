@@ -142,7 +142,10 @@ def test_restores_begin_for_as_many_requests_as_can_run() -> None:
     waiting = [request(f"again-{i}", LENGTH + 1, 1000 * i) for i in range(3)]
     cold = request("cold", 20, 80_000)
     of.step_begins()
-    assert [of.must_wait(one) for one in (*waiting, cold)] == [True] * 4
+    assert [of.must_wait(one) for one in waiting] == [True, True, False]
+    for one in (waiting[2], cold):
+        assert not of.must_wait(one), "vLLM need not look behind it"
+        assert admit(of, one, 20) is None
     restored = [c.pool for c in of.drain_commands() if isinstance(c, Load)]
     assert restored.count(Pool.STATE) == 2, "one of three places is taken"
     clock.now += 1000
@@ -165,7 +168,8 @@ def test_nobody_overtakes_a_request_that_waits_for_host_memory() -> None:
     assert not of.must_wait(cold), "nobody is before it"
     assert of.must_wait(again)
     of.step_begins()
-    assert of.must_wait(again) and of.must_wait(cold)
+    assert of.must_wait(again)
+    assert not of.must_wait(cold) and admit(of, cold, 20) is None
     clock.now += 1000
     of.step_begins()
     assert not of.must_wait(again) and not of.must_wait(cold)
@@ -362,7 +366,13 @@ def test_a_worker_refuses_memory_that_is_not_there(
 class Worker:
     """vLLM's, as far as it says what memory there is."""
 
+    vllm_config: Any
+    finds: int | None = None
+    """Bytes that it takes over from an earlier start."""
+
     def determine_available_memory(self) -> int:
+        if self.finds is not None:
+            self.vllm_config.cache_config.kv_cache_memory_bytes = self.finds
         return 1 << 30
 
 
@@ -370,12 +380,14 @@ class HostedWorker(workers.RunsCommands, Worker):
     """What the plugin makes of it."""
 
 
+@pytest.mark.parametrize("earlier", [None, 1 << 30])
 @pytest.mark.parametrize("own", [None, 1 << 30])
 def test_what_copies_pass_through_is_taken_from_measured_memory(
-    own: int | None, monkeypatch: pytest.MonkeyPatch
+    own: int | None, earlier: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the user says how much the cache has, it has that."""
     one: Any = HostedWorker.__new__(HostedWorker)
+    one.finds = earlier
     one._stepped_aside = None
     one.vllm_config = config_of(host_memory="1GiB", elastic=False)
     one.vllm_config.parallel_config = SimpleNamespace(local_world_size=1)

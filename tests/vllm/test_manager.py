@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
 
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.engine.bundle_identity import AdapterNames
 from hybrid_plugin.vllm import activation, patches
+from hybrid_plugin.vllm.adapters import Adapters
+from hybrid_plugin.vllm.hit_checks import HitChecking
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.requests import VllmRequest
 from tests.vllm.fakes import (
@@ -35,6 +41,42 @@ from tests.vllm.fakes import (
 
 POET = LoRARequest("poet", 7, "/adapters/poet")
 IN_PLACE = LoRARequest("poet", 7, "/adapters/poet", load_inplace=True)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["loaded", "lasting names"])
+def test_weights_that_are_loaded_in_place_leave_nothing_under_the_old_name(
+    outer: bool, tmp_path: Path
+) -> None:
+    """Who runs goes on with them."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    of = manager(pages=33)
+    of._adapters = Adapters(AdapterNames() if outer else None)
+    first, again = (LoRARequest("poet", n, str(tmp_path)) for n in (7, 8))
+    old, other = request("old", 65, lora_request=first), request("other", 65, 5000)
+    for one in (old, other):
+        of.get_computed_blocks(one)
+        assert admit(of, one, 65) is not None
+        compute(of, one, 65)
+    of.adapter_changed(7, in_place=True)
+    for one in (old, other):
+        one.all_token_ids.extend(range(900, 948))
+        assert of.cache.grow(one.request_id, 113) is not None
+        compute(of, one, 112)
+        of.free(one)
+    assert found(of, "b", old.all_token_ids, again) <= 65
+    assert found(of, "c", old.all_token_ids, first) == 0
+    assert found(of, "d", other.all_token_ids, None) == 112
+
+
+def found(
+    of: HybridKVCacheManager, name: str, tokens: Any, adapter: LoRARequest | None
+) -> int:
+    """Tokens that a request with these and one more would restore."""
+    one = request(name, 1, lora_request=adapter)
+    one.all_token_ids = Tokens([*tokens, 7])
+    one.num_prompt_tokens = len(one.all_token_ids)
+    return of.get_computed_blocks(one)[1]
 
 
 def core_of(of: HybridKVCacheManager, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -224,6 +266,17 @@ def test_hits_are_counted_for_vllm() -> None:
     assert (stats.requests, stats.queries, stats.hits) == (1, 40, 16)
     again = of.make_prefix_cache_stats()
     assert again is not None and again.requests == 0
+
+
+def test_checks_of_hits_are_not_counted_for_vllm() -> None:
+    of = manager()
+    of.hit_checking = HitChecking(1.0, of.cache.stats)
+    client = Request("client", [*range(40)], SamplingParams(max_tokens=1), None)
+    of.hit_checking.admitted(client, 32)
+    for run in of.hit_checking.begin():
+        of.record_prefix_cache_stats(run, 32)
+    stats = of.make_prefix_cache_stats()
+    assert stats is not None and stats.requests == 0
 
 
 # ------------------------------------------------- what bypasses the cache
@@ -477,3 +530,27 @@ def test_a_request_without_sampling_parameters(monkeypatch: pytest.MonkeyPatch) 
     one = request("one", 40)
     monkeypatch.setattr(type(one), "sampling_params", None)
     assert admit(of, one, 40) is not None
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3, 20])
+def test_no_page_lies_beyond_the_longest_sequence(lookahead: int) -> None:
+    """Workers have a row for as many; and a pool for one of these admits it."""
+    longest = 4 * PAGE
+    of = manager(pages=5, max_model_len=longest)
+    one = request("one", longest - 2)
+    blocks, hit, _ = of.get_computed_blocks(one)
+    fresh = of.allocate_slots(
+        one, longest - 2, hit, blocks, num_lookahead_tokens=lookahead
+    )
+    assert fresh is not None
+    compute(of, one, longest - 2)
+    one.all_token_ids.append(1)
+    assert of.allocate_slots(one, 1, num_lookahead_tokens=lookahead) is not None
+    assert len(of.get_block_ids("one")[0]) == 4
+    output = SimpleNamespace(
+        num_scheduled_tokens={"one": 1}, scheduled_spec_decode_tokens={}
+    )
+    cache: Any = SimpleNamespace(foresee_drafts=lambda wanted, growth: growth["one"])
+    of.draft_steps._cache = cache
+    worth = of.draft_steps.worth_proposing(output, {"one": one}, 3, lookahead)
+    assert worth == longest, "as many tokens as there may be, and no more"

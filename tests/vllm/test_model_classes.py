@@ -310,3 +310,20 @@ def test_it_is_refused_where_vllm_would_hand_it_the_last_tokens_alone(
     engine.cache_config.kv_sharing_fast_prefill = True
     with pytest.raises(ValueError, match="without --kv-sharing-fast-prefill"):
         reading(engine)
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("default", 9000), ("yarn", 4096)])
+def test_positions_are_turned_as_far_as_the_engine_serves(
+    kind: str, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RecurrentGemma names no longest sequence; other kinds of rope depend on it."""
+    from hybrid_models.vllm import kit
+
+    made: list[int] = []
+    monkeypatch.setattr(
+        kit, "get_rope", lambda *_, max_position, **__: made.append(max_position)
+    )
+    one: Any = object.__new__(kit.VllmKit)
+    one._config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=9000))
+    one.rope(32, {"rope_type": kind, "rope_theta": 1e4}, 4096)
+    assert made == [longest]

@@ -384,7 +384,7 @@ def test_what_another_model_computed_is_computed_anew(
         {"do_remote_prefill": "yes", OWN: {}},
         {"do_remote_prefill": True},
         {"do_remote_prefill": True, OWN: None},
-        {"do_remote_prefill": True, OWN: {"format": "hybrid-peer/1"}},
+        {"do_remote_prefill": True, OWN: {"format": "hybrid-peer/2"}},
         {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "h"},
     ],
     ids=str,
@@ -473,6 +473,20 @@ def test_a_request_that_is_aborted_leaves_nothing(start: Callable[..., Engine]) 
     assert one.tier.stats.stores == 1, "what is being read is not declined"
 
 
+def test_who_may_read_nothing_declines(start: Callable[..., Engine]) -> None:
+    """As with `prompt_logprobs`: the offer would hold the host's rows until its end."""
+    one, other = start(), start()
+    params = one.prefill("p", 1000)
+    one.finish()
+    reader = other.prompt("d", 1000, kv_transfer_params=params)
+    reader.skip_reading_prefix_cache = True
+    other.manager.arrives(reader)
+    other.finish()
+    settled(one)
+    assert one.tier.stats.store_failures.keys() == {Reason.DECLINED}
+    assert nothing_kept(other.manager)
+
+
 def test_nothing_is_offered_that_is_not_asked_for(start: Callable[..., Engine]) -> None:
     engine = start()
     assert engine.serve(request("one", LENGTH + 1, 1000)) == 0
@@ -482,6 +496,8 @@ def test_nothing_is_offered_that_is_not_asked_for(start: Callable[..., Engine]) 
         assert engine.manager.offer(one) is None
     one.kv_transfer_params, one.prompt_embeds = PREFILL, "embeddings"
     assert engine.manager.offer(one) is None
+    one.prompt_embeds, one.skip_reading_prefix_cache = None, True
+    assert engine.manager.offer(one) is None, "the other server would not read it"
     assert manager().offer(one) is None
 
 
@@ -544,7 +560,9 @@ def test_an_image_at_the_end_stays_whole() -> None:
 def test_an_answer_says_where_its_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler: Any = HybridScheduler.__new__(HybridScheduler)
     offered: list[Any] = [{"here": 1}]
-    scheduler.kv_cache_manager = SimpleNamespace(offer=lambda _: offered[0])
+    scheduler.kv_cache_manager = SimpleNamespace(
+        offer=lambda _: offered[0], hit_checking=None
+    )
     monkeypatch.setattr(
         Scheduler, "_free_request", lambda self, request, **_: (None, "encoder's")
     )
@@ -580,6 +598,7 @@ def test_a_request_is_queued_shortened_and_then_fetched_for(
     ):
         seen.clear()
         scheduler._has_peers, scheduler._has_store = has_peers, False
+        scheduler.requests = {}
         scheduler.add_request(real_request())
         assert seen == expected
 

@@ -146,9 +146,12 @@ def test_adapters_are_named_after_their_weights_where_names_must_last() -> None:
             namespace_digest(one)
     known["/one"] = "weights 3"
     assert found("/one") == ("weights 1", "s"), "it is loaded"
-    names.changed(3)
-    assert found("/one") == ("weights 3", "s")
+    assert "weights 1" in names.changed(3, in_place=True)
+    # Other weights are there: a request that came before names the old path.
+    assert found("/one") == (LoadedAdapter("a", "/one", 3, 1), "s")
     assert found("/one", load_inplace=True) not in unnamed
+    names.changed(3, in_place=False)
+    assert found("/one") == ("weights 3", "s"), "it was removed, and is read again"
 
 
 def test_an_adapter_shares_with_none_that_was_loaded_otherwise() -> None:
@@ -161,9 +164,9 @@ def test_an_adapter_shares_with_none_that_was_loaded_otherwise() -> None:
     first = found()
     assert found() == first
     others = [found(lora_name="b"), found(lora_path="/two"), found(lora_int_id=4)]
-    adapters.changed(3)
+    adapters.changed(3, in_place=True)
     others += [found(), found(load_inplace=True)]
     assert first not in others and len(set(others)) == 4
     assert found() == found(load_inplace=True)
-    adapters.changed(3)
+    adapters.changed(3, in_place=True)
     assert found() not in [first, *others]

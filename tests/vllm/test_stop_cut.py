@@ -19,7 +19,7 @@ from vllm.sampling_params import RepetitionDetectionParams
 from hybrid_plugin.upstream.hookpoints import resolve
 from hybrid_plugin.vllm import contracts
 from hybrid_plugin.vllm.speculation import patches
-from hybrid_plugin.vllm.speculation.stop_cut import StopCut
+from hybrid_plugin.vllm.speculation.stop_cut import End, StopCut
 
 DRAFTS = 3
 ROWS = 5
@@ -51,9 +51,11 @@ def test_the_scheduler_would_cut_there(batch: list[Any], shift: int) -> None:
     cut = StopCut(ROWS, CPU)
     rows = [(i + shift) % ROWS for i in range(len(batch))]
     computed = torch.zeros(ROWS, dtype=torch.int32)
+    ends = []
     for row, (_, _, stops, longest, before) in zip(rows, batch, strict=True):
-        cut.add(row, stops, longest)
+        ends.append(End(row, stops, longest))
         computed[row] = before
+    cut.add(ends)
     sampled = torch.tensor([tokens for tokens, *_ in batch])
     counts = torch.tensor([count for _, count, *_ in batch], dtype=torch.int32)
     for line, count in zip(sampled, counts, strict=True):
@@ -70,13 +72,12 @@ def test_the_scheduler_would_cut_there(batch: list[Any], shift: int) -> None:
 
 def test_there_is_room_for_many_stop_tokens_and_a_row_forgets() -> None:
     cut = StopCut(ROWS, CPU)
-    cut.add(0, {7}, 100)
-    cut.add(1, set(range(50, 90)), 100)
+    cut.add([End(0, {7}, 100), End(1, set(range(50, 90)), 100)])
     sampled = torch.tensor([[7, 1, 2, 3], [1, 89, 2, 3]])
     full = torch.tensor([4, 4])
     arguments = full, full - 4, torch.tensor([0, 1]), torch.zeros(ROWS).int()
     assert cut.cut(sampled, *arguments)[0].tolist() == [1, 2]
-    cut.add(1, set(), 100)
+    cut.add([End(1, set(), 100)])
     assert cut.cut(sampled, *arguments)[0].tolist() == [1, 4]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_events import BlockStored
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hybrid_plugin.config import StoreOptions
@@ -23,8 +27,10 @@ from hybrid_plugin.tiers.failure import Reason
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.shelf import SUFFIX
 from hybrid_plugin.vllm import manager as managers
+from hybrid_plugin.vllm.kv_events import KvEvents
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from hybrid_plugin.vllm.reports import Report
+from hybrid_plugin.vllm.scheduler import HybridScheduler
 from tests.tiers.failing_store import FailingStore
 from tests.vllm import test_peers
 from tests.vllm.fakes import admit, compute, manager, nothing_kept, pools
@@ -211,3 +217,54 @@ def test_commands_name_the_store(start: Callable[..., Engine]) -> None:
     assert fetch.source == "store"
     assert not any(isinstance(command, Write) for command in commands)
     assert other.serve(request) == LENGTH
+
+
+def test_events_name_an_adapter_that_only_other_servers_have_served(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it has computed is restored before its first request is looked up."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    adapter = LoRARequest("tuned", 1, str(tmp_path))
+    prompt = Engine.prompt
+    monkeypatch.setattr(
+        Engine, "prompt", lambda *args: prompt(*args, lora_request=adapter)
+    )
+    one, other = start(), start()
+    one.turn("p", 1000)
+    events = KvEvents(pools(11, 5, HOST), "sha256")
+    other.manager._kv_events = events
+    other.manager.cache.report_to(events.log)
+    assert other.continued("d", 1000) == LENGTH
+    found = other.manager.take_events()
+    named = {event.lora_name for event in found if isinstance(event, BlockStored)}
+    assert named == {"tuned"}
+
+
+def test_a_part_of_a_session_is_no_request(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM queues each by the name of the first, which the store was asked for."""
+    engine = start()
+    scheduler: Any = HybridScheduler.__new__(HybridScheduler)
+    scheduler.kv_cache_manager, scheduler.requests = engine.manager, {}
+    scheduler._has_peers, scheduler._has_store = False, True
+    queued: list[Any] = []
+
+    def add_request(self: Any, request: Any) -> None:
+        queued.append(self.requests.setdefault(request.request_id, request))
+
+    monkeypatch.setattr(Scheduler, "add_request", add_request)
+    first = engine.prompt("session", 1000)
+    for part in (first, engine.prompt("session", 5000), engine.prompt("session", 9000)):
+        scheduler.add_request(part)
+    assert queued == [first] * 3
+    assert not engine.manager.must_wait(first)
+    admit(engine.manager, first, LENGTH)
+    engine.step()
+    compute(engine.manager, first, LENGTH)
+    engine.manager.free(first)
+    scheduler.add_request(engine.prompt("session", 13_000))
+    assert nothing_kept(engine.manager), "the session has ended"
+    assert engine.manager.get_computed_blocks(engine.prompt("a", 1000))[1] > 0
+    assert engine.manager.get_computed_blocks(engine.prompt("b", 9000))[1] == 0

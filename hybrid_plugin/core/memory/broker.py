@@ -102,8 +102,17 @@ class MemoryBroker(Protocol):
             False if it cannot be done, with nothing changed.
         """
 
-    def offer(self, pool: PoolId, worth: float) -> bool:
-        """Make one id free in a pool, if something worth less can make room."""
+    def offer(self, wanted: Mapping[PoolId, int], worth: float) -> bool:
+        """Make that many ids free in each pool, if what is worth less can make room.
+
+        Args:
+            wanted: ids by pool.
+            worth: of what is to be kept there.
+
+        Returns:
+            False if everything else is worth more or in use.  Content worth less may
+            have been evicted in the attempt.
+        """
 
     def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
         """Ids that must be evicted for pools to have so many free ones.
@@ -173,13 +182,17 @@ class FixedBroker:
                 assert evicted, f"cached ids of {pool} belong to evictable nodes"
         return True
 
-    def offer(self, pool: PoolId, worth: float) -> bool:
+    def offer(self, wanted: Mapping[PoolId, int], worth: float) -> bool:
         """See `MemoryBroker.offer`."""
-        ids, reclaim = self._pools[pool]
-        if ids.free:
-            return True
-        least = reclaim.worth()
-        return least is not None and least < worth and reclaim.evict(1)
+        if not self.fits(wanted):
+            return False
+        for pool, count in wanted.items():
+            ids, reclaim = self._pools[pool]
+            while ids.free < count:
+                least = reclaim.worth()
+                if least is None or least >= worth or not reclaim.evict(1):
+                    return False
+        return True
 
     def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
         """See `MemoryBroker.missing`."""

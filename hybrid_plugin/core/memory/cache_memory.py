@@ -278,7 +278,7 @@ class CacheMemory:
         planned.used_at = tree.clock
         worth = tree.eviction.worth(tree.eviction.snapshot(node, planned), tree.clock)
         tree.lock(node)  # its pages must not make room for its snapshot
-        found = self.broker.offer(Pool.STATE, worth)
+        found = self.broker.offer({Pool.STATE: 1}, worth)
         tree.unlock(node)
         return found
 

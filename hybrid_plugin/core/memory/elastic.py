@@ -246,29 +246,8 @@ class ElasticBroker:
         assert served, "what is neither live nor reserved can be evicted"
         return True
 
-    def offer(self, pool: PoolId, worth: float) -> bool:
-        """Make one id free in a pool, if something worth less can make room.
-
-        Args:
-            pool: that needs an id.
-            worth: of what is to be kept there.
-
-        Returns:
-            False if everything else is worth more or in use.
-        """
-        return self._serve({pool: 1}, {}, limit=worth)
-
-    def offer_all(self, wanted: Mapping[PoolId, int], worth: float) -> bool:
-        """Make so many ids free in each pool, if what is worth less can make room.
-
-        Args:
-            wanted: ids per pool.
-            worth: of what is to be kept there.
-
-        Returns:
-            False if everything else is worth more or in use.  Content worth less may
-            have been evicted in the attempt.
-        """
+    def offer(self, wanted: Mapping[PoolId, int], worth: float) -> bool:
+        """See `MemoryBroker.offer`."""
         if self._are_free(wanted):
             return True
         return self.fits(wanted) and self._serve(wanted, {}, limit=worth)

@@ -88,6 +88,13 @@ class SnapshotPolicy:
         """Tokens between positions at which a snapshot costs least."""
         return math.lcm(self.page_size, self.grid) if self.grid else self.page_size
 
+    def floors(self, position: int) -> tuple[int, ...]:
+        """Where a snapshot that was asked for may lie: at the page end before the
+        position, or where a forward pass can keep a state before it.
+        """
+        page_end, inside = self._floor(position), position // self.step * self.step
+        return (page_end,) if page_end == inside else (inside, page_end)
+
     def is_interior(self, position: int) -> bool:
         """Whether a forward pass can keep the state at a position, without a pause."""
         return self.grid > 0 and position % self.step == 0

@@ -193,8 +193,13 @@ class HostTier:
             at_any_price: as in `store`.
         """
         memory, held = self.memory, self._windows_held(node)
-        planned = replace(snapshot, slot=0, windows=(), promise=None)
-        planned.is_superseded = False
+        planned = Snapshot(
+            slot=0,
+            kind=snapshot.kind,
+            origin=snapshot.origin,
+            used_at=snapshot.used_at,
+            hits=snapshot.hits,
+        )
         for group, rows in zip(memory.windows, held, strict=True):
             group.pages.share([row for row in rows if row])
         self.tree.lock(node)
@@ -230,7 +235,7 @@ class HostTier:
         worth = math.inf if at_any_price else tree.eviction.worth(rank, tree.clock)
         missing = [rows.count(0) for rows in held]
         wanted = self.memory.wanted(pages, missing, slots=1)
-        return self._broker.offer_all(wanted, worth)
+        return self._broker.offer(wanted, worth)
 
     def _windows_held(self, node: Node) -> list[Pages]:
         """By window group, rows that the bundle at `node` finds there; 0 for none."""

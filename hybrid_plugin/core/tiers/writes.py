@@ -133,18 +133,30 @@ class Writes:
         A bundle behind one that is being written waits for its outcome, because it
         begins where the longest one ends that is there.
         """
-        if self._is_settled:
-            return
-        for node, snapshot in list(self._noted.items()):
-            ahead = self.running.values()
-            if len(ahead) >= MOST_WRITES or any(one.is_flushed for one in ahead):
-                return
-            if node.snapshot is not snapshot:
-                del self._noted[node]
-            elif not any(one.is_on_path_to(node) for one in ahead):
-                del self._noted[node]
+        while not self._is_settled and self._has_room():
+            node = self._next()
+            if node is None:
+                self._is_settled = True
+            else:
                 self._begin(node)
-        self._is_settled = True
+
+    def _has_room(self) -> bool:
+        ahead = self.running.values()
+        return len(ahead) < MOST_WRITES and not any(one.is_flushed for one in ahead)
+
+    def _next(self) -> Node | None:
+        """Take the first note that need not wait, and forget those of evicted bundles
+        before it."""
+        evicted, found = [], None
+        for node, snapshot in self._noted.items():
+            if node.snapshot is not snapshot:
+                evicted.append(node)
+            elif not any(one.is_on_path_to(node) for one in self.running.values()):
+                found = node
+                break
+        for node in evicted if found is None else (*evicted, found):
+            del self._noted[node]
+        return found
 
     def _begin(self, node: Node) -> None:
         namespace, tokens, _ = self._host.tree.path_of(node)

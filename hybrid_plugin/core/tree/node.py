@@ -61,8 +61,17 @@ class Node:
     needed_by: int = 0
     """Number of wanted snapshots at this node or below, of those that lie one behind
     another the first alone: all that cannot be resumed from without this node's KV."""
+    most_needed_by: int = 0
+    """The most that `needed_by` was since the snapshots behind this node were ranked
+    for its sake."""
     evicted: Below = field(default_factory=nothing)
     """What was evicted behind this node lately; not for roots."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page, as a segment's are full."""
+        assert self.pages, "a segment has pages"
+        return len(self.tokens) // len(self.pages)
 
     @property
     def is_leaf(self) -> bool:
@@ -101,6 +110,25 @@ class Node:
                 return node.end
             node = node.parent
         return 0
+
+    def longest_tail(self, tokens: Tokens) -> Node | None:
+        """The longest tail of this node with which tokens begin.
+
+        Takes time linear in the tails or in the tokens, whichever are fewer.
+        """
+        if len(self.tails) < len(tokens):
+            fitting = [
+                tail
+                for tail in self.tails.values()
+                if tokens[: len(tail.tokens)] == tail.tokens
+            ]
+            return max(fitting, key=lambda tail: len(tail.tokens), default=None)
+        key, width = tokens.tobytes(), tokens.itemsize
+        for length in range(len(tokens), 0, -1):
+            tail = self.tails.get(key[: length * width])
+            if tail is not None:
+                return tail
+        return None
 
     def last_pages(self, count: int) -> Pages:
         """The last `count` pages of the path to this node's end."""
@@ -160,12 +188,8 @@ class Node:
 
     def _tail_before(self, child: Node) -> Node | None:
         """The longest tail of this node that the path to `child` continues."""
-        tails = [
-            tail
-            for tail in self.tails.values()
-            if tail is not child and child.tokens[: len(tail.tokens)] == tail.tokens
-        ]
-        return max(tails, key=lambda tail: len(tail.tokens), default=None)
+        page = len(child.tokens) if child.is_tail else child.page_size
+        return self.longest_tail(child.tokens[: page - 1])
 
     def _goes_on(self, tail: Node, child: Node) -> bool:
         """Whether a path other than that to `child` continues a tail of this node."""

@@ -13,7 +13,7 @@ class Promise:
     ttl: float
     """Seconds from the end of its request, above 0."""
     positions: frozenset[int] = frozenset()
-    """Positions that the request named, at page ends."""
+    """Where snapshots may lie for the positions that the request named."""
     until: float | None = None
     """When the TTL ends; None while the request runs."""
     is_settled: bool = False

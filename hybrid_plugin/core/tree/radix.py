@@ -147,14 +147,7 @@ class MambaRadixCache:
 
     def _longest_tail(self, node: Node, tokens: Tokens, limit: int) -> Node | None:
         rest = tokens[node.end : min(node.end + self.page_size - 1, limit)]
-        longest: Node | None = None
-        for tail in node.tails.values():
-            length = len(tail.tokens)
-            if length > len(rest) or (longest and length < len(longest.tokens)):
-                continue
-            if tail.tokens == rest[:length]:
-                longest = tail
-        return longest
+        return node.longest_tail(rest)
 
     def _resume_at(self, best: Node | None, path: list[Node], kv_length: int) -> Match:
         last = path[-1] if path else None
@@ -253,6 +246,7 @@ class MambaRadixCache:
         if node.end == length:
             return node
         start = node.end - len(node.tokens)
+        self.version += 1  # a match names the node that contains its end
         return self._split(node, (length - start) // self.page_size)
 
     def attach_snapshot(self, node: Node, snapshot: Snapshot) -> None:
@@ -574,6 +568,7 @@ class MambaRadixCache:
         upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], start + cut)
         upper.used_at = lower.used_at
         upper.needed_by = lower.needed_by
+        upper.most_needed_by = lower.most_needed_by
         lower.tokens, lower.pages = lower.tokens[cut:], lower.pages[pages:]
         parent.link(upper.tokens[:size].tobytes(), upper)
         upper.link(lower.tokens[:size].tobytes(), lower)
@@ -653,7 +648,7 @@ class MambaRadixCache:
 
         Those that answer for more of it than before are ranked anew.  (Those that
         answer for less are, before they are evicted.)  Where many share it, one less
-        changes little: they are ranked anew when half of them have left.
+        changes little: they are ranked anew when half of the most there were have left.
         """
         change = node.needed_now() - node.needed_by
         above: Node | None = node
@@ -661,7 +656,9 @@ class MambaRadixCache:
         while change and above is not None:
             above.needed_by += change
             count = above.needed_by
-            if change < 0 and (count <= _FEW or not count & (count - 1)):
+            above.most_needed_by = max(above.most_needed_by, count)
+            if change < 0 and (count <= _FEW or 2 * count <= above.most_needed_by):
+                above.most_needed_by = count
                 highest = above
             parent = above.parent
             above = None if parent is None or parent.is_wanted else parent

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from hybrid_kernels.stops import NO_TOKEN, until_stop
+from hybrid_kernels import stops
+from hybrid_kernels.stops import ROOM, Ends
 
 from hybrid_plugin.device.arena import to_device
 
@@ -36,6 +37,7 @@ class Stops:
         self._reqs: tuple[Any, ...] = ()
         self._tokens = torch.empty(0)
         self._limits = torch.empty(0)
+        self._rows = torch.empty(0)
 
     def cut(
         self, accepted: Accepted, reqs: Sequence[Any], seq_lens: torch.Tensor
@@ -52,8 +54,9 @@ class Stops:
         self._describe(reqs, accepted.lens.device)
         steps = torch.arange(accepted.path.shape[1], device=accepted.lens.device)
         tokens = accepted.predict[accepted.path.clamp(min=0).long()]
-        most = until_stop(tokens, self._tokens, seq_lens, self._limits)
-        lens = torch.minimum(accepted.lens, most.to(accepted.lens.dtype))
+        ends = Ends(self._tokens, self._limits, seq_lens)
+        # How many drafts are rejected is not asked.
+        lens, _ = stops.cut(tokens, accepted.lens, self._rows, self._rows, ends)
         path = accepted.path.masked_fill(steps >= lens[:, None], -1)
         return Accepted(accepted.predict, lens, path)
 
@@ -61,14 +64,15 @@ class Stops:
         if tuple(map(id, reqs)) == tuple(map(id, self._reqs)):
             return
         tokens = [sorted(stop_tokens(req)) for req in reqs]
-        width = max(map(len, tokens)) or 1
-        rows = [[*row, *[NO_TOKEN] * (width - len(row))] for row in tokens]
+        room = max(ROOM, *map(len, tokens))
+        rows = [stops.filled(row, room) for row in tokens]
         limits = [
             len(req.origin_input_ids) + req.sampling_params.max_new_tokens
             for req in reqs
         ]
         self._tokens = to_device(torch.tensor(rows), device)
         self._limits = to_device(torch.tensor(limits), device)
+        self._rows = torch.arange(len(reqs), device=device)
         self._reqs = tuple(reqs)  # so that no other one gets the address of these
 
 

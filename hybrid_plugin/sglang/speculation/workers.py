@@ -17,7 +17,8 @@ def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
     """The token behind each prompt's part, which its last draft position takes.
 
     SGLang puts there what the part's last position samples, but for the one unfinished
-    prompt that it knows of.  Where the plugin paused a prompt, it goes on by itself.
+    prompt that it knows of.  Where the plugin paused a prompt, it goes on by itself.  A
+    place of an image has no token, and keeps what was sampled, as in SGLang.
 
     Args:
         batch: SGLang's, of prompts.
@@ -25,9 +26,12 @@ def following_tokens(batch: Any, tails: torch.Tensor) -> torch.Tensor:
     """
     rows, tokens = [], []
     for row, req in enumerate(batch.reqs):
-        if req.extend_end < len(req.full_untruncated_fill_ids):
+        if req.extend_end == len(req.full_untruncated_fill_ids):
+            continue
+        token = req.full_untruncated_fill_ids[req.extend_end]
+        if token < batch.model_config.vocab_size:
             rows.append(row)
-            tokens.append(req.full_untruncated_fill_ids[req.extend_end])
+            tokens.append(token)
     if not rows:
         return tails
     where, what = to_device(torch.tensor([rows, tokens]), tails.device)
@@ -68,6 +72,8 @@ def with_commands(worker: type) -> type:
         verifies = batch.forward_mode.is_decode()
         idles = batch.forward_mode.is_idle()
         self._hybrid_batch = batch
+        if verifies:
+            cache.forget_ended(batch)
         cache.step_begins(batch)
         result = run(self, batch, *args, **kwargs)
         self._hybrid_batch = None

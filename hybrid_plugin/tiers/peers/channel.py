@@ -23,7 +23,7 @@ from typing import Any, Final, TypeGuard
 
 from hybrid_plugin.tiers.failure import Failure, Reason
 
-FORMAT: Final = "hybrid-peer/1"
+FORMAT: Final = "hybrid-peer/2"
 """Name and version of the protocol."""
 MOST_REQUEST: Final = 1 << 16
 """Bytes of a message to the one that was called."""

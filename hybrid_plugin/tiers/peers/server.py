@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -29,11 +30,17 @@ from hybrid_plugin.tiers.peers.messages import (
     Introduction,
     Opened,
 )
+from hybrid_plugin.tiers.peers.params import PeerOffer
 from hybrid_plugin.tiers.peers.ranges import ranges_of
 from hybrid_plugin.tiers.row_layout import integer, text
 
 MOST_CONVERSATIONS: Final = 64
 """At once; others wait."""
+MOST_STRANGERS: Final = 64
+"""Callers at once who wait, or have not shown that they know the secret; of more, the
+one that has waited longest is hung up on."""
+_FIRST_WORDS = 5.0
+"""Seconds that a caller has for its first message; peers send it at once."""
 OFFER_PATIENCE: Final = 10.0
 """Seconds within which a rank must hear of an offer that its peers know already: the
 step that tells it may have to wait for a long one."""
@@ -70,6 +77,9 @@ class PeerServer:
         self.introduction = introduction
         """Of this rank; set another one when its weights change."""
         self._open: set[socket.socket] = set()
+        self._strangers: OrderedDict[socket.socket, None] = OrderedDict()
+        """Of those, all without a place; the one that called first is first."""
+        self._meeting = threading.Lock()
         self._places = threading.BoundedSemaphore(MOST_CONVERSATIONS)
         self._closing = False
         self._warned: set[Reason] = set()
@@ -98,20 +108,21 @@ class PeerServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in list(self._open):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
 
     # ---------------------------------------------------------------- internal
 
     def _listen(self) -> None:
         while not self._closing:
-            self._places.acquire()
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                self._places.release()
                 continue
             self._open.add(connection)
+            with self._meeting:
+                self._strangers[connection] = None
+                if len(self._strangers) > MOST_STRANGERS:
+                    _hang_up(self._strangers.popitem(last=False)[0])
             threading.Thread(
                 target=self._serve,
                 args=(connection,),
@@ -122,14 +133,22 @@ class PeerServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                _Talk(self, Conversation(connection, self._secret, called=True)).run()
+                peer = Conversation(connection, self._secret, called=True)
+                asked = peer.hear(_FIRST_WORDS)
+                with self._places:
+                    self._no_stranger(connection)
+                    _Talk(self, peer).run(asked)
         except PeerError as error:
             self._tell(error.failure)
         except Exception:
             logger.exception("hybrid-plugin: a peer is not answered")
         finally:
+            self._no_stranger(connection)
             self._open.discard(connection)
-            self._places.release()
+
+    def _no_stranger(self, connection: socket.socket) -> None:
+        with self._meeting:
+            self._strangers.pop(connection, None)
 
     def _tell(self, failure: Failure) -> None:
         """Log why a conversation ended, the first of each kind."""
@@ -150,14 +169,18 @@ class _Talk:
         self._sums: dict[str, str] = {}
         """Checksums of what was opened."""
 
-    def run(self) -> None:
+    def run(self, asked: Mapping[str, Any]) -> None:
         """Answer until the peer hangs up.
 
         What it has opened and not closed it will not use: nothing is kept for it.
+
+        Args:
+            asked: what it has said first.
         """
         try:
             while True:
-                self._answer(self._peer.hear(_SILENCE))
+                self._answer(asked)
+                asked = self._peer.hear(_SILENCE)
         finally:
             if self._lease is not None:
                 self._finish(Lost(0, Failure(Reason.DECLINED, "it hung up")))
@@ -186,14 +209,23 @@ class _Talk:
 
     def _open(self, asked: Mapping[str, Any]) -> None:
         name, start = text(asked["offer"]), integer(asked["start"])
+        wanted = text(asked["key"]), integer(asked["end"])
         own = self._server.introduction
         if self._lease is not None or self._is_other(asked):
             return self._refuse(Reason.PEER_MODEL)
         lease = self._leases.find(name, OFFER_PATIENCE)
-        if lease is None or not self._leases.open(lease):
+        if lease is None:
             return self._refuse(Reason.LEASE_OVER)
+        offer = PeerOffer.from_text(lease.bundle.key)
+        # The reader knows of the prefix what a client has told it: with the name of one
+        # offer and the key of another one, what the first holds would be read as the
+        # second's.
+        if wanted != (offer.key, offer.end):
+            return self._refuse(Reason.OTHER_TOKENS)
         if not 0 <= start < lease.bundle.end:
             raise ValueError(f"an offer has no token {start}")
+        if not self._leases.open(lease):
+            return self._refuse(Reason.LEASE_OVER)
         self._lease = lease
         lease.copies_over()
         tensors = tensors_from(lease.bundle, start, own.layouts)
@@ -232,6 +264,11 @@ class _Talk:
 
     def _refuse(self, reason: Reason) -> None:
         self._peer.say({REFUSED: reason.value})
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it may have been closed
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def tensors_from(bundle: Bundle, start: int, layouts: Layouts) -> dict[str, Rows]:

@@ -203,8 +203,8 @@ class _Talk:
 
     def open(self, offer: PeerOffer, start: int, theirs: Introduction) -> Opened:
         """Learn where an offer's rows are, from a token on."""
-        request = {"do": OPEN, "offer": offer.name, "start": start, **self._who()}
-        answer = self._ask(request)
+        prefix = {"key": offer.key, "end": offer.end, "start": start}
+        answer = self._ask({"do": OPEN, "offer": offer.name, **prefix, **self._who()})
         self._renewed = time.monotonic()
         return _read(lambda: Opened.read(answer, start, offer.end, theirs.layouts))
 

@@ -122,7 +122,7 @@ class PeerTier:
         Returns:
             Why it is of no use; None if it is.
         """
-        failure = self._refusal(namespace, tokens, offer)
+        failure = self.refusal(namespace, tokens, offer)
         if failure is not None:
             return failure
         known = self._expected.get(offer.name)
@@ -149,7 +149,11 @@ class PeerTier:
             return False
         self._rates.of(offer).computed(known.computing)
         self._drop(offer.name)
-        return offer.name not in self._fetching
+        return not self.reads(offer)
+
+    def reads(self, offer: PeerOffer) -> bool:
+        """Whether an offer is read here, or may be."""
+        return offer.name in self._expected or offer.name in self._fetching
 
     def find(
         self, namespace: Hashable, tokens: Tokens, limit: int
@@ -231,9 +235,16 @@ class PeerTier:
 
     # ---------------------------------------------------------------- internal
 
-    def _refusal(
+    def refusal(
         self, namespace: Hashable, tokens: Tokens, offer: PeerOffer
     ) -> Failure | None:
+        """Why an offer is none of what a request wants; None if it is.
+
+        Args:
+            namespace: of the request.
+            tokens: all of the request.
+            offer: that came with it.
+        """
         if self._is_closed:
             return Failure(Reason.CLOSED, "the weights were updated")
         if len(offer.ports) != len(self._ports):

@@ -23,6 +23,10 @@ from hybrid_plugin.tiers.store.objects import ObjectStore
 
 MAX_BYTES: Final = 1 << 40
 """Of a file that is read at all."""
+MAX_PIECES: Final = 1 << 20
+"""Likewise: anybody in the store may have written its head."""
+_AT_ONCE: Final = 1024
+"""Pieces that are removed together."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,11 @@ class _Opened:
     index: int = -1
     """Of the piece that is in memory."""
     content: bytes = b""
+
+    @property
+    def pieces(self) -> int:
+        """How many there are."""
+        return -(-self.size // self.piece)
 
 
 class StoreFiles(Files):
@@ -139,7 +148,11 @@ class StoreFiles(Files):
             opened = _Opened(path, text(head["mark"]), size, piece)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OSError(errno.EIO, "its head makes no sense", str(path)) from error
-        if not (0 <= opened.size <= MAX_BYTES and 0 < opened.piece <= MAX_BYTES):
+        if (
+            not 0 <= opened.size <= MAX_BYTES
+            or not 0 < opened.piece <= MAX_BYTES
+            or opened.pieces > MAX_PIECES
+        ):
             raise OSError(errno.EIO, "its head makes no sense", str(path))
         return opened
 
@@ -197,8 +210,10 @@ class StoreFiles(Files):
                 self._objects.remove([str(path)])
                 return
             self._objects.remove([str(path)])
-            mark, pieces = opened.mark, -(-opened.size // opened.piece)
-        self._objects.remove([_piece_name(mark, index) for index in range(pieces)])
+            mark, pieces = opened.mark, opened.pieces
+        for first in range(0, pieces, _AT_ONCE):
+            some = range(first, min(first + _AT_ONCE, pieces))
+            self._objects.remove([_piece_name(mark, index) for index in some])
 
     def touch(self, path: Path, nanoseconds: int) -> None:
         """The store notes by itself what is read."""

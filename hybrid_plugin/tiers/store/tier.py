@@ -9,6 +9,7 @@ likes, so what is known may be gone: then a fetch fails, and the request compute
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from hybrid_plugin.core.tiers.outer_tier import Storing
@@ -160,7 +161,7 @@ class StoreTier(KnownBundles):
         if excess <= 0:
             return
         named = (entry.name.key for entry in self._index.oldest())
-        idle = [key for key in named if key not in self._pending]
-        for key in idle[:excess]:
+        idle = (key for key in named if key not in self._pending)
+        for key in list(islice(idle, excess)):
             self._index.remove(key)
             self.version += 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from hybrid_plugin.sizes import gib
 from hybrid_plugin.tiers.bundle_file import reading
 from hybrid_plugin.tiers.failure import Failure, Reason
-from hybrid_plugin.tiers.files import Files
+from hybrid_plugin.tiers.files import AnybodysFiles
 from hybrid_plugin.tiers.folder_lock import hold
 from hybrid_plugin.tiers.manifest import Manifest
 from hybrid_plugin.tiers.saved_session import SavedSession
@@ -69,7 +69,7 @@ def sessions(folder: Path) -> list[tuple[Path, SavedSession]]:
     """All sessions of a server's folder, or of a rank's; damaged ones are left out."""
     found = []
     for path in sorted([*folder.glob("*" + RECORD), *folder.glob("rank-*/*" + RECORD)]):
-        session = read_session(Files(), path)
+        session = read_session(AnybodysFiles(), path)
         if isinstance(session, SavedSession):
             found.append((path, session))
     return found
@@ -145,7 +145,7 @@ def _listed(path: Path, whole: bool) -> Listed | None:
     failure: Failure | None
     try:
         status = path.lstat()
-        with reading(Files(), path) as reader:
+        with reading(AnybodysFiles(), path) as reader:
             if isinstance(reader, Failure):
                 failure = reader
             else:

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybrid_plugin.tools.numbers import positive
+
 _TEXT = (
     "say whether serving would work here: engine, hook points, and the model's layout"
 )
@@ -31,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     doctor.add_argument(
         "--cache-gib",
-        type=float,
+        type=positive,
         default=16.0,
         help="cache memory to lay the model out in (%(default)s)",
     )
@@ -52,6 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.no_import and args.model is not None:
         print("--model needs the engine: leave --no-import out.", file=sys.stderr)
+        return 2
+    if args.flags and args.model is None:
+        print(
+            "Flags are looked at with a model: name it with --model, and give the "
+            f"server's flags after --. Not looked at: {' '.join(args.flags)}",
+            file=sys.stderr,
+        )
         return 2
     # Engines log to standard output, which is the report's.
     with contextlib.redirect_stdout(sys.stderr), _model_folder(args.model) as model:

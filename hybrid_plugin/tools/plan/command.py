@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
 from hybrid_plugin.sizes import gib, parse_bytes
@@ -122,9 +122,13 @@ def estimate_all(
 ) -> list[Estimate]:
     """This package's pools, and the engines' schemes where they apply."""
     estimates = [two_pools(shape, budget, length, page_size, drafts)]
+    there = shape.for_sglang
+    if there is not shape:
+        own = two_pools(there, budget, length, page_size, drafts)
+        estimates.append(replace(own, scheme=f"{own.scheme}, SGLang's states"))
     if shape.attention:
         estimates.append(vllm_aligned(shape, budget, length, drafts))
-        estimates.append(sglang_static(shape, budget, length, page_size, drafts))
+        estimates.append(sglang_static(there, budget, length, page_size, drafts))
     return estimates
 
 
@@ -135,6 +139,7 @@ def _as_dict(
         "model": shape.name,
         "kv_bytes_per_token": shape.token_bytes,
         "state_bytes_per_sequence": shape.state_bytes,
+        "state_bytes_per_sequence_in_sglang": shape.for_sglang.state_bytes,
         "cache_bytes": budget.bytes,
         "estimates": [asdict(estimate) for estimate in estimates],
     }
@@ -158,6 +163,12 @@ def _as_text(
         f"  together {shape.token_bytes:,} bytes a token and {gib(shape.state_bytes)} "
         "a sequence"
     )
+    if shape.in_sglang is not None:
+        there = gib(shape.in_sglang.state_bytes)
+        lines.append(
+            f"  SGLang keeps states in another type: {there} a sequence; --state-dtype "
+            "sets one for both engines"
+        )
     lines += ["", *budget.steps]
     for estimate in estimates:
         lines += ["", estimate.scheme, *(f"  {step}" for step in estimate.steps)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from hybrid_plugin.config import ConfigError
@@ -35,6 +36,10 @@ DTYPE_BYTES = {
 }
 
 
+_SGLANG_STATES = "float32"
+"""What SGLang keeps states in where `mamba_ssm_dtype` says nothing (0.5.23)."""
+
+
 def load_shape(
     path: Path,
     *,
@@ -48,12 +53,25 @@ def load_shape(
         path: the file, or the folder it lies in.
         ranks: of tensor parallelism; sizes are those of one rank.
         kv_dtype: of KV, instead of the model's own.
-        state_dtype: of recurrent states, instead of what the configuration says.
+        state_dtype: of recurrent states, instead of what the engines choose.
 
     Raises:
         ConfigError: if it is no model that is understood.
     """
     config = Fields.load(path)
+    found = _shape(config, ranks, kv_dtype, state_dtype)
+    if state_dtype is not None or not found.states:
+        return found
+    there = config.text("mamba_ssm_dtype") or _SGLANG_STATES
+    in_sglang = _shape(config, ranks, kv_dtype, there)
+    if in_sglang.state_bytes == found.state_bytes:
+        return found
+    return replace(found, in_sglang=in_sglang)
+
+
+def _shape(
+    config: Fields, ranks: int, kv_dtype: str | None, state_dtype: str | None
+) -> ModelShape:
     kinds = layer_kinds(config)
     model = dtype_bytes(config.text("dtype") or config.text("torch_dtype", "bfloat16"))
     widths = Widths(

@@ -50,7 +50,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool) -> Non
     )
     group.add_argument("--kv-dtype", metavar="TYPE", help="by default the model's")
     group.add_argument(
-        "--state-dtype", metavar="TYPE", help="by default what the model says"
+        "--state-dtype", metavar="TYPE", help="by default what each engine chooses"
     )
 
 

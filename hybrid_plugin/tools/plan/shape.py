@@ -52,6 +52,14 @@ class ModelShape:
     """Weights that one token is multiplied with."""
     weight_bytes: float
     """Bytes of one weight."""
+    in_sglang: ModelShape | None = None
+    """The same with states in the type that SGLang chooses; None where vLLM chooses the
+    same one."""
+
+    @property
+    def for_sglang(self) -> ModelShape:
+        """The shape in SGLang."""
+        return self.in_sglang or self
 
     @property
     def token_bytes(self) -> int:

@@ -7,10 +7,13 @@ second server is SGLang, it puts what the first one says where SGLang reads it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
 import httpx
@@ -44,6 +47,8 @@ _OF_A_CONNECTION = ("host", "content-length", "connection", "transfer-encoding")
 """Headers that are not passed on."""
 _SGLANG_PROBE = "/model_info"
 """What SGLang answers, and vLLM does not."""
+_KEY = ("authorization",)
+"""Headers with what a server may ask for."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +86,46 @@ class Router:
             if name.decode() not in _OF_A_CONNECTION
         }
         path, method = scope["path"], scope["method"]
-        url = self._first
         request = _object(body) if path in COMPLETIONS and method == "POST" else None
-        if request is not None:
-            url = next(self._decode)
-            params = await self._prefilled(path, request, headers)
-            if params is not None:
-                request |= await self._carried(url, request, params)
-                body = json.dumps(request).encode()
-        await self._pass_on(method, url + path, headers, body, send)
+        answering = asyncio.ensure_future(
+            self._route(method, path, headers, request, body, send)
+        )
+        leaving = asyncio.ensure_future(_left(receive))
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not answering.done():
+            answering.cancel()  # nobody reads the answer: its server need not go on
+        with contextlib.suppress(asyncio.CancelledError):
+            await answering
 
     # ---------------------------------------------------------------- internal
+
+    async def _route(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        request: dict[str, Any] | None,
+        body: bytes,
+        send: Send,
+    ) -> None:
+        """Have a request answered.
+
+        Args:
+            method, path, headers, body: of the request.
+            request: the body, if it asks for a completion; None for others.
+            send: to the client.
+        """
+        url = self._first
+        if request is not None:
+            url = next(self._decode)
+            params = None
+            if goes_on(request):
+                params = await self._prefilled(path, request, headers)
+            if params is not None:
+                request |= await self._carried(url, request, params, headers)
+                body = json.dumps(request).encode()
+        await self._pass_on(method, url + path, headers, body, send)
 
     async def _prefilled(
         self, path: str, request: Mapping[str, Any], headers: Mapping[str, str]
@@ -113,21 +147,38 @@ class Router:
         return params if isinstance(params, dict) else None
 
     async def _carried(
-        self, url: str, request: Mapping[str, Any], params: Mapping[str, Any]
+        self,
+        url: str,
+        request: Mapping[str, Any],
+        params: Mapping[str, Any],
+        headers: Mapping[str, str],
     ) -> dict[str, Any]:
         """Entries of the request to a server that goes on."""
-        if not await self._knows_sglang(url):
+        if not await self._knows_sglang(url, headers):
             return {PARAMS: params}
         own = dict(request.get("custom_params") or {})
         return {"custom_params": own | {OWN: json.dumps(params.get(OWN))}}
 
-    async def _knows_sglang(self, url: str) -> bool:
+    async def _knows_sglang(self, url: str, headers: Mapping[str, str]) -> bool:
+        """Whether SGLang serves at a URL; asked anew until the answer tells.
+
+        Args:
+            url: of the server.
+            headers: of a client's request: they may have the key that it asks for.
+        """
         if url not in self._is_sglang:
+            key = {name: headers[name] for name in _KEY if name in headers}
             try:
-                answer = await self._client.get(url + _SGLANG_PROBE)
+                answer = await self._client.get(url + _SGLANG_PROBE, headers=key)
             except httpx.HTTPError:
                 return False  # it may come back
-            self._is_sglang[url] = answer.status_code == 200
+            if answer.status_code not in (HTTPStatus.OK, HTTPStatus.NOT_FOUND):
+                logger.warning(
+                    "hybrid-plugin route: %s answers %d to %s, so it is taken for vLLM",
+                    *(url, answer.status_code, _SGLANG_PROBE),
+                )
+                return False
+            self._is_sglang[url] = answer.status_code == HTTPStatus.OK
         return self._is_sglang[url]
 
     async def _pass_on(
@@ -171,6 +222,24 @@ class Router:
                 return
 
 
+def goes_on(request: Mapping[str, Any]) -> bool:
+    """Whether a server can go on with what another one has computed of a request.
+
+    Not if it returns the prompt's log probabilities, which it computes itself; and an
+    answer to several prompts at once tells of the first one alone.
+    """
+    prompt = request.get("prompt")
+    several = (
+        isinstance(prompt, list)
+        and len(prompt) > 1
+        and not all(isinstance(token, int) for token in prompt)
+    )
+    logprobs = request.get("logprobs")  # a number, 0 among them; of chats true or false
+    has_logprobs = logprobs is not None and logprobs is not False
+    echoes = bool(request.get("echo")) and has_logprobs
+    return not (several or echoes or request.get("prompt_logprobs") is not None)
+
+
 def of_prompt(request: Mapping[str, Any]) -> dict[str, Any]:
     """A request for its prompt alone."""
     kept = {name: one for name, one in request.items() if name not in _OF_THE_ANSWER}
@@ -194,6 +263,12 @@ async def _body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
+
+
+async def _left(receive: Receive) -> None:
+    """Return once the client has hung up, or has its whole answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _begin(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

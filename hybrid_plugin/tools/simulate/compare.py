@@ -49,7 +49,8 @@ class Comparison:
                 VllmModel, aligned_blocks(self.shape, self.budget)
             ),
             "SGLang's, model": partial(
-                SglangModel, static_pools(self.shape, self.budget, 1)
+                SglangModel,
+                static_pools(self.shape.for_sglang, self.budget, 1),
             ),
         }
         return [

@@ -19,7 +19,7 @@ def check_plot(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "--plot needs matplotlib: pip install 'hybrid-plugin[simulate]'."
+            "--plot needs matplotlib: pip install it, or hybrid-plugin with [simulate]."
         ) from error
     if path.suffix != ".png":
         raise ConfigError(f"--plot writes a PNG file, and {path} does not end in .png.")

@@ -7,9 +7,12 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.error import URLError
 from urllib.request import urlopen
+
+from hybrid_plugin.tools.numbers import positive
 
 if TYPE_CHECKING:
     from hybrid_plugin.tools.top.sample import Sample
@@ -30,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)"
     )
     top.add_argument(
-        "--every", type=float, default=2.0, metavar="SECONDS", help="(%(default)s)"
+        "--every", type=positive, default=2.0, metavar="SECONDS", help="(%(default)s)"
     )
     top.add_argument(
         "--once", action="store_true", help="print the totals since the start, and end"
@@ -90,7 +93,7 @@ def _sample(url: str, fetch: Callable[[str], str]) -> Sample:
     page = f"{url.rstrip('/')}/metrics"
     try:
         found = sample.read(fetch(page))
-    except (URLError, OSError, ValueError) as error:
+    except (HTTPException, URLError, OSError, ValueError) as error:
         raise NoMetricsError(f"{page} cannot be read: {error}.") from error
     if found is None:
         raise NoMetricsError(

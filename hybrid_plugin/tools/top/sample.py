@@ -11,11 +11,11 @@ from hybrid_plugin.tools.prometheus_text import Metrics
 _PREFIX = "hybrid_cache_"
 _GAUGES = ("pages", "slots", "scratch_rows", "host_rows")
 """Of ids of pools, by what a pool has."""
+TIERS = ("host", "disk", "peer", "store")
+"""Behind the device, as their metrics are named."""
 COUNTERS = (
     "queried_tokens",
     "hit_tokens",
-    "host_hit_tokens",
-    "disk_hit_tokens",
     "refusals",
     "preemptions",
     "in_batch_prefix_waits",
@@ -24,12 +24,13 @@ COUNTERS = (
     "pages_evicted",
     "moves",
     "moved_bytes",
-    "host_stored_bytes",
-    "host_loaded_bytes",
-    "disk_stored_bytes",
-    "disk_loaded_bytes",
     "drafts_lent",
     "drafts_refused",
+    *(
+        f"{tier}_{what}"
+        for tier in TIERS
+        for what in ("hit_tokens", "stored_bytes", "loaded_bytes")
+    ),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybrid_plugin.tools.top.sample import PoolIds, Sample
+from hybrid_plugin.tools.top.sample import TIERS, PoolIds, Sample
 
 _WIDTH = 40
 """Characters of a pool's bar."""
@@ -35,9 +35,9 @@ def lines(sample: Sample, seconds: float | None, whole: Sample) -> list[str]:
 def _tokens(sample: Sample, whole: Sample, seconds: float | None) -> Iterator[str]:
     queried = sample.totals["queried_tokens"]
     yield f"prompt tokens  {_amount(queried, seconds)}"
-    host, disk = sample.totals["host_hit_tokens"], sample.totals["disk_hit_tokens"]
     hit = sample.totals["hit_tokens"]
-    tiers = {"device": hit - host - disk, "host": host, "disk": disk}
+    behind = {tier: sample.totals[f"{tier}_hit_tokens"] for tier in TIERS}
+    tiers = {"device": hit - sum(behind.values())} | behind
     parts = [f"{name} {_share(n, queried)}" for name, n in tiers.items() if n]
     since = ""
     if seconds is not None:
@@ -84,7 +84,7 @@ def _events(sample: Sample, seconds: float | None) -> Iterator[str]:
     if total["moves"]:
         moved = _bytes(total["moved_bytes"])
         yield f"memory         {moved} moved in {total['moves']:,.0f} granules"
-    for tier in ("host", "disk"):
+    for tier in TIERS:
         stored, loaded = (total[f"{tier}_{way}_bytes"] for way in ("stored", "loaded"))
         if stored or loaded:
             yield f"{tier:<15}{_bytes(stored)} stored, {_bytes(loaded)} loaded"

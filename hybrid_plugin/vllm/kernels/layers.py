@@ -81,6 +81,8 @@ _OURS = "hybrid_plugin_kernels"
 """Attribute of a layer that has them, and of a builder."""
 _TABLES = "hybrid_plugin_prefill_tables"
 """Attribute of a builder."""
+_ALONE = "hybrid_plugin_alone"
+"""Attribute of a builder: what `read_alone` says."""
 
 
 class StateLayers:
@@ -450,6 +452,26 @@ def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None
             long=found.long,
         )
     passes.put(metadata, state_pass)
+
+
+def read_alone(builder: Any) -> bool:
+    """Whether our kernels alone read what a builder of vLLM's makes of a pass.
+
+    They run gated delta nets in every pass where drafts are verified, as long as they
+    run them at all.
+
+    Args:
+        builder: vLLM's, of one group of layers.
+    """
+    known: bool | None = getattr(builder, _ALONE, None)
+    if known is None:
+        found = list(_of_builder(builder))
+        known = len(found) == len(builder.layer_names) and all(
+            one.together.drafts and one.kind.mixer is Mixer.GATED_DELTA_NET
+            for one in found
+        )
+        setattr(builder, _ALONE, known)
+    return known
 
 
 def captures_prefills(builder: Any, common: Any) -> bool:

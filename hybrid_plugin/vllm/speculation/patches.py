@@ -18,7 +18,7 @@ from hybrid_plugin.vllm import contracts
 from hybrid_plugin.vllm.patches import require
 from hybrid_plugin.vllm.speculation import rolling_window
 from hybrid_plugin.vllm.speculation.repetition import Pattern, Repetitions
-from hybrid_plugin.vllm.speculation.stop_cut import StopCut
+from hybrid_plugin.vllm.speculation.stop_cut import End, StopCut
 from hybrid_plugin.vllm.wrapping import wrap
 
 if TYPE_CHECKING:
@@ -278,6 +278,7 @@ def patch_stops_in_accepted_runs() -> None:
     def add(original: Callable[..., None], runner: Any, scheduler_output: Any) -> None:
         original(runner, scheduler_output)
         cut, repetitions = _stops(runner)
+        ends = []
         for new in scheduler_output.scheduled_new_reqs:
             given = new.sampling_params
             ids = set(given.stop_token_ids or ())
@@ -285,9 +286,10 @@ def patch_stops_in_accepted_runs() -> None:
                 ids.add(given.eos_token_id)
             length = min(new.prompt_len + given.max_tokens, runner.max_model_len)
             row = runner.req_states.req_id_to_index[new.req_id]
-            cut.add(row, ids, length)
+            ends.append(End(row, ids, length))
             pattern = Pattern.of(given)
             repetitions.add(row, pattern, new.prompt_len, given.min_tokens)
+        cut.add(ends)
 
     def sample(
         original: Callable[..., Any],

@@ -85,6 +85,25 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "deterministic is not served with speculative decoding; drop "
             "--speculative-config."
         )
+    asks_for_ours = options.kernels == "ours" or replays(vllm_config, options)
+    if asks_for_ours and _chooses_graphs_by_shape(vllm_config):
+        yield (
+            "vLLM's V1 model runner replays a graph of verified drafts for the end of "
+            "a prompt that is as long, and our kernels would read the tables of "
+            "another pass; leave kernels and draft_states out, or give "
+            "--enforce-eager."
+        )
+
+
+def _chooses_graphs_by_shape(vllm_config: VllmConfig) -> bool:
+    """Whether a pass may be a graph's that was captured for rows of another kind."""
+    from vllm.platforms import current_platform
+
+    return (
+        not current_platform.is_cpu()
+        and not vllm_config.use_v2_model_runner
+        and not vllm_config.model_config.enforce_eager
+    )
 
 
 def replays(vllm_config: VllmConfig, options: HybridConfig) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,15 @@ class DraftSteps:
     drained, `note`; when its output comes, before vLLM reads it, `take_outcome`.
     """
 
-    def __init__(self, cache: HybridCache) -> None:
-        """Begin without requests."""
+    def __init__(self, cache: HybridCache, max_model_len: int = sys.maxsize) -> None:
+        """Begin without requests.
+
+        Args:
+            cache: of the scheduler.
+            max_model_len: tokens of a sequence, at most.
+        """
         self._cache = cache
+        self._max_model_len = max_model_len
         self._noted: dict[int, tuple[SchedulerOutput, dict[str, LiveSequence]]] = {}
         """Steps in flight, by their identity, which they keep as long as they are here:
         the sequences that take one known token and drafts."""
@@ -48,7 +55,7 @@ class DraftSteps:
             if request.spec_token_ids
         }
         growth = {
-            request.request_id: _tokens(request, lookahead) for request in running
+            request.request_id: self._tokens(request, lookahead) for request in running
         }
         held = {name: list(self._drafts(name)) for name in wanted}
         width = self._cache.lend_drafts(wanted, growth, lookahead)
@@ -82,11 +89,12 @@ class DraftSteps:
         for name, count in output.num_scheduled_tokens.items():
             request = requests[name]
             drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            tokens = _tokens(request, 0)
+            tokens = self._tokens(request, 0)
             growth[name] = tokens + lookahead
             if request.num_computed_tokens + count >= tokens:
                 wanted[name] = most
                 growth[name] += drafts + 1
+            growth[name] = min(growth[name], self._max_model_len)
         return self._cache.foresee_drafts(wanted, growth) if wanted else most
 
     def note(
@@ -140,7 +148,7 @@ class DraftSteps:
     def _drafts(self, name: str) -> list[int]:
         return self._cache.sequence(name).drafts
 
-
-def _tokens(request: Request, lookahead: int) -> int:
-    """Tokens that a request needs pages for in a step without drafts."""
-    return int(request.num_tokens + request.num_output_placeholders + lookahead)
+    def _tokens(self, request: Request, lookahead: int) -> int:
+        """Tokens that a request needs pages for in a step without drafts."""
+        known = request.num_tokens + request.num_output_placeholders
+        return min(int(known + lookahead), self._max_model_len)

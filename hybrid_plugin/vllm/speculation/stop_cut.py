@@ -8,16 +8,25 @@ stop, the step starts there, and its first column has the turn's state.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from hybrid_kernels import stops
-from hybrid_kernels.stops import NO_TOKEN
+from hybrid_kernels.stops import NO_TOKEN, ROOM
 
 from hybrid_plugin.device.arena import to_device
 
-_IDS = 8
-"""Stop tokens that there is room for at first."""
+
+class End(NamedTuple):
+    """What ends a request."""
+
+    row: int
+    """The request's, from now on."""
+    stop_ids: Collection[int]
+    """Tokens each of which ends it."""
+    length: int
+    """Tokens in all that end it."""
 
 
 class StopCut:
@@ -30,7 +39,7 @@ class StopCut:
             rows: requests at once, at most.
             device: of the model.
         """
-        self._ids = torch.full((rows, _IDS), NO_TOKEN, dtype=torch.int64, device=device)
+        self._ids = torch.full((rows, ROOM), NO_TOKEN, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def warm_up(self, width: int) -> None:
@@ -45,21 +54,26 @@ class StopCut:
         rows = torch.zeros(1, dtype=torch.int64, device=device)
         self.cut(tokens, count, count, rows, torch.zeros_like(self._lengths).int())
 
-    def add(self, row: int, stop_ids: Collection[int], length: int) -> None:
-        """Note a request.
+    def add(self, ends: Sequence[End]) -> None:
+        """Note requests, with one copy to the device for all.
 
         Args:
-            row: of it from now on.
-            stop_ids: tokens each of which ends it.
-            length: tokens in all that end it.
+            ends: of each of them.
         """
+        if not ends:
+            return
+        most = max(len(one.stop_ids) for one in ends)
         rows, room = self._ids.shape
-        if len(stop_ids) > room:
-            more = self._ids.new_full((rows, 2 * len(stop_ids) - room), NO_TOKEN)
+        if most > room:
+            more = self._ids.new_full((rows, 2 * most - room), NO_TOKEN)
             self._ids = torch.cat([self._ids, more], dim=1)
-        ids = [*stop_ids, *[NO_TOKEN] * (self._ids.shape[1] - len(stop_ids))]
-        line = to_device(torch.tensor([*ids, length]), self._ids.device)
-        self._ids[row], self._lengths[row] = line[:-1], line[-1]
+            room = 2 * most
+        lines = [
+            [one.row, one.length, *stops.filled(one.stop_ids, room)] for one in ends
+        ]
+        table = to_device(torch.tensor(lines), self._ids.device)
+        self._ids[table[:, 0]] = table[:, 2:]
+        self._lengths[table[:, 0]] = table[:, 1]
 
     def cut(
         self,

@@ -28,6 +28,19 @@ def join(lower, solved, SIZE: tl.constexpr, shift, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def invert_blocks(
+    lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """`invert` of a tile with nothing outside its diagonal blocks of ``2**LEVELS``."""
+    index = tl.arange(0, SIZE)
+    result = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+    result -= tl.where(below(SIZE, 0), lower, 0.0)
+    for shift in range(1, LEVELS):
+        result = join(lower, result, SIZE, shift, PRECISION)
+    return result
+
+
+@triton.jit
 def invert(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     """``(I + lower)^-1`` for a strictly lower triangular tile of side ``2**LEVELS``.
 
@@ -36,9 +49,4 @@ def invert(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.conste
     is all matrix products.
     """
     tl.static_assert(SIZE == 1 << LEVELS, "blocks of 1 to SIZE / 2 are joined")
-    index = tl.arange(0, SIZE)
-    result = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
-    result -= tl.where(below(SIZE, 0), lower, 0.0)
-    for shift in range(1, LEVELS):
-        result = join(lower, result, SIZE, shift, PRECISION)
-    return result
+    return invert_blocks(lower, SIZE, LEVELS, PRECISION)

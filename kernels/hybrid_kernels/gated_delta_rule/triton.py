@@ -14,7 +14,8 @@ import triton.language as tl
 from hybrid_kernels._common import chunk_kernels
 from hybrid_kernels._common import linear_chunk as chunk
 from hybrid_kernels._common.linear import EPSILON, Operands
-from hybrid_kernels._common.linear_step import sigmoid, softplus, steps
+from hybrid_kernels._common.linear_step import sigmoid, softplus
+from hybrid_kernels._common.linear_verify import steps
 from hybrid_kernels._common.tables import CHUNK, Sequences
 from hybrid_kernels._common.triangular import invert
 from hybrid_kernels.gated_delta_rule.reference import Factors

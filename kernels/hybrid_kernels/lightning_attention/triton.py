@@ -4,6 +4,6 @@
 from __future__ import annotations
 
 from hybrid_kernels._common.linear_chunk import prefill
-from hybrid_kernels._common.linear_step import steps
+from hybrid_kernels._common.linear_verify import steps
 
 __all__ = ["prefill", "steps"]

@@ -23,7 +23,7 @@ A layer's record lives from its `verify` to the `commit` of the same step; one t
 
 Bits: on a GPU a committed state is that of running the accepted drafts one by one with
 `update`, bit for bit, whatever the pool's type: the state is rounded to it after every
-draft.
+draft. Where `verify` ran a chain in matrix form, `u` was summed in another order.
 
 Lists of rows are int32 or int64 tensors on the pools' device and are never read on the
 host. `commit` neither allocates nor waits, so it can be captured in a CUDA graph.

@@ -218,6 +218,8 @@ def copy(
     """Copy rows between pools; a missing slot list stands for 0, 1, 2, ..."""
     slots = destination_slots if source_slots is None else source_slots
     rows = 0 if slots is None else slots.numel()
+    if rows == 0:
+        return
     size = min(_word_size(destination, slot_dim), _word_size(source, slot_dim))
     to, start = _words(destination, slot_dim, size), _words(source, slot_dim, size)
     require(
@@ -225,8 +227,6 @@ def copy(
         "the items of the two tensors are laid out in different orders",
     )
     grid = _grid(rows, to)
-    if grid[0] == 0:
-        return
     _copy_kernel[grid](
         to.data,
         start.data,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_kernels._common.checks import check_flags, check_index, on_gpu, require
 from hybrid_kernels.stops import reference
-from hybrid_kernels.stops.reference import NO_TOKEN, Ends, until_stop
+from hybrid_kernels.stops.reference import NO_TOKEN, ROOM, Ends, filled
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NO_TOKEN", "Cut", "Ends", "cut", "until_stop"]
+__all__ = ["NO_TOKEN", "ROOM", "Cut", "Ends", "cut", "filled"]
 
 
 class Cut(NamedTuple):

@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 NO_TOKEN = -1
 """Fills rows of stop tokens: no token has this id."""
+ROOM = 8
+"""Stop tokens that a row had better have room for: kernels are compiled for it."""
+
+
+def filled(stop_ids: Collection[int], room: int) -> list[int]:
+    """A row of `Ends.stop_ids` with room for so many."""
+    return [*stop_ids, *[NO_TOKEN] * (room - len(stop_ids))]
 
 
 @dataclass(frozen=True, slots=True)

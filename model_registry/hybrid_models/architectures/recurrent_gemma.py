@@ -29,7 +29,8 @@ class RecurrentGemma(Architecture):
         """Build the model, without weights."""
         super().__init__(config, kit, name=name)
         # Rounded, as it was trained.
-        self._scale = torch.tensor(config.hidden_size**0.5).bfloat16().item()
+        root = torch.tensor(config.hidden_size**0.5, device="cpu")
+        self._scale = root.bfloat16().item()
 
     def embed(self, ids: torch.Tensor, embeds: torch.Tensor | None) -> torch.Tensor:
         """Scaled."""
@@ -122,7 +123,7 @@ def attention_shape(config: Any) -> AttentionShape:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head=config.head_dim,
-        longest=getattr(config, "max_position_embeddings", 8192),
+        longest=getattr(config, "max_position_embeddings", RecurrentGemma.LONGEST),
         rope=config.rope_parameters,
         bias=config.attention_bias,
         out_bias=True,

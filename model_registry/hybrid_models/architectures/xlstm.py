@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import xLSTMConfig
 
 from hybrid_models.architecture import Architecture
 from hybrid_models.blocks.mlp import GatedMLP
@@ -24,6 +25,23 @@ from hybrid_models.weights import Names
 from hybrid_plugin.mixers import mlstm
 from hybrid_plugin.mixers.mixing import mix
 from hybrid_plugin.mixers.state_pass import StatePass
+
+
+class Config(xLSTMConfig):  # type: ignore[no-untyped-call]
+    """Of published checkpoints, which name the kernels that their authors ran.
+
+    transformers refuses names of kernels that it has not, and nobody here reads them.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        """Take what is given but those."""
+        kept = {name: value for name, value in given.items() if name not in _KERNELS}
+        super().__init__(**kept)
+
+
+# By this name transformers finds the models and tokenizers of a configuration.
+Config.__name__ = xLSTMConfig.__name__
+_KERNELS = ("chunkwise_kernel", "sequence_kernel", "step_kernel")
 
 
 class XLSTM(Architecture):
@@ -54,6 +72,8 @@ class XLSTM(Architecture):
         },
     )
     STATES = 1
+    CONFIG = Config
+    LONGEST = 32_768
 
     def build_layer(self, config: Any, kit: Kit, number: int, name: str) -> nn.Module:
         """One layer.

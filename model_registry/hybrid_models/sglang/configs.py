@@ -31,6 +31,8 @@ def config_class(model_type: str) -> type[Any]:
         def __init__(self, **given: Any) -> None:
             # transformers would make one that leaves out the base's.
             super().__init__(**given)
+            if getattr(self, "max_position_embeddings", None) is None:
+                self.max_position_embeddings = _architecture(self).LONGEST
 
         @property
         def full_attention_layer_ids(self) -> list[int]:

@@ -120,7 +120,7 @@ class SglangKit(EngineKit):
         """SGLang's, which has one for all layers alike."""
         scaled = parameters.get("rope_type", "default") != "default"
         if not scaled:  # others depend on `longest`
-            longest = min(longest, get_server_args().context_length or longest)
+            longest = get_server_args().context_length or longest
         rope: Rope = get_rope(
             head,
             rotary_dim=int(head * parameters.get("partial_rotary_factor", 1.0)),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
 from hybrid_models import fitting, weights
@@ -35,6 +36,8 @@ def model_class(entry: Entry) -> type[nn.Module]:
         ) -> None:
             super().__init__()
             patch_graph_layers()
+            # Dummies are no checkpoint; what comes later may come in parts.
+            self.has_weights = get_server_args().load_format == weights.DUMMY
             self.config = config
             kit = SglangKit(config, quant_config)
             outer = f"{prefix}." if prefix else ""
@@ -71,8 +74,7 @@ def model_class(entry: Entry) -> type[nn.Module]:
             return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
         def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            count = self.config.num_hidden_layers
-            weights.load(self, tensors, architecture.NAMES, layers=count)
+            weights.update(self, tensors, architecture.NAMES)
 
     Model.__name__ = Model.__qualname__ = entry.name
     return Model

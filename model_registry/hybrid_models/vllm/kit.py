@@ -115,7 +115,7 @@ class VllmKit(EngineKit):
         """vLLM's, which has one for all layers alike."""
         given = dict(parameters)
         if given.get("rope_type", "default") == "default":  # others depend on `longest`
-            longest = min(longest, self._config.model_config.max_model_len)
+            longest = self._config.model_config.max_model_len
         if is_stretched := "mscale_all_dim" in given:
             given["rope_type"] = "deepseek_yarn"
         rope: Rope = get_rope(

@@ -53,6 +53,8 @@ def model_class(entry: Entry) -> type[nn.Module]:
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__()
             _refuse_drafts(vllm_config)
+            # Dummies are no checkpoint; what comes later may come in parts.
+            self.has_weights = vllm_config.load_config.load_format == weights.DUMMY
             config = vllm_config.model_config.hf_text_config
             self.config = config
             model: Any = backbone(
@@ -100,8 +102,7 @@ def model_class(entry: Entry) -> type[nn.Module]:
             return logits
 
         def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-            count = self.config.num_hidden_layers
-            return weights.load(self, tensors, architecture.NAMES, layers=count)
+            return weights.update(self, tensors, architecture.NAMES)
 
         @classmethod
         def get_mamba_state_shape_from_config(

@@ -206,6 +206,11 @@ REFUSALS = {
 
 
 CONFLICTS = {
+    "routed experts": (
+        ("--enable-return-routed-experts",),
+        "SGLang notes what it returns by the place of a token, and restored tokens "
+        "have other places; drop --enable-return-routed-experts.",
+    ),
     "unknown drafts": (
         ("--speculative-algorithm=UNO",),
         "--speculative-algorithm UNO is not supported yet; use NEXTN, EAGLE, "

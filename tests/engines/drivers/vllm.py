@@ -82,7 +82,7 @@ MODELS = {
         "bundled",
         "bfloat16",
         NEAR_TIE,
-        stray=1,
+        stray=3,
         quick=None if ON_GPU else (PREEMPTION, DOUBLE_PAGE, OUR_KERNELS),
     ),
     "mamba-2, float32": Model(
@@ -97,7 +97,8 @@ MODELS = {
 """vLLM's gated delta net kernels take bfloat16 only, whose logits are 0.0625 to
 0.125 apart; `control.py` prints how far stock vLLM is from itself there.  One of
 the 150 answers is often 0.8 nats off: its logits move by 0.3 with how a prompt is split
-into chunks alone."""
+into chunks alone.  On a CPU without AVX-512, where the stock engine is farther from
+itself, three answers may be as far off."""
 
 VARIANTS = {
     PREEMPTION: Variant(
