@@ -176,6 +176,7 @@ def setup(args: argparse.Namespace, on: str) -> Setup:
         drafter=args.drafter,
         state_dtype=args.state_dtype,
         running=max(scale.decoding) if gpu else scale.crowd,
+        libraries=args.libraries,
     )
 
 
@@ -198,6 +199,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafter", choices=("mtp", "ngram"), default="mtp")
     parser.add_argument(
         "--state-dtype", choices=sides.STATE_DTYPES, default=sides.STATE_DTYPES[0]
+    )
+    parser.add_argument(
+        "--libraries",
+        action="store_true",
+        help="let engines prefill gated delta nets with what they take by default, "
+        "such as FlashInfer's kernels, and not with Triton's",
     )
     parser.add_argument("--quick", action="store_true", help="fewer sides and rounds")
     parser.add_argument("--rounds", type=int, help=f"({ROUNDS})")

@@ -59,6 +59,9 @@ class Setup:
     state_dtype: str = "bfloat16"
     running: int = 128
     """The most sequences that an engine is let run at once."""
+    libraries: bool = False
+    """Whether engines prefill gated delta nets with what they take by default, such as
+    FlashInfer's kernels where they are installed, and not with their own in Triton."""
 
     @property
     def longest(self) -> int:
@@ -199,9 +202,10 @@ def _vllm(setup: Setup, side: Configuration) -> dict[str, Any]:
     if setup.on_gpu:
         found |= {
             "mamba_ssm_cache_dtype": setup.state_dtype,
-            "gdn_prefill_backend": "triton",
             "compilation_config": {"cudagraph_capture_sizes": CAPTURED_TOKENS},
         }
+        if not setup.libraries:
+            found["gdn_prefill_backend"] = "triton"
     else:
         found["enforce_eager"] = True
     if side.drafts:
@@ -251,6 +255,8 @@ def _sglang(setup: Setup, side: Configuration) -> dict[str, Any]:
             "cuda_graph_bs_decode": CAPTURED_SEQUENCES,
             "cuda_graph_bs_prefill": sglang_prefix.PREFILL_SIZES,
         }
+        if not setup.libraries:
+            found["linear_attn_prefill_backend"] = "triton"
     if side.drafts:
         found |= _algorithm(setup)
     if side.options is None or not side.options["elastic"]:

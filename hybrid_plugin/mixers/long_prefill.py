@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long passes of gated delta nets that keep states, on a kernel that is faster there.
+"""Long passes of gated delta nets on a kernel that is faster there.
 
 Such a kernel, FlashInfer's, hands out states at multiples of a step, counted from where
 it starts.  Ours lie at absolute multiples of 64 tokens.  So a pass is divided:
@@ -54,7 +54,7 @@ class LongKernel:
         lengths: Sequence[int],
         columns: Iterable[int],
     ) -> Prefills:
-        """The pass, divided if it is long, keeps states, and may round as it likes.
+        """The pass, divided if it is long and may round as it likes.
 
         Args:
             prefills, starts, lengths, columns: as for `divide`.
@@ -95,7 +95,7 @@ def divide(
     lengths: Sequence[int],
     columns: Iterable[int],
 ) -> LongPass | None:
-    """Divide a pass that keeps states; None if all of it is head, or it keeps none.
+    """Divide a pass; None if all of it is head.
 
     Args:
         function: as in `LongKernel`.
@@ -103,17 +103,18 @@ def divide(
         starts: ``[N]``: tokens computed before, of which `prefills.offsets` has the
             remainders.
         lengths: ``[N]``: tokens in the pass, as `prefills.cu_seqlens` says.
-        columns: of `prefills.boundary_slots`, all in which a slot may be named.
+        columns: of `prefills.boundary_slots`, all in which a slot may be named; none
+            if the pass keeps no states.
     """
-    table = prefills.boundary_slots
     spans = list(_spans(starts, lengths))
     bodies = [span for span in spans if span.end > span.body]
-    if table is None or not bodies:
+    if not bodies:
         return None
     heads = [span for span in spans if span.body > span.first]
     every = _step(bodies, columns)
     counts = [(span.end - span.body) // every for span in bodies]
-    width = table.shape[1]
+    table, device = prefills.boundary_slots, prefills.slots.device
+    width = 0 if table is None else table.shape[1]
     # Of each checkpoint, its place in the table; behind the table, which names none.
     places = [
         span.row * width + column if (column := span.column(chunks)) < width else -1
@@ -125,13 +126,15 @@ def divide(
     ranges = [(span.body, span.end) for span in bodies]
     ends, rows = _sums(s.end - s.body for s in bodies), [s.row for s in bodies]
     fresh = [int(span.is_aligned) for span in bodies]
-    upload = _upload([ends, _sums(counts), rows, fresh, places], table.device)
+    upload = _upload([ends, _sums(counts), rows, fresh, places], device)
     cu_seqlens, checkpoint_starts, at, begins, place = upload
     slots = prefills.slots[at]
     continues = prefills.has_initial[at] | (begins == 0)
-    named = table.reshape(-1)[place.clamp(min=0)]
+    kept = place
+    if table is not None:
+        kept = torch.where(place >= 0, table.reshape(-1)[place.clamp(min=0)], -1)
     body = Body(
-        tokens=_tokens(ranges, table.device),
+        tokens=_tokens(ranges, device),
         neighbours=_neighbours(ranges),
         cu_seqlens=cu_seqlens,
         longest=max(span.end - span.body for span in bodies),
@@ -139,9 +142,9 @@ def divide(
         sources=torch.where(continues, slots, -1),
         every=every,
         checkpoint_starts=checkpoint_starts,
-        kept=torch.where(place >= 0, named, -1),
+        kept=kept,
     )
-    head = _head(prefills, heads, table.device) if heads else None
+    head = _head(prefills, heads, device) if heads else None
     return LongPass(function, head, body)
 
 
@@ -234,7 +237,6 @@ def _step(bodies: Sequence[_Span], columns: Iterable[int]) -> int:
 
 def _head(prefills: Prefills, heads: Sequence[_Span], device: torch.device) -> Head:
     table = prefills.boundary_slots
-    assert table is not None
     ends = _sums(span.body - span.first for span in heads)
     bounds, at = _upload([ends, [span.row for span in heads]], device)
     return Head(
@@ -244,7 +246,7 @@ def _head(prefills: Prefills, heads: Sequence[_Span], device: torch.device) -> H
             slots=prefills.slots[at],
             has_initial=prefills.has_initial[at],
             offsets=prefills.offsets[at],
-            boundary_slots=table[at],
+            boundary_slots=None if table is None else table[at],
         ),
     )
 

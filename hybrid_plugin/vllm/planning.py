@@ -78,6 +78,8 @@ class HybridKVCacheConfig(KVCacheConfig):
     """How the pools share their memory; None where each has its own."""
     interior: bool = False
     """Whether forward passes keep states in the middle of a prompt."""
+    records: bool = False
+    """Whether drafts leave a record of what they do to a state, and no states."""
     host: HostPlan | None = None
     """Of the host memory behind the pools; None without any."""
     page_size: int = DEFAULT_PAGE_SIZE
@@ -268,6 +270,7 @@ def make_config(
     shared: ElasticPlan | None = None,
     *,
     interior: bool = False,
+    records: bool = False,
     host: HostPlan | None = None,
     largest: CacheLayout | None = None,
 ) -> HybridKVCacheConfig:
@@ -279,6 +282,7 @@ def make_config(
         sizes: ids of each pool.
         shared: how the pools share their memory, if they do.
         interior: whether forward passes keep states in the middle of a prompt.
+        records: whether drafts leave records, and no states.
         host: the host memory behind the pools, if there is any.
         largest: what no rank exceeds, where ranks differ.
     """
@@ -300,6 +304,7 @@ def make_config(
         windows=sizes.windows,
         shared=shared,
         interior=interior,
+        records=records,
         host=host,
         page_size=tokens,
         largest=largest,
@@ -384,6 +389,7 @@ def plan(
     for line in found.describe():
         logger.info("%s", line)
     interior = agreement.keep_interior(worker_specs)
+    records = agreement.record_drafts(worker_specs)
     return [
         make_config(
             vllm_config,
@@ -391,6 +397,7 @@ def plan(
             found.sizes,
             found.shared,
             interior=interior,
+            records=records,
             host=found.host,
             largest=None if are_alike else fixed,
         )

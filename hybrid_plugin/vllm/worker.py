@@ -22,7 +22,6 @@ from hybrid_plugin.vllm import (
     worker_tiers,
 )
 from hybrid_plugin.vllm.kernels import agreement, state_layers
-from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.pool_memory import PoolMemory
@@ -119,8 +118,11 @@ class RunsCommands:
         if self._stepped_aside is not None:
             return servable.StockSpecs(self._specs(), self._stepped_aside)
         page_size.choose(self.vllm_config)
-        specs = self._specs()
-        return InteriorSpecs(specs) if self._layers.keep_interior else specs
+        return agreement.specs_of(
+            self._specs(),
+            interior=self._layers.keep_interior,
+            records=self._layers.records is not None,
+        )
 
     def _specs(self) -> dict[str, KVCacheSpec]:
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]

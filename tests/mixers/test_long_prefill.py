@@ -79,6 +79,8 @@ def prefills_of(rows: Sequence[Row]) -> Prefills:
 def divided(rows: Sequence[Row], function: Function = chunk_gated_delta_rule) -> Any:
     """The same, with what the host knows of them."""
     prefills = prefills_of(rows)
+    if not any(row.kept for row in rows):
+        prefills = replace(prefills, boundary_slots=None)
     columns = {column for row in rows for column in row.kept or {}}
     starts, lengths = [row.start for row in rows], [row.length for row in rows]
     return replace(prefills, long=divide(function, prefills, starts, lengths, columns))
@@ -188,6 +190,7 @@ PASSES: dict[str, tuple[Row, ...]] = {
         Row(-1, 0, 0),
     ),
     "tokens without a slot": (Row(1, 0, 200, {2: 2}), Row(-1, 0, 90)),
+    "nothing is kept": (Row(1, 0, 300), Row(3, 33, 200), Row(6, 64, 1)),
 }
 passes = pytest.mark.parametrize("rows", PASSES.values(), ids=PASSES)
 
@@ -266,8 +269,6 @@ def test_checkpoints_are_as_few_as_meet_all(
 
 def test_nothing_is_divided_that_is_all_head() -> None:
     assert divided([Row(1, 100, 20), Row(2, 1, 63, {0: 3})]).long is None
-    keeps_none = replace(prefills_of([Row(1, 0, 200)]), boundary_slots=None)
-    assert divide(chunk_gated_delta_rule, keeps_none, [0], [200], []) is None
 
 
 def test_neighbours_are_not_copied() -> None:

@@ -21,7 +21,7 @@ from hybrid_plugin.mixers import flashinfer_rule
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.vllm.kernels import agreement, layers
-from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs
+from hybrid_plugin.vllm.kernels.agreement import InteriorSpecs, RecordingSpecs
 from hybrid_plugin.vllm.kernels.layers import Kind, StateLayers
 from hybrid_plugin.vllm.planning import make_config, make_groups
 from hybrid_plugin.vllm.pool_memory import PoolMemory
@@ -55,6 +55,10 @@ def test_the_specs_of_a_worker_carry_its_answer() -> None:
 def test_ranks_that_disagree_are_an_error() -> None:
     with pytest.raises(ConfigError, match="on some ranks only"):
         agreement.keep_interior([InteriorSpecs(SPECS), SPECS])
+    ranks = [InteriorSpecs(SPECS), RecordingSpecs(SPECS)]
+    assert agreement.keep_interior(ranks)
+    with pytest.raises(ConfigError, match='"draft_states" to "columns"'):
+        agreement.record_drafts(ranks)
 
 
 @pytest.mark.parametrize("planned", [True, False])

@@ -24,7 +24,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
-from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
+from hybrid_plugin.engine.kernel_choice import (
+    EVERY,
+    FLASHINFER,
+    TRITON,
+    Mixer,
+    Phase,
+)
+from hybrid_plugin.mixers import flashinfer_rule
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import draft_passes, layers, passes
 from hybrid_plugin.vllm.kernels.draft_passes import DraftCounts
@@ -32,6 +40,8 @@ from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 from hybrid_plugin.vllm.wrapping import WRAPPED
+from tests.kernels.common import relative_error
+from tests.mixers.fake_flashinfer import chunk_gated_delta_rule
 from tests.vllm import test_gated_delta_net as net
 from tests.vllm.kernel_passes import (
     SLOTS,
@@ -195,11 +205,20 @@ WRONG = 999
 COLUMNS = {"a": (3, 6, 7, 8), "b": (4, 9, 10, 11)}
 
 
+HALF_PRECISION = 1.5e-2
+"""How far queries and keys that are rounded to bfloat16 move a result."""
+FIRST = (
+    Part(0, A[:5], COLUMNS["a"][:1], in_prompt=True),
+    Part(0, B[:7], COLUMNS["b"][:1], in_prompt=True),
+)
+"""Prompts."""
+
+
 def passes_of_drafts() -> tuple[list[Part], ...]:
     """Prompts, ragged drafts, a step without any, and prompts beside drafts."""
     a, b = COLUMNS["a"], COLUMNS["b"]
     return (
-        [Part(0, A[:5], a[:1], in_prompt=True), Part(0, B[:7], b[:1], in_prompt=True)],
+        [*FIRST],
         # Two of three drafts are right; of the other's, none.
         [Part(5, [*A[5:8], WRONG], a), Part(7, [B[7], WRONG, WRONG], b[:3])],
         # All are right; no drafts.
@@ -309,10 +328,49 @@ def test_replay_changes_nothing(
         assert mine.kv_cache[1][rest].isnan().all()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_long_prompts_beside_drafts_are_divided(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's kernel runs most of them, whether or not they keep states."""
+    for name in ("DEPTH", "WIDTH"):
+        monkeypatch.setattr(net, name, 128)
+    monkeypatch.setattr(net, "CHANNELS", 128 * (2 * net.KEY_HEADS + net.VALUE_HEADS))
+    seen: list[int] = []
+
+    def function(**call: Any) -> Any:
+        seen.append(len(call["q"]))
+        return chunk_gated_delta_rule(**call)
+
+    long: list[Part] = [
+        Part(5, A[5:9], (3,)),
+        Part(7, range(400, 550), (4,), in_prompt=True),
+        Part(0, range(600, 740), (5,), in_prompt=True),
+    ]
+    outs, pools = [], []
+    for kernel in (None, LongKernel(function, 128)):
+        mine = layer_with(DRAFTS)
+        found = ours_of(mine, DRAFTS, rows=8)
+        kernels, builder = layers.ours(mine), builder_of(mine, DRAFTS)
+        assert kernels is not None and found.records is not None
+        kernels.long, found.interior = kernel, InteriorSnapshots(torch.device("cpu"))
+        run(mine, builder, FIRST)
+        assert not seen, "short prompts are ours"
+        if keeps:
+            found.interior.order([SaveInPass(Pool.STATE, 5, 1, 9)])
+        outs.append(torch.cat(run(mine, builder, long)))
+        pools.append(mine.kv_cache[1])
+    assert seen == [150 - 57 + 140], "what is not yet on the grid is ours"
+    assert relative_error(*outs) < HALF_PRECISION
+    for slot in (4, 5, *((9,) if keeps else ())):
+        assert relative_error(*(pool[slot] for pool in pools)) < HALF_PRECISION, slot
+
+
 def test_layers_without_kernels_for_records_are_refused() -> None:
     layer = layer_with(DRAFTS)
-    with pytest.raises(ConfigError, match='"draft_states" is "replay", and there'):
-        StateLayers({"0": layer}, "engine", "cpu", drafts=DRAFTS, recorded_rows=8)
+    for option in ("auto", "engine"):
+        with pytest.raises(ConfigError, match='"draft_states" is "replay", and there'):
+            StateLayers({"0": layer}, option, "cpu", drafts=DRAFTS, recorded_rows=8)
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -366,6 +424,30 @@ def test_kernels_with_drafts_are_all_ours_or_none(
     with_drafts = StateLayers({"0": layer}, "auto", "cuda", drafts=DRAFTS)
     assert not with_drafts.mixers and not with_drafts.keep_interior
     assert StateLayers({"0": layer}, "ours", "cuda", drafts=DRAFTS).is_whole
+
+
+@pytest.mark.parametrize("option", ["auto", "ours"])
+def test_with_records_ours_run_all_but_what_flashinfer_runs_faster(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_with(DRAFTS)
+    layer.gdn_prefill_backend = FLASHINFER
+    choice = "hybrid_plugin.engine.kernel_choice"
+    phases = {Phase.PREFILL: {FLASHINFER: 128}, Phase.DECODE: {TRITON: EVERY}}
+    monkeypatch.setattr(f"{choice}.AS_FAST", {Mixer.GATED_DELTA_NET: phases})
+    monkeypatch.setattr(f"{choice}.measured_here", lambda: True)
+    monkeypatch.setattr(flashinfer_rule, "find", lambda: chunk_gated_delta_rule)
+    kind = layers.Kind(Mixer.GATED_DELTA_NET, "gated_delta_net")
+    monkeypatch.setattr(layers, "kind_of", lambda _: kind)
+    found = StateLayers({"0": layer}, option, "cuda", drafts=DRAFTS, recorded_rows=8)
+    assert found.is_whole and found.keep_interior
+    found.hang()
+    kernels = layers.ours(layer)
+    assert kernels is not None and kernels.longest == EVERY
+    expected = LongKernel(chunk_gated_delta_rule, 128) if option == "auto" else None
+    assert kernels.long == expected
+    said = "FlashInfer's runs most of prefills of more than 128 tokens"
+    assert (said in found.describe()) == (option == "auto")
 
 
 def test_tables_stay_where_a_graph_finds_them() -> None:

@@ -16,10 +16,13 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.engine import kernel_choice
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import scheduler
 from hybrid_plugin.vllm.speculation.serving import (
     obstacle_of_layers,
     obstacles,
+    replays,
     takes_fewer_drafts,
 )
 
@@ -122,6 +125,44 @@ def test_records_are_not_kept_beside_idle_ranks() -> None:
     assert said("ngram", ranks=2) == said("ngram", ranks=2, draft_states="columns")
     (sentence,) = said("ngram", ranks=2, draft_states="replay")
     assert "not served with data parallelism" in sentence
+
+
+@pytest.mark.parametrize(
+    ("changed", "mixer", "records"),
+    [
+        ({}, Mixer.GATED_DELTA_NET, True),
+        ({"ranks": 2}, Mixer.GATED_DELTA_NET, False),
+        ({"v2": False}, Mixer.GATED_DELTA_NET, False),
+        ({"v2": False, "eager": True}, Mixer.GATED_DELTA_NET, True),
+        ({"drafts": False}, Mixer.GATED_DELTA_NET, False),
+        ({"kernels": "engine"}, Mixer.GATED_DELTA_NET, False),
+        ({"draft_states": "columns"}, Mixer.GATED_DELTA_NET, False),
+        ({"gpu": False}, Mixer.GATED_DELTA_NET, False),
+        ({}, Mixer.MAMBA2, False),
+        ({}, None, False),
+    ],
+)
+def test_drafts_are_recorded_where_that_was_as_fast(
+    changed: dict[str, Any],
+    mixer: Mixer | None,
+    records: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"drafts": True, "ranks": 1, "v2": True, "eager": False, "gpu": True}
+    options = {k: changed[k] for k in ("kernels", "draft_states") if k in changed}
+    told |= {k: v for k, v in changed.items() if k not in options}
+    measured = {"vllm": frozenset({Mixer.GATED_DELTA_NET})}
+    monkeypatch.setattr(kernel_choice, "RECORDS_AS_FAST", measured)
+    monkeypatch.setattr(kernel_choice, "measured_here", lambda: told["gpu"])
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    config: Any = SimpleNamespace(
+        speculative_config=object() if told["drafts"] else None,
+        parallel_config=SimpleNamespace(data_parallel_size=told["ranks"]),
+        use_v2_model_runner=told["v2"],
+        model_config=SimpleNamespace(enforce_eager=told["eager"]),
+    )
+    asked = HybridConfig.from_mapping(options)
+    assert replays(config, asked, lambda: mixer) == records
 
 
 def test_deterministic() -> None:

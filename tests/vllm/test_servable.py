@@ -276,12 +276,16 @@ def test_worker_that_serves_says_nothing(built: Any, worker_of: Any) -> None:
 def test_worker_says_that_passes_keep_states(
     built: Any, worker_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = SimpleNamespace(keep_interior=True)
+    ours = SimpleNamespace(keep_interior=True, records=None)
     monkeypatch.setattr(state_layers, "take_over", lambda *_: ours)
     worker = worker_of(built, {"a": ATTENTION, "s": STATE})
     worker.load_model()
     told = pickle.loads(pickle.dumps(worker.get_kv_cache_spec()))
     assert agreement.keep_interior([told, told])
+    assert not agreement.record_drafts([told, told])
+    ours.records = object()
+    told = pickle.loads(pickle.dumps(worker.get_kv_cache_spec()))
+    assert agreement.keep_interior([told]) and agreement.record_drafts([told])
 
 
 def test_worker_refuses_a_plan_that_its_layers_do_not_keep(

@@ -23,11 +23,12 @@ import torch
 
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.device.arena import to_device
+from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 from hybrid_plugin.mixers.verifications import Verifications
 from hybrid_plugin.vllm.kernels.fixed_shape import PrefillTables
-from hybrid_plugin.vllm.kernels.passes import prefills_of, slots_of
+from hybrid_plugin.vllm.kernels.passes import divided, prefills_of, slots_of
 from hybrid_plugin.vllm.kernels.verification_tables import VerificationTables
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def describe(
     tables: VerificationTables,
     interior: InteriorSnapshots | None,
     prompts: PrefillTables | None = None,
+    long: LongKernel | None = None,
 ) -> StatePass:
     """Describe a pass.
 
@@ -84,6 +86,7 @@ def describe(
         tables: of the builder that describes it.
         interior: what the pass is to keep; None where passes keep nothing.
         prompts: for passes whose shape a graph with prefills has; None without such.
+        long: for long prompts of other passes; None where all is ours.
     """
     rows = common.num_reqs
     if prompts is not None and prompts.limits.hold(rows, common.num_actual_tokens):
@@ -120,17 +123,20 @@ def describe(
     if tables.records is not None:
         chosen = None if index is None else index[:count]
         tables.records.recorded(made.slots if count else None, chosen)
+    prefills = Prefills(
+        cu_seqlens=starts[count:] - verified,
+        slots=slots,
+        has_initial=computed[count:] > 0,
+        offsets=computed[count:] % CHUNK,
+        boundary_slots=None if interior is None else interior.rows(slots),
+    )
+    if long is not None:
+        prefills = divided(long, prefills, common, wanted[count:], interior)
     return StatePass(
         0,
         int(lengths.sum()),
         slots[:0],
-        Prefills(
-            cu_seqlens=starts[count:] - verified,
-            slots=slots,
-            has_initial=computed[count:] > 0,
-            offsets=computed[count:] % CHUNK,
-            boundary_slots=None if interior is None else interior.rows(slots),
-        ),
+        prefills,
         made if count else None,
         verified,
         order,

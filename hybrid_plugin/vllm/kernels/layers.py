@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -108,8 +108,9 @@ class StateLayers:
                 always or never: they leave the inputs of convolutions elsewhere than
                 vLLM's.
             recorded_rows: where passes record what the tokens of drafts do to a state,
-                and leave none: sequences that verify in a pass, at most.  0 where each
-                token leaves a state in a column of its own.
+                and leave none: sequences that verify in a pass, at most.  Then ours run
+                all layers, whatever the option says.  0 where each token leaves a state
+                in a column of its own.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
 
@@ -142,7 +143,7 @@ class StateLayers:
             if kind is None:
                 continue
             wanted = _PLAIN | (frozenset({Phase.VERIFY}) if drafts else frozenset())
-            reaches = {
+            measured = {
                 phase: reach(
                     option,
                     kind.mixer,
@@ -154,9 +155,13 @@ class StateLayers:
             }
             # Where drafts are verified, ours run a layer in every pass or in none.
             least = EVERY if drafts else 1
-            if all(tokens >= least for tokens in reaches.values()):
-                longest = reaches[Phase.PREFILL]
-                self._ours[name] = OurKernels(layer, kind, wanted, self, longest)
+            every = all(tokens >= least for tokens in measured.values())
+            if every or recorded_rows:
+                beyond = measured[Phase.PREFILL]
+                longest = EVERY if recorded_rows else beyond
+                self._ours[name] = OurKernels(
+                    layer, kind, wanted, self, longest, beyond
+                )
         if recorded_rows:
             self._record(layers, recorded_rows)
 
@@ -268,6 +273,7 @@ class OurKernels:
         phases: frozenset[Phase],
         all_layers: StateLayers,
         longest: int = EVERY,
+        beyond: int = EVERY,
     ) -> None:
         """Serve a layer whose weights are loaded.
 
@@ -278,6 +284,8 @@ class OurKernels:
             all_layers: of which it is one.
             longest: tokens of prompts in a pass, up to which our kernels run its
                 prefill if it keeps no state in the middle of a prompt.
+            beyond: tokens of prompts in a pass, up to which they were as fast as
+                vLLM's.
 
         Raises:
             ConfigError: if the layer is not as our kernels know its kind.
@@ -287,12 +295,12 @@ class OurKernels:
         self.phases = phases
         self.longest = longest
         library = _theirs(layer, Phase.PREFILL)
-        self.is_divided = is_divided(kind.mixer, longest, library)
-        """Whether vLLM's kernel is faster in passes beyond that."""
+        self.is_divided = is_divided(kind.mixer, beyond, library)
+        """Whether vLLM's kernel is faster in passes of more tokens of prompts."""
         self.long: LongKernel | None = None
-        """What runs most of such passes if they keep states; None for ours."""
+        """What runs most of such passes where our kernels do; None for ours."""
         if self.is_divided:
-            self.long = flashinfer_rule.beyond(longest)
+            self.long = flashinfer_rule.beyond(beyond)
         self.adapter = kind.adapter
         self.weights = self.adapter.weights_of(layer)
         """As the mixer takes them."""
@@ -348,8 +356,13 @@ class OurKernels:
                 f"; prefill of up to {self.longest} tokens, and where states are kept "
                 "in the middle of a prompt"
             )
-        if self.is_divided:
-            part += flashinfer_rule.words(self.long)
+            if self.is_divided:
+                part += flashinfer_rule.words(self.long)
+        elif self.long is not None:
+            part += (
+                "; FlashInfer's runs most of prefills of more than "
+                f"{self.long.beyond} tokens"
+            )
         return f"{self.kind.mixer} ({part})"
 
     def serve(self, state_pass: StatePass) -> bool:
@@ -370,6 +383,13 @@ def kind_of(layer: Any) -> Kind | None:
     """What a layer is; None if only vLLM's own kernels run such."""
     cls = type(layer)
     return KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def mixer_of(layers: Iterable[Any]) -> Mixer | None:
+    """The mixer that all of some layers are of; None if there is none such."""
+    kinds = {kind_of(layer) for layer in layers}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return None if kind is None else kind.mixer
 
 
 def _theirs(layer: Any, phase: Phase) -> str:
@@ -439,7 +459,12 @@ def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None
     room = _room(builder, found.together)
     if isinstance(room, VerificationTables):
         state_pass = draft_passes.describe(
-            common, counts, room, found.interior, _tables(builder, found.graphs)
+            common,
+            counts,
+            room,
+            found.interior,
+            _tables(builder, found.graphs),
+            found.long,
         )
     else:
         state_pass = passes.describe(

@@ -90,24 +90,34 @@ def describe(
         prefills_of(common, slots, decodes, interior), round_states=round_states
     )
     if long is not None and prefills.boundary_slots is not None:
-        assert interior is not None
-        prefills = _divided(long, prefills, common, decodes, interior.columns)
+        prompts = torch.arange(decodes, rows)
+        prefills = divided(long, prefills, common, prompts, interior)
     return StatePass(decodes, tokens, slots[:decodes], prefills)
 
 
-def _divided(
+def divided(
     long: LongKernel,
     prefills: Prefills,
     common: Any,
-    decodes: int,
-    columns: frozenset[int],
+    rows: torch.Tensor,
+    interior: InteriorSnapshots | None,
 ) -> Prefills:
-    """What vLLM knows on the host of prompts is exact, unless drafts are verified."""
-    rows, ends = common.num_reqs, common.seq_lens_cpu_upper_bound
+    """Prompts of a pass, divided if they are long.
+
+    What vLLM knows on the host of prompts is exact, unlike of rows that verify drafts.
+
+    Args:
+        long: for what is long.
+        prefills: the prompts.
+        common, interior: as for `describe`.
+        rows: ``[prompts]``, on the host: their rows.
+    """
+    ends = common.seq_lens_cpu_upper_bound
     if ends is None:
         return prefills
-    lengths = common.query_start_loc_cpu[decodes : rows + 1].diff()
-    starts = ends[decodes:rows] - lengths
+    lengths = common.query_start_loc_cpu[: common.num_reqs + 1].diff()[rows]
+    starts = ends[rows] - lengths
+    columns = frozenset() if interior is None else interior.columns
     return long.over(prefills, starts.tolist(), lengths.tolist(), columns)
 
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybrid_plugin.vllm import activation, elastic, patches
 from hybrid_plugin.vllm.kernels import prefill_graphs
-from hybrid_plugin.vllm.kernels.layers import StateLayers
+from hybrid_plugin.vllm.kernels.layers import StateLayers, mixer_of
 from hybrid_plugin.vllm.speculation import serving
 
 if TYPE_CHECKING:
@@ -29,13 +30,16 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         ConfigError: if ours are demanded for a layer that they cannot run, their hook
             points are gone, or `prefill_graphs` cannot be had.
     """
-    layers = vllm_config.compilation_config.static_forward_context
+    every = vllm_config.compilation_config.static_forward_context
+    layers = {
+        name: every[name] for name, s in specs.items() if isinstance(s, MambaSpec)
+    }
     options = activation.read_options(vllm_config)
     device_type = elastic.device_type()
-    replays = serving.replays(vllm_config, options)
+    replays = serving.replays(vllm_config, options, partial(mixer_of, layers.values()))
     found = StateLayers(
-        {name: layers[name] for name, s in specs.items() if isinstance(s, MambaSpec)},
-        "ours" if replays else options.wanted_kernels,
+        layers,
+        options.wanted_kernels,
         device_type,
         drafts=vllm_config.num_speculative_tokens,
         recorded_rows=vllm_config.scheduler_config.max_num_seqs if replays else 0,

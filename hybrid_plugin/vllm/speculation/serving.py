@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.engine.kernel_choice import Mixer, are_recorded
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -73,9 +74,8 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "draft models with sliding windows are not supported yet; choose another "
             "one, or drop --speculative-config."
         )
-    if replays(vllm_config, options) and (
-        vllm_config.parallel_config.data_parallel_size > 1
-    ):
+    demands_replay = options.draft_states == "replay"
+    if demands_replay and _has_idle_ranks(vllm_config):
         yield (
             "draft_states is replay, which is not served with data parallelism yet; "
             "leave it out, or drop --data-parallel-size."
@@ -85,7 +85,7 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "deterministic is not served with speculative decoding; drop "
             "--speculative-config."
         )
-    asks_for_ours = options.kernels == "ours" or replays(vllm_config, options)
+    asks_for_ours = options.kernels == "ours" or demands_replay
     if asks_for_ours and _chooses_graphs_by_shape(vllm_config):
         yield (
             "vLLM's V1 model runner replays a graph of verified drafts for the end of "
@@ -93,6 +93,11 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
             "another pass; leave kernels and draft_states out, or give "
             "--enforce-eager."
         )
+
+
+def _has_idle_ranks(vllm_config: VllmConfig) -> bool:
+    """Whether a rank runs passes of nothing while another one has requests."""
+    return bool(vllm_config.parallel_config.data_parallel_size > 1)
 
 
 def _chooses_graphs_by_shape(vllm_config: VllmConfig) -> bool:
@@ -106,10 +111,25 @@ def _chooses_graphs_by_shape(vllm_config: VllmConfig) -> bool:
     )
 
 
-def replays(vllm_config: VllmConfig, options: HybridConfig) -> bool:
-    """Whether drafts leave a record of what they do to a state, and no states."""
-    drafts = vllm_config.speculative_config is not None
-    return drafts and options.draft_states == "replay"
+def replays(
+    vllm_config: VllmConfig,
+    options: HybridConfig,
+    find_mixer: Callable[[], Mixer | None],
+) -> bool:
+    """Whether drafts leave a record of what they do to a state, and no states.
+
+    Args:
+        vllm_config: of a worker.
+        options: of the plugin.
+        find_mixer: as for `are_recorded`.
+    """
+    if vllm_config.speculative_config is None:
+        return False
+    if options.draft_states == "auto" and (
+        _has_idle_ranks(vllm_config) or _chooses_graphs_by_shape(vllm_config)
+    ):
+        return False
+    return are_recorded(options, find_mixer, "vllm")
 
 
 def obstacle_of_layers(
