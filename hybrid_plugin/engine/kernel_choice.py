@@ -56,12 +56,14 @@ GRAPHED: Mapping[str, frozenset[Mixer]] = {
 }
 """By engine, layers whose short prefills were replayed in CUDA graphs on a GPU, with
 answers that were compared there, and in less time (`benchmarks/low_concurrency.py`)."""
-GRAPHED_WITH_DRAFTS: Mapping[str, frozenset[Mixer]] = {"vllm": frozenset()}
+GRAPHED_WITH_DRAFTS: Mapping[str, frozenset[Mixer]] = {
+    "vllm": frozenset({Mixer.GATED_DELTA_NET})
+}
 """The same where passes verify drafts (`benchmarks/speculation.py`); in SGLang an
 option has to ask for that."""
 RECORDS_AS_FAST: Mapping[str, frozenset[Mixer]] = {
-    "sglang": frozenset(),
-    "vllm": frozenset(),
+    "sglang": frozenset({Mixer.GATED_DELTA_NET}),
+    "vllm": frozenset({Mixer.GATED_DELTA_NET}),
 }
 """By engine, layers whose drafts were verified in no more time with a record of each
 draft than with a state after each, at any number of sequences that was measured on a

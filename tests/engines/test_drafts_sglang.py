@@ -47,6 +47,7 @@ CHAIN, TREE = (1, 4), (3, 7)
 """Children of a draft, and tokens that a step verifies."""
 NO_OVERLAP = ("--disable-overlap-schedule",)
 REPLAY: dict[str, Any] = {"draft_states": "replay"}
+COLUMNS: dict[str, Any] = {"draft_states": "columns"}
 ELASTIC: dict[str, Any] = {
     "elastic": True,
     "gpu_memory_budget": (512 if ON_GPU else 64) << 20,
@@ -233,7 +234,7 @@ def test_elastic_pools_change_neither(
     shape: tuple[int, int],
     flags: Sequence[str],
 ) -> None:
-    found = served(start_server, chats, shape, flags, options=ELASTIC)
+    found = served(start_server, chats, shape, flags, options=ELASTIC | COLUMNS)
     check(chats, *found)
     assert found[2]["scratch{used}"] == 0 < found[2]["mapped_bytes{scratch}"]
 
@@ -270,7 +271,7 @@ def test_replay_changes_no_answer_and_no_hit(
 
 @pytest.mark.skipif(not ON_GPU, reason="passes are replayed on GPUs")
 @pytest.mark.parametrize("chats", [GDN], indirect=True)
-@pytest.mark.parametrize("options", [{}, REPLAY], ids=["columns", "replay"])
+@pytest.mark.parametrize("options", [COLUMNS, REPLAY], ids=["columns", "replay"])
 def test_prompts_in_cuda_graphs_change_neither(
     start_server: StartServer, chats: Chats, options: dict[str, Any]
 ) -> None:

@@ -36,6 +36,9 @@ pytestmark = pytest.mark.engine
 
 REQUESTS = 40
 DRAFTS = 3
+COLUMNS = {"kernels": "engine"} if ON_GPU else {}
+"""On vLLM's kernels, which `auto` takes on a CPU."""
+DEFAULT: dict[str, Any] = {}
 OURS = {"kernels": "ours"}
 REPLAY = {"draft_states": "replay"}
 GRAPHS = {**OURS, "prefill_graphs": True}
@@ -47,7 +50,7 @@ GRAPH_FLAGS = (
 )
 ON_GRAPHS = [GRAPHS, {**GRAPHS, **REPLAY}] if ON_GPU else []
 NAMES_ON_GRAPHS = ["prefill graphs", "prefill graphs, replay"] if ON_GPU else []
-EVERY = [{}, OURS, REPLAY, *ON_GRAPHS]
+EVERY = [COLUMNS, OURS, REPLAY, *ON_GRAPHS]
 NAMES = ["vllm", "our kernels", "replay", *NAMES_ON_GRAPHS]
 ORACLE = {"method": "custom_class", "model": f"{oracle.__name__}.Oracle"}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4}
@@ -69,6 +72,22 @@ class Chats:
     """To the first turns, then to the second ones."""
     file: Path
     """What the oracle reads."""
+    is_gated: bool
+    """Whether its state layers are gated delta nets."""
+
+    def on_ours(self, options: dict[str, Any]) -> bool:
+        """Whether our kernels run the state layers."""
+        return options != COLUMNS and (options != DEFAULT or self.is_gated)
+
+    def in_graphs(self, options: dict[str, Any]) -> bool:
+        """Whether prompts replay graphs beside drafts."""
+        return options in ON_GRAPHS or (options == DEFAULT and self.on_ours(options))
+
+    def recorded(self, options: dict[str, Any]) -> bool:
+        """Whether no draft has a state of its own."""
+        if options == DEFAULT:
+            return self.on_ours(options)
+        return options.get("draft_states") == "replay"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +119,15 @@ def chats(
         file = folder / "oracle.json"
         oracle.write(file, [*first, *second], answers)
         made[name] = Chats(
-            model, entry.dtype, entry.bound, entry.stray, first, second, answers, file
+            model,
+            entry.dtype,
+            entry.bound,
+            entry.stray,
+            first,
+            second,
+            answers,
+            file,
+            is_gated=name.startswith("gated"),
         )
     return made[name]
 
@@ -123,7 +150,7 @@ def serve(start_server: StartServer, chats: Chats) -> Any:
         **setup: Any,
     ) -> AbstractContextManager[Server]:
         told = json.dumps({**drafting, "num_speculative_tokens": DRAFTS})
-        if setup.get("options") in ON_GRAPHS:
+        if chats.in_graphs(setup["options"]):
             flags = (*GRAPH_FLAGS, *flags)
         # n-gram search would have PyTorch's threads wait for one another.
         environment = {"NUMBA_NUM_THREADS": "1", **environment}
@@ -194,10 +221,15 @@ def _first_gap(expected: Answer, got: Answer) -> float:
 @pytest.mark.parametrize(
     ("drafting", "options"),
     [
-        *((ORACLE, {}), (NGRAM, {}), (ORACLE, OURS), (ORACLE, REPLAY)),
+        *((ORACLE, DEFAULT), (NGRAM, COLUMNS), (ORACLE, OURS), (ORACLE, REPLAY)),
         *((ORACLE, options) for options in ON_GRAPHS),
+        *([(ORACLE, COLUMNS)] if ON_GPU else []),
     ],
-    ids=["oracle", "ngram", "our kernels", "replay", *NAMES_ON_GRAPHS],
+    ids=[
+        *("default", "ngram", "our kernels", "replay"),
+        *NAMES_ON_GRAPHS,
+        *(["columns"] if ON_GPU else []),
+    ],
 )
 def test_answers_and_turn_ends(
     serve: Any, chats: Chats, drafting: dict[str, Any], options: dict[str, Any]
@@ -208,8 +240,8 @@ def test_answers_and_turn_ends(
     with serve("drafts", drafting, options=options) as server:
         answers = ask(server, chats)
         metrics, log = server.metrics(), server.log_text()
-        assert ("kernels of hybrid-plugin run" in log) == bool(options)
-        assert ("sequences replay CUDA graphs" in log) == (options in ON_GRAPHS)
+        assert ("kernels of hybrid-plugin run" in log) == chats.on_ours(options)
+        assert ("sequences replay CUDA graphs" in log) == chats.in_graphs(options)
     assert len(wrong(chats, answers)) <= chats.stray, wrong(chats, answers)
     assert drift(chats, answers) < max(chats.bound, ROUNDING)
     assert metrics["turn_ends_exact"] == 2 * REQUESTS
@@ -219,8 +251,7 @@ def test_answers_and_turn_ends(
     assert set(missing) <= {0, 1}, metrics
     # A stop token that was a draft is restored, too.
     assert 0 in missing
-    # With replay no draft has a state of its own.
-    assert (metrics["drafts_lent"] > 0) == ("draft_states" not in options)
+    assert (metrics["drafts_lent"] > 0) == (not chats.recorded(options))
     assert metrics["draft_slots"] == metrics["state{used}"] == 0
     if drafting is ORACLE:
         # A quarter of the chats accepts nothing, a quarter all, the rest half.
@@ -247,7 +278,7 @@ SLOTS = 6
 PAGES = 6400 // PAGE_SIZE
 
 
-@pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
+@pytest.mark.parametrize("options", [COLUMNS, REPLAY], ids=["vllm", "replay"])
 def test_drafts_take_no_sequence_its_place(
     serve: Any, chats: Chats, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -286,7 +317,7 @@ def test_preempted_requests_go_on(
     assert metrics["turn_ends_missed"] == 0
 
 
-@pytest.mark.parametrize("options", [{}, REPLAY], ids=["vllm", "replay"])
+@pytest.mark.parametrize("options", [COLUMNS, REPLAY], ids=["vllm", "replay"])
 def test_aborted_requests_leave_what_is_exact(
     serve: Any, chats: Chats, options: dict[str, Any]
 ) -> None:
