@@ -81,7 +81,8 @@ class Chats:
 
     def in_graphs(self, options: dict[str, Any]) -> bool:
         """Whether prompts replay graphs beside drafts."""
-        return options in ON_GRAPHS or (options == DEFAULT and self.on_ours(options))
+        by_default = ON_GPU and self.is_gated and self.on_ours(options)
+        return options in ON_GRAPHS or by_default
 
     def recorded(self, options: dict[str, Any]) -> bool:
         """Whether no draft has a state of its own."""

@@ -49,10 +49,12 @@ class Kind:
         """Its configuration."""
         from transformers import AutoConfig
 
-        # The engines have classes of their own for some that are served here.
+        return (self._own_config() or AutoConfig).from_pretrained(checkpoint)
+
+    def _own_config(self) -> Any:
+        """The class of its configuration, where that is ours; otherwise None."""
         ours = catalogue.BY_NAME.get(self.architecture)
-        own = None if ours is None else ours.load().CONFIG
-        return (own or AutoConfig).from_pretrained(checkpoint)
+        return None if ours is None else ours.load().CONFIG
 
     def tensors(self, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """What is in it, by name."""
@@ -70,8 +72,11 @@ class Kind:
         if self.converted is not None:
             converted = checkpoint / slow_decay.CONVERTED
             return logits_of(network(self.converted, converted))
-        config = self.config(checkpoint)
-        return logits_of(network(self.architecture, checkpoint, config=config))
+        own = self._own_config()
+        # In an engine's process `AutoConfig` has the engine's classes: without one of
+        # ours, the network finds its own.
+        given = {} if own is None else {"config": own.from_pretrained(checkpoint)}
+        return logits_of(network(self.architecture, checkpoint, **given))
 
 
 def _own(name: str, checkpoint: Path) -> Reference:
