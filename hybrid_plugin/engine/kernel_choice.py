@@ -67,8 +67,8 @@ RECORDS_AS_FAST: Mapping[str, frozenset[Mixer]] = {
 }
 """By engine, layers whose drafts gave no fewer tokens a second with a record of each
 draft than with a state after each, at any number of sequences that was measured on a
-GPU (`benchmarks/speculation.py`), with answers that were compared there.  In vLLM a step
-of 32 sequences takes 1.10 times as long, and what comes before it less."""
+GPU (`benchmarks/speculation.py`), with answers that were compared there.  In vLLM a
+step of 32 sequences takes 1.10 times as long, and what comes before it less."""
 MEASURED_ON = (9, 0)
 """Compute capability of that GPU.  On others tiles may not even fit."""
 

@@ -91,7 +91,6 @@ class HybridKVCacheManager:
         watermark: float,
         log_stats: bool,
         clock: Callable[[], float] | None = time.monotonic,
-        records_drafts: bool = False,
         kv_events: KvEvents | None = None,
         max_running: int | None = None,
         max_model_len: int = sys.maxsize,
@@ -108,7 +107,6 @@ class HybridKVCacheManager:
             log_stats: whether vLLM collects statistics.
             clock: returns the time in seconds; None where schedulers on several ranks
                 must do the same and have none in common.
-            records_drafts: as in `HybridCache`.
             kv_events: publishes what the cache can resume; None publishes nothing.
             max_running: requests that run at once, at most; None for any number.
             max_model_len: tokens of a sequence, at most: workers have no room to note
@@ -122,7 +120,7 @@ class HybridKVCacheManager:
             delimiters,
             device,
             keeps_states_inside=kv_cache_config.interior,
-            records_drafts=records_drafts,
+            records_drafts=kv_cache_config.records,
         )
         self._kv_events = kv_events
         if kv_events is not None:

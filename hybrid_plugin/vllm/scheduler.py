@@ -92,7 +92,6 @@ class _OnTwoPools(Scheduler):
                 watermark=arguments.get("watermark", 0.0),
                 log_stats=bool(arguments.get("log_stats")),
                 clock=clock,
-                records_drafts=kv_cache_config.records,
                 kv_events=events,
                 max_running=vllm_config.scheduler_config.max_num_seqs,
                 max_model_len=vllm_config.model_config.max_model_len,

@@ -100,13 +100,16 @@ def image(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=position)
 
 
-def pools(pages: int = 9, slots: int = 5, host: int = 0) -> HybridKVCacheConfig:
+def pools(
+    pages: int = 9, slots: int = 5, host: int = 0, *, records: bool = False
+) -> HybridKVCacheConfig:
     """Planned pools, the reserved page and slot included, and bytes of host memory."""
     cache = SimpleNamespace(prefix_cache_retention_interval=None)
     config: Any = SimpleNamespace(cache_config=cache)
     groups = make_groups(SPECS)
     plan = plan_host(rows_of(make_layout(groups)), host) if host else None
-    return make_config(config, groups, PoolSizes(pages, slots), host=plan)
+    sizes = PoolSizes(pages, slots)
+    return make_config(config, groups, sizes, records=records, host=plan)
 
 
 def manager(
@@ -123,12 +126,11 @@ def manager(
 ) -> HybridKVCacheManager:
     """A manager on such pools, whose prompts of 32 tokens leave a snapshot."""
     made = HybridKVCacheManager(
-        pools(pages, slots, host),
+        pools(pages, slots, host, records=records_drafts),
         HybridConfig.from_mapping(options),
         watermark=watermark,
         log_stats=True,
         clock=clock,
-        records_drafts=records_drafts,
         max_running=max_running,
         max_model_len=max_model_len,
     )

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -30,7 +29,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from hybrid_plugin.vllm.scheduler import ROWS, HybridAsyncScheduler, HybridScheduler
-from hybrid_plugin.vllm.speculation import serving
 from tests.engines.drivers.driver import MODEL
 from tests.vllm.fakes import PAGE, nothing_kept, pools
 
@@ -71,13 +69,12 @@ class Engine:
         self.luck = random.Random(seed)
         self.ahead, self.recorded = ahead, recorded
         kind: Any = HybridAsyncScheduler if ahead else HybridScheduler
-        with patch.object(serving, "replays", return_value=recorded):
-            self.scheduler = kind(
-                vllm_config=config,
-                kv_cache_config=pools(pages, slots),
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=PAGE,
-            )
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=pools(pages, slots, records=recorded),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=PAGE,
+        )
         self.manager = self.scheduler.kv_cache_manager
         self.flying: deque[tuple[Any, dict[str, list[int]]]] = deque()
         self.widths: list[set[int]] = []
