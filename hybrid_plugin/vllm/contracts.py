@@ -116,6 +116,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "cache_dtype",
         "enable_prefix_caching",
         "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
         "block_size",
         "user_specified_block_size",
         "sliding_window",

@@ -62,6 +62,22 @@ def block_bytes(vllm_config: VllmConfig) -> int:
     return elastic_memory.block_bytes(bound, device_type())
 
 
+def most_cache_bytes(vllm_config: VllmConfig, weights: int) -> int:
+    """Bytes that the cache of a rank has at most, before it is measured.
+
+    Args:
+        vllm_config: of the engine.
+        weights: bytes of the rank's weights.
+    """
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    total = current_platform.get_device_total_memory()
+    share = int(total * cache.gpu_memory_utilization) - weights
+    said = cache.kv_cache_memory_bytes
+    return elastic_memory.bound(read_options(vllm_config), said or share)
+
+
 def device_type() -> str:
     """The platform's, as torch calls it: "cpu" or "cuda"."""
     from vllm.platforms import current_platform

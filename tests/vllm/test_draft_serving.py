@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import Mixer
-from hybrid_plugin.vllm import scheduler
+from hybrid_plugin.vllm import elastic, scheduler
+from hybrid_plugin.vllm.kernels import records
 from hybrid_plugin.vllm.speculation.serving import (
     obstacle_of_layers,
     obstacles,
@@ -245,3 +246,60 @@ def test_scheduling_ahead_needs_the_v2_runner(
             scheduler.create_scheduler(config)
     else:
         assert scheduler.create_scheduler(config) == "made"
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows"),
+    [
+        ({}, 41),  # one is in no pool yet
+        ({"cache": 1 << 40}, 300),
+        ({"cache": 1}, 24),
+        ({"cache": 1, "captured": 0}, 10),
+        ({"cache": 1, "captured": None, "graphs": 0}, 1),
+        ({"most": 8}, 8),
+    ],
+)
+def test_records_are_kept_for_sequences_that_can_run(
+    changed: dict[str, Any], rows: int
+) -> None:
+    """For those that have a state, and for what a graph is captured with."""
+    told = {"cache": 40 * (20 + 5), "captured": 96, "graphs": 10, "most": 300} | changed
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=3,
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=told["captured"]),
+        scheduler_config=SimpleNamespace(max_num_seqs=told["most"]),
+    )
+    states = [
+        MambaSpec(
+            block_size=1024,
+            shapes=shapes,
+            dtypes=dtypes,
+            page_size_padded=1 << 20,
+        )
+        for shapes, dtypes in (
+            (((5,),), (torch.float32,)),
+            (((3,), (1, 2)), (torch.int8, torch.int8)),
+        )
+    ]
+    assert records.most_rows(config, states, told["cache"], told["graphs"]) == rows
+
+
+def test_the_cache_has_what_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(
+        type(current_platform), "get_device_total_memory", lambda *_: 100 * gib
+    )
+
+    def most(said: int | None = None, **options: Any) -> int:
+        config: Any = SimpleNamespace(
+            additional_config={"hybrid_plugin": options},
+            cache_config=SimpleNamespace(
+                gpu_memory_utilization=0.5, kv_cache_memory_bytes=said
+            ),
+        )
+        return elastic.most_cache_bytes(config, weights=10 * gib)
+
+    assert most() == 40 * gib
+    assert most(said=60 * gib) == 60 * gib, "vLLM takes what it is told"
+    assert most(gpu_memory_budget="8GiB") == 8 * gib
+    assert most(said=4 * gib, gpu_memory_budget="8GiB") == 4 * gib

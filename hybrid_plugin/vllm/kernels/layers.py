@@ -212,6 +212,10 @@ class StateLayers:
         parts = sorted({ours.describe() for ours in self._ours.values()})
         return f"kernels of hybrid-plugin run {', '.join(parts)}."
 
+    def most_verified(self, most: int) -> int:
+        """Sequences of a pass that can verify drafts, of so many that there may be."""
+        return most if self.records is None else min(most, len(self.records.tokens))
+
     def hang(self) -> None:
         """Have the layers' hooks find them."""
         for ours in self._ours.values():
@@ -252,7 +256,7 @@ class StateLayers:
                 if self.drafts:
                     tries += draft_passes.paddings(
                         1 + self.drafts,
-                        most,
+                        self.most_verified(most),
                         device,
                         recorded=self.records is not None,
                     )
@@ -542,7 +546,8 @@ def _room(builder: Any, every: StateLayers) -> DecodeSlots | VerificationTables:
         most, device = config.scheduler_config.max_num_seqs, builder.device
         if every.drafts:
             width = 1 + every.drafts
-            room = VerificationTables(most, width, device, every.records)
+            rows = every.most_verified(most)
+            room = VerificationTables(rows, width, device, every.records)
         else:
             graphs = config.compilation_config.max_cudagraph_capture_size or 0
             room = DecodeSlots(max(most, graphs), device)

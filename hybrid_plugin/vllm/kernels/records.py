@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hybrid_kernels import replay
 
 from hybrid_plugin.mixers.verifications import Record
 from hybrid_plugin.vllm.kernels.convolution import states_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import MambaSpec
 
 _RECORD = "hybrid_plugin_record"
 """Attribute of a layer."""
@@ -24,6 +29,28 @@ class RecordForm:
     key_heads: int
     wide_decay: bool
     """Whether every key channel decays by itself."""
+
+
+def most_rows(
+    vllm_config: VllmConfig, states: Iterable[MambaSpec], cache_bytes: int, graphs: int
+) -> int:
+    """Sequences of a pass that can verify: those that have a state, and a graph's.
+
+    Args:
+        vllm_config: of a worker.
+        states: of the model's state layers.
+        cache_bytes: that the cache has at most.
+        graphs: sequences of a graph with prompts, at most.
+    """
+    each = sum(
+        prod(shape) * dtype.itemsize
+        for one in states
+        for shape, dtype in zip(one.shapes, one.dtypes, strict=True)
+    )
+    tokens = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    captured = tokens // (1 + vllm_config.num_speculative_tokens)
+    most: int = vllm_config.scheduler_config.max_num_seqs
+    return min(most, max(1 + cache_bytes // each, captured, graphs))
 
 
 def allocate(

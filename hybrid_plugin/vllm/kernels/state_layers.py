@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybrid_plugin.vllm import activation, elastic, patches
-from hybrid_plugin.vllm.kernels import prefill_graphs
+from hybrid_plugin.vllm.kernels import prefill_graphs, records
 from hybrid_plugin.vllm.kernels.layers import StateLayers, mixer_of
 from hybrid_plugin.vllm.speculation import serving
 
@@ -36,13 +37,15 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
     }
     options = activation.read_options(vllm_config)
     device_type = elastic.device_type()
-    replays = serving.replays(vllm_config, options, partial(mixer_of, layers.values()))
+    rows = 0
+    if serving.replays(vllm_config, options, partial(mixer_of, layers.values())):
+        rows = _recorded_rows(vllm_config, specs, device_type)
     found = StateLayers(
         layers,
         options.wanted_kernels,
         device_type,
         drafts=vllm_config.num_speculative_tokens,
-        recorded_rows=vllm_config.scheduler_config.max_num_seqs if replays else 0,
+        recorded_rows=rows,
         round_states=options.is_deterministic,
     )
     found.wants_graphs = prefill_graphs.are_wanted(
@@ -61,3 +64,15 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
             found.record_bytes / 2**20,
         )
     return found
+
+
+def _recorded_rows(
+    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], device_type: str
+) -> int:
+    weights = torch.cuda.memory_allocated() if device_type == "cuda" else 0
+    return records.most_rows(
+        vllm_config,
+        [spec for spec in specs.values() if isinstance(spec, MambaSpec)],
+        elastic.most_cache_bytes(vllm_config, weights),
+        prefill_graphs.limits_of(vllm_config, prefill_graphs.LONGEST).sequences,
+    )
