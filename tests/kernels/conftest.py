@@ -21,6 +21,8 @@ import hybrid_kernels
 import pytest
 import torch
 
+from .bounds import Bounds, checked, entered
+
 
 def _import_interpreted() -> str | None:
     """Import the Triton modules for this machine; a reason if that is impossible."""
@@ -97,3 +99,20 @@ def _poison_uninitialised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ):
         monkeypatch.setattr(owner, name, _poison(getattr(owner, name)))
     yield
+
+
+@pytest.fixture(autouse=True)
+def _stay_within_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the interpreter, an access that is in none of a kernel's tensors fails."""
+    if _NO_TRITON or torch.cuda.is_available():
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    bounds = Bounds()
+    for owner, name, mask_at in (
+        (interpreter.InterpreterBuilder, "create_masked_load", 1),
+        (interpreter.InterpreterBuilder, "create_masked_store", 2),
+    ):
+        access = checked(bounds, getattr(owner, name), mask_at)
+        monkeypatch.setattr(owner, name, access)
+    executor, name = interpreter.GridExecutor, "_init_args_hst"
+    monkeypatch.setattr(executor, name, entered(bounds, getattr(executor, name)))
