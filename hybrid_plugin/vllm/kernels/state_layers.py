@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,14 +32,13 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
             points are gone, or `prefill_graphs` cannot be had.
     """
     every = vllm_config.compilation_config.static_forward_context
-    layers = {
-        name: every[name] for name, s in specs.items() if isinstance(s, MambaSpec)
-    }
+    states = {name: s for name, s in specs.items() if isinstance(s, MambaSpec)}
+    layers = {name: every[name] for name in states}
     options = activation.read_options(vllm_config)
     device_type = elastic.device_type()
     rows = 0
     if serving.replays(vllm_config, options, partial(mixer_of, layers.values())):
-        rows = _recorded_rows(vllm_config, specs, device_type)
+        rows = _recorded_rows(vllm_config, states.values(), device_type)
     found = StateLayers(
         layers,
         options.wanted_kernels,
@@ -67,12 +66,12 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
 
 
 def _recorded_rows(
-    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec], device_type: str
+    vllm_config: VllmConfig, states: Iterable[MambaSpec], device_type: str
 ) -> int:
     weights = torch.cuda.memory_allocated() if device_type == "cuda" else 0
     return records.most_rows(
         vllm_config,
-        [spec for spec in specs.values() if isinstance(spec, MambaSpec)],
+        states,
         elastic.most_cache_bytes(vllm_config, weights),
         prefill_graphs.limits_of(vllm_config, prefill_graphs.LONGEST).sequences,
     )
