@@ -386,12 +386,16 @@ def test_multi_item_scoring_excludes_caches() -> None:
     assert idle.refusal is None and not idle.active
 
 
-def test_pages_are_not_handed_out_before_their_memory_is_settled(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "variable", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_RADIX_FORCE_MISS"]
+)
+def test_what_the_environment_may_not_ask_for(
+    variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Pages whose memory is settled later; hits hidden from prompts that go on."""
     for value in "01":
-        monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", value)
-        said = [one for one in _conflicts(Given(device="cuda")) if "POST_CAP" in one]
+        monkeypatch.setenv(variable, value)
+        said = [one for one in _conflicts(Given(device="cuda")) if variable in one]
         assert len(said) == int(value)
 
 
@@ -518,15 +522,6 @@ def test_results_of_passes_that_also_decode_are_not_waited_for(
     view = Given(enable_mixed_chunk=mixed, attn_dp_size=ranks, device="cuda")
     said = [one for one in _conflicts(view) if "--enable-mixed-chunk" in one]
     assert bool(said) == (mixed and ranks == 2 and flag == "1")
-
-
-def test_hits_are_not_hidden_from_prompts_that_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for value in "01":
-        monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", value)
-        said = [one for one in _conflicts(Given(device="cuda")) if "FORCE_MISS" in one]
-        assert len(said) == int(value)
 
 
 def test_servers_that_generate_nothing_are_left_alone() -> None:
