@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import replace
 
@@ -141,6 +142,29 @@ def test_the_longest_prefix_that_the_host_has_is_offered() -> None:
     assert cache.lower_tiers.offer(None, (*CHAT, 100, 101)) is not None
     offer = cache.drain_commands()[-1]
     assert isinstance(offer, Offer) and len(offer.rows.tokens) == 11
+
+
+def test_what_the_host_refused_is_stored_to_be_offered() -> None:
+    """It will be read at once, and all else perhaps."""
+    cache = make()
+    host = cache.host
+    assert host is not None
+    host.tree.eviction.worth = lambda *_: -math.inf  # type: ignore[method-assign]
+    for first in (100, 200):
+        serve(cache, f"from {first}", span(first, first + 100), (7,))
+    serve(cache, "chat", CHAT, (100,))
+    cache.drain_commands()
+    assert host.stats.stores_refused == 1
+    assert not host.match(None, ids(*CHAT), len(CHAT)).length
+    assert cache.lower_tiers.offer(None, CHAT) is not None
+    *stores, offer = cache.drain_commands()
+    assert [one.pool for one in stores if isinstance(one, Store)] == [
+        Pool.KV,
+        Pool.STATE,
+    ]
+    assert isinstance(offer, Offer) and len(offer.rows.tokens) == len(CHAT)
+    assert not host.match(None, ids(*span(100, 200)), 100).length, "it made room"
+    audit(cache)
 
 
 def test_nothing_is_offered_that_the_host_has_not() -> None:

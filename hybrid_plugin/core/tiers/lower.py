@@ -163,10 +163,11 @@ class LowerTiers:
         return True
 
     def offer(self, namespace: Hashable, tokens: Sequence[int]) -> str | None:
-        """Let another server read the longest prefix that the host has of a sequence.
+        """Let another server read the longest prefix that there is of a sequence.
 
-        Call it when the sequence has ended.  The prefix stays on the host until the
-        outcome is reported (`done`), or everything is flushed.
+        Call it when the sequence has ended.  The host keeps the prefix, whatever else
+        it is worth, for it is certain to be used: what the host had refused is stored.
+        It stays there until the outcome is reported (`done`), or everything is flushed.
 
         Args:
             namespace: of the sequence.
@@ -176,9 +177,14 @@ class LowerTiers:
             What that server must know; None if the host has nothing of it, or if there
             is no tier for offers.
         """
-        if self._outer is None:
+        if self._outer is None or self.host is None:
             return None
-        return self._outer.offer(namespace, as_tokens(tokens))
+        prefix = as_tokens(tokens)
+        match = self._tree.match(namespace, prefix, len(prefix))
+        there = self.host.match(namespace, prefix, len(prefix)).length
+        if match.node is not None and match.length > there:
+            self.store(match.node, at_any_price=True)
+        return self._outer.offer(namespace, prefix)
 
     def decline(self, key: str) -> None:
         """Have another server be told that what it offers is not needed.

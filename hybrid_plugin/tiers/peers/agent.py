@@ -136,7 +136,9 @@ class NixlAgent:
         self._closing = False
         self._peers: dict[bytes, str] = {}
         """Names of peers by their metadata."""
-        self._meeting = threading.Lock()
+        self._turn = threading.Lock()
+        """Held while the agent is called.  It serves one thread at a time, and others
+        wait inside of it, with Python's lock: so would the engine's thread."""
         config = api.nixl_agent_config(
             backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -154,11 +156,13 @@ class NixlAgent:
     @contextmanager
     def scratch(self, rows: Rows) -> Iterator[None]:
         """See `DataPlane.scratch`."""
-        memory = self._register(ranges_of(rows))
+        with self._turn:
+            memory = self._register(ranges_of(rows))
         try:
             yield
         finally:
-            self._agent.deregister_memory(memory)
+            with self._turn:
+                self._agent.deregister_memory(memory)
 
     def read(
         self,
@@ -169,10 +173,10 @@ class NixlAgent:
     ) -> Failure | None:
         """See `DataPlane.read`."""
         try:
-            name = self._meet(metadata)
-            handle = self._agent.initialize_xfer(
-                "READ", self._places(own), self._places(theirs), name
-            )
+            places = self._places(own), self._places(theirs)
+            with self._turn:
+                name = self._meet(metadata)
+                handle = self._agent.initialize_xfer("READ", *places, name)
         except self._errors as error:
             return self._lost(metadata, error)
         return self._run(handle, metadata, meanwhile)
@@ -195,7 +199,8 @@ class NixlAgent:
         ended: Failure | None = None
         nap = _SHORTEST_NAP
         try:
-            state = self._agent.transfer(handle)
+            with self._turn:
+                state = self._agent.transfer(handle)
             while state == "PROC":
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
@@ -203,8 +208,10 @@ class NixlAgent:
                     ended = _failure_of(meanwhile)
                 if self._closing:
                     break
-                state = self._agent.check_xfer_state(handle)
-            self._agent.release_xfer_handle(handle)
+                with self._turn:
+                    state = self._agent.check_xfer_state(handle)
+            with self._turn:
+                self._agent.release_xfer_handle(handle)
         except self._errors as error:
             return self._lost(metadata, error)
         if state != "DONE":
@@ -226,20 +233,19 @@ class NixlAgent:
         return self._agent.get_xfer_descs(listed, mem_type="DRAM")
 
     def _meet(self, metadata: bytes) -> str:
-        with self._meeting:
-            if metadata not in self._peers:
-                found = self._agent.add_remote_agent(metadata)
-                name = found.decode() if isinstance(found, bytes) else str(found)
-                self._peers[metadata] = name
-            return self._peers[metadata]
+        if metadata not in self._peers:
+            found = self._agent.add_remote_agent(metadata)
+            name = found.decode() if isinstance(found, bytes) else str(found)
+            self._peers[metadata] = name
+        return self._peers[metadata]
 
     def _forget(self, metadata: bytes) -> None:
         """Have the next read meet a peer anew."""
-        with self._meeting:
+        with self._turn:
             name = self._peers.pop(metadata, None)
-        if name is not None:
-            with contextlib.suppress(*self._errors):  # it is gone
-                self._agent.remove_remote_agent(name)
+            if name is not None:
+                with contextlib.suppress(*self._errors):  # it is gone
+                    self._agent.remove_remote_agent(name)
 
 
 def _failure_of(meanwhile: Callable[[], None]) -> Failure | None:
