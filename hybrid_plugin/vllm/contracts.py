@@ -961,8 +961,6 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
         closed=True,
     ),
     HookPoint(f"{_GRAPHS}:CudaGraphManager.dispatch", mentions=("_candidates",)),
-    HookPoint("vllm.utils.import_utils:has_cutedsl", (), closed=True),
-    HookPoint("vllm.config.model:ModelConfig.is_moe"),
     *_fields(
         f"{_GRAPHS}:BatchExecutionDescriptor",
         "cg_mode",

@@ -40,6 +40,8 @@ class Device:
         self.now = 0.0
         self.queued = 0.0
         self.warmed: list[int] = []
+        self.inputs: BatchExecutionDescriptor | None = None
+        """The graph whose inputs lie in the buffers that all graphs read."""
 
     def synchronize(self) -> None:
         self.now, self.queued = max(self.now, self.queued), 0.0
@@ -53,9 +55,10 @@ class Device:
 
         return run
 
-    def replay(self, tokens: int) -> Any:
+    def replay(self, graph: BatchExecutionDescriptor) -> Any:
         def run() -> None:
-            self.queued = self.now + TOKEN * tokens
+            assert self.inputs == graph, "attention reads beside its tables"
+            self.queued = self.now + TOKEN * graph.num_tokens
 
         return SimpleNamespace(replay=run)
 
@@ -78,9 +81,10 @@ def captured(device: Device, *, profiling: bool = False) -> Any:
     def original(manager: Any, create: Create, title: str) -> None:
         for graph in manager._capture_descs[CUDAGraphMode.FULL]:
             create(graph, True)(CUDAGraphMode.NONE)
-            manager.graphs[graph] = device.replay(graph.num_tokens)
+            manager.graphs[graph] = device.replay(graph)
 
     def create(graph: BatchExecutionDescriptor, warmup: bool) -> Any:
+        device.inputs = graph
         return device.forward(graph)
 
     graph_times.capture(original, manager, create, "Capturing")

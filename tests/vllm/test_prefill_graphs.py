@@ -293,7 +293,7 @@ def wanted(
     option: bool | None, found: StateLayers, device: str = "cuda", *, ranks: int = 1
 ) -> Any:
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=None, is_moe=False),
+        model_config=SimpleNamespace(multimodal_config=None),
         parallel_config=SimpleNamespace(data_parallel_size=ranks),
         use_v2_model_runner=True,
     )
@@ -327,9 +327,7 @@ def test_by_default_layers_replay_graphs_that_were_measured(
 def obstacles(found: StateLayers, device: str = "cuda", **changed: Any) -> list[str]:
     settings: dict[str, Any] = {"use_v2_model_runner": True, "pictures": None}
     settings |= changed
-    model = SimpleNamespace(
-        multimodal_config=settings.pop("pictures"), is_moe=settings.pop("moe", False)
-    )
+    model = SimpleNamespace(multimodal_config=settings.pop("pictures"))
     config: Any = SimpleNamespace(model_config=model, **settings)
     return list(prefill_graphs.obstacles(config, found, device))
 
@@ -347,18 +345,6 @@ def test_each_obstacle_has_a_sentence() -> None:
     assert "give --language-model-only" in sentence
     (sentence,) = obstacles(StateLayers({}, "engine", "cuda"))
     assert "vLLM's kernels run the state layers. Set the option" in sentence
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_experts_beside_cute_dsl_are_refused(
-    installed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, found = state_layers()
-    monkeypatch.setattr("vllm.utils.import_utils.has_cutedsl", lambda: installed)
-    assert obstacles(found) == []
-    assert len(obstacles(found, moe=True)) == installed
-    for sentence in obstacles(found, moe=True):
-        assert "models with experts where CuTe DSL is installed" in sentence
 
 
 def test_linear_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +384,7 @@ def test_a_worker_without_graphs_refuses_it() -> None:
         compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=None,
         num_speculative_tokens=0,
-        model_config=SimpleNamespace(multimodal_config=None, is_moe=False),
+        model_config=SimpleNamespace(multimodal_config=None),
     )
     with pytest.raises(ConfigError, match="prefill_graphs is for a GPU; leave it out"):
         take_over(config, {})

@@ -40,8 +40,6 @@ def obstacles(
         found: its state layers.
         device_type: "cpu" or "cuda", as torch calls it.
     """
-    from vllm.utils.import_utils import has_cutedsl
-
     if device_type == "cpu":
         yield "prefill_graphs is for a GPU; leave it out."
     elif not vllm_config.use_v2_model_runner:
@@ -64,12 +62,6 @@ def obstacles(
         yield (
             "prefill_graphs does not serve linear attention, whose layers clear states "
             "by a decision that a graph would repeat; leave it out."
-        )
-    if vllm_config.model_config.is_moe and has_cutedsl():
-        yield (
-            "prefill_graphs does not serve models with experts where CuTe DSL is "
-            "installed, as it is with FlashInfer: on an H200 the first replay accessed "
-            "memory that it must not, for a reason that is not known yet; leave it out."
         )
     pictures = vllm_config.model_config.multimodal_config
     if pictures is not None and not pictures.language_model_only:
