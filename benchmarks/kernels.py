@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from kernel_speed import copies, decode, keeping, prefill, verify
+from kernel_speed import copies, decode, keeping, norm, prefill, verify
 from kernel_speed.report import Report
 from kernel_speed.shapes import (
     BATCHES,
@@ -108,10 +108,18 @@ def keeps(passes: tuple[keeping.Pass, ...]) -> Iterator[tuple[str, Make]]:
             yield "keep", lambda h=head, s=size: keeping.delta(h, s)
 
 
+def norms(tokens: tuple[int, ...]) -> Iterator[tuple[str, Make]]:
+    """Norms behind a layer."""
+    for size in tokens:
+        for head in DELTA:
+            yield "norm", lambda h=head, t=size: norm.gated(h, t)
+
+
 def everything(compiling: bool) -> Iterator[tuple[str, Make]]:
     """All points; small ones are enough to compile."""
     yield from decodes((1, 8) if compiling else BATCHES)
     yield from verifies((1, 8) if compiling else VERIFY_BATCHES)
+    yield from norms(norm.TOKENS[: 1 if compiling else None])
     for megabytes, pairs in copies.SIZES[: 1 if compiling else None]:
         for layers in (1, 32):
             yield (

@@ -569,6 +569,7 @@ GDN_FORWARD = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core"
 _GDN_ON_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 GDN_FORWARD_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_nonspec"
 GDN_FUSED_NORM = f"{_GDN}:QwenGatedDeltaNetAttention._forward_core_fused_norm"
+GDN_NORM = f"{_GDN}:QwenGatedDeltaNetAttention._rms_norm_gated_cuda"
 GDN_DRAFTS_ON_CPU = f"{_GDN_ON_CPU}:_cpu_gdn_attention_spec_aware"
 _KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 KDA_FORWARD = f"{_KDA}:KimiGatedDeltaNetAttention._forward"
@@ -1179,9 +1180,23 @@ GDN_DRAFT_HOOKS: tuple[Contract, ...] = (
         own=True,
     ),
     HookPoint(
-        f"{_GDN}:QwenGatedDeltaNetAttention._rms_norm_gated_cuda",
+        GDN_NORM,
         ("self", "x", "output_gate", "out"),
+        mentions=(
+            "norm",
+            "weight",
+            "bias",
+            "eps",
+            "group_size",
+            "norm_before_gate",
+            "activation",
+        ),
         closed=True,
+        own=True,
+    ),
+    HookPoint(
+        f"{_GDN}:QwenGatedDeltaNetAttention.forward_cuda",
+        mentions=("enable_fused_gdn_spec_decode",),
         own=True,
     ),
 )

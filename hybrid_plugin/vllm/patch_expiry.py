@@ -14,6 +14,7 @@ from hybrid_plugin.vllm.contracts import (
     GDN_CPU_ROWS,
     GDN_FORWARD,
     GDN_FUSED_NORM,
+    GDN_NORM,
     KDA_FORWARD,
     LIGHTNING_FORWARD,
     MAMBA2_FORWARD,
@@ -140,6 +141,9 @@ NEEDED = {
     ),
     "patches._patch_gated_delta_net": Need(HookPoint(GDN_FORWARD)),
     "patches._patch_gated_delta_net_with_drafts": Need(HookPoint(GDN_FUSED_NORM)),
+    "patches._patch_norm_behind_drafts": Need(
+        HookPoint(GDN_NORM, mentions=("reshape",))
+    ),
     "patches.patch_accepted": Need(HookPoint(V2_POSTPROCESS)),
     "patches._patch_kda": Need(HookPoint(KDA_FORWARD)),
     "patches._patch_mamba2": Need(HookPoint(MAMBA2_FORWARD)),

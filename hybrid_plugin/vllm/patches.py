@@ -561,6 +561,7 @@ def patch_kernels(mixers: Iterable[Mixer], *, drafts: bool = False) -> None:
         _PATCHES_OF_LAYERS[mixer]()
         if drafts and mixer is Mixer.GATED_DELTA_NET:
             _patch_gated_delta_net_with_drafts()
+            _patch_norm_behind_drafts()
 
 
 def patch_accepted(*, v2: bool) -> None:
@@ -802,8 +803,8 @@ def _patch_gated_delta_net_with_drafts() -> None:
 
     Cause: where drafts are verified, other functions run the layer: on a CPU one that
     knows wider windows, on a GPU one that fuses the norm behind it.
-    Fix: run ours in its place, and on a GPU vLLM's norm behind them.  Ours read the
-    gates where they are; the function would copy them first.
+    Fix: run ours in its place, and on a GPU the layer's norm behind them.  Ours read
+    the gates where they are; the function would copy them first.
     Delete when: the kernels of a state layer can be named from outside vLLM.
     """
 
@@ -831,6 +832,29 @@ def _patch_gated_delta_net_with_drafts() -> None:
     if _platform_hooks():
         require(contracts.GDN_CPU_DRAFT_HOOKS)
         wrap(contracts.GDN_DRAFTS_ON_CPU, _gated_delta_net_on_cpu)
+
+
+def _patch_norm_behind_drafts() -> None:
+    """Symptom: each step with drafts copies the gates of every gated delta net.
+
+    Cause: vLLM's norm takes rows that lie at one distance from each other.  Gates lie
+    behind queries, keys and values in what one projection made, so it copies them.
+    Fix: behind our kernels, run a norm of ours, which reads the gates where they are.
+    What it does not compute stays with vLLM's.
+    Delete when: vLLM's norm takes strides of tokens and of heads.
+    """
+
+    def norm(
+        original: Callable[..., None], layer: Any, x: Any, output_gate: Any, out: Any
+    ) -> None:
+        from hybrid_plugin.vllm.kernels import gated_norm, layers
+
+        is_ours = layers.ours(layer) is not None
+        if not (is_ours and gated_norm.run(layer.norm, x, output_gate, out)):
+            original(layer, x, output_gate, out)
+
+    require(contracts.GDN_DRAFT_HOOKS)
+    wrap(contracts.GDN_NORM, norm)
 
 
 def _patch_kda() -> None:

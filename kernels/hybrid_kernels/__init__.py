@@ -22,6 +22,8 @@ tensor is met.
     the real-gated linear recurrent unit of Griffin.
 `selective_scan`
     Mamba-1.
+`gated_norm`
+    the norm behind a layer, and the gate of its output.
 `speculative`
     parent indices of draft trees.
 `stops`

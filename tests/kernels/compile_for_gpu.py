@@ -31,7 +31,7 @@ import layers
 import torch
 import triton.backends.nvidia
 import triton.runtime
-from hybrid_kernels import gated_delta_rule, replay, state_copy, stops
+from hybrid_kernels import gated_delta_rule, gated_norm, replay, state_copy, stops
 from hybrid_kernels._common import operation
 from triton.backends.compiler import GPUTarget
 
@@ -198,11 +198,20 @@ def cuts(extra: bool) -> None:
     stops.cut(sampled, one, one, one, stops.Ends(sampled, one, one, others))
 
 
+def norms(dtype: torch.dtype, width: int, extra: bool) -> None:
+    """Behind a layer, gated by columns of a wider tensor."""
+    x, rows = torch.zeros(5, 6, width, dtype=dtype), torch.zeros(5, 9 * width)
+    gate = rows.to(dtype)[:, 3 * width :].unflatten(-1, (6, width))
+    weight = torch.ones(width, dtype=torch.float32 if extra else dtype)
+    activation = "sigmoid" if extra else "silu"
+    gated_norm.rms_norm(x, gate, weight, 1e-6, activation=activation, out=x)
+
+
 def main() -> None:
     """Compile for the shape named on the command line."""
     triton.runtime.driver.set_active(Driver())
     triton.runtime.JITFunction.__getitem__ = compile_only
-    for module in (operation, replay, state_copy, stops):
+    for module in (operation, gated_norm, replay, state_copy, stops):
         module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
     if not DISASSEMBLER.exists():
         print("no disassembler")
@@ -226,6 +235,7 @@ def main() -> None:
         assert known, f"{layer.name} sums in {SUMS}, which this script cannot read"
         print(layer.name, len(next(iter(SUMS))), "sums", flush=True)
     factors(getattr(torch, name), extra)
+    norms(getattr(torch, name), shape[0], extra)
     copies()
     cuts(extra)
 

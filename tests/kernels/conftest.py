@@ -23,6 +23,9 @@ import torch
 
 from .bounds import Bounds, checked, entered
 
+ON_GPU = ("_common.operation", "gated_norm", "replay", "state_copy", "stops")
+"""Modules that ask whether Triton should run an operation."""
+
 
 def _import_interpreted() -> str | None:
     """Import the Triton modules for this machine; a reason if that is impossible."""
@@ -62,7 +65,7 @@ def on_triton(
     @contextmanager
     def switch() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            for name in ("_common.operation", "replay", "state_copy", "stops"):
+            for name in ON_GPU:
                 patch.setattr(f"hybrid_kernels.{name}.on_gpu", lambda tensor: True)
             yield
 

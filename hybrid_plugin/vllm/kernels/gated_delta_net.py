@@ -11,6 +11,7 @@ from hybrid_plugin.mixers import gated_delta_net
 from hybrid_plugin.mixers.gated_delta_net import Weights
 from hybrid_plugin.mixers.mixing import mix
 from hybrid_plugin.mixers.state_pass import StatePass
+from hybrid_plugin.vllm.kernels import gated_norm
 from hybrid_plugin.vllm.kernels.convolution import (
     activation_of,
     bias_of,
@@ -18,6 +19,9 @@ from hybrid_plugin.vllm.kernels.convolution import (
     weight_of,
 )
 from hybrid_plugin.vllm.kernels.records import RecordForm, record_of
+
+_RUNS_NORM = "enable_fused_gdn_spec_decode"
+"""Attribute of vLLM's: whether the norm behind the layer is run with it."""
 
 
 def weights_of(layer: Any) -> Weights:
@@ -86,6 +90,7 @@ def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
     device = states.device
     channels = weights.convolution.shape[0]
     gates = torch.zeros((tokens, heads), dtype=dtype, device=device)
+    out = torch.empty((tokens, heads, width), dtype=dtype, device=device)
     run(
         layer,
         weights,
@@ -93,5 +98,7 @@ def warm_up(layer: Any, weights: Weights, state_pass: StatePass) -> None:
         torch.zeros((tokens, channels), dtype=dtype, device=device),
         gates,
         gates,
-        torch.empty((tokens, heads, width), dtype=dtype, device=device),
+        out,
     )
+    if getattr(layer, _RUNS_NORM, False):
+        gated_norm.warm_up(layer.norm, out, channels)
