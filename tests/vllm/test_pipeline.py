@@ -28,6 +28,10 @@ from tests.vllm.test_planning import (
 )
 
 Specs = dict[str, KVCacheSpec]
+FIRST_RUNNER = (
+    "pipeline parallelism on GPUs needs vLLM's second model runner; leave "
+    "VLLM_USE_V2_MODEL_RUNNER and the external launcher out."
+)
 
 
 def stage(pages: int, states: int, first: int) -> Specs:
@@ -139,16 +143,15 @@ def test_what_is_not_served_in_stages(
     assert sentence is not None or found == []
 
 
-def test_gpus_are_told_to_use_tensor_parallelism(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("v2", [False, True])
+def test_gpus_need_the_second_model_runner(
+    v2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-    config: Any = SimpleNamespace(speculative_config=None)
-    (found,) = pipeline.obstacles(config, HybridConfig())
-    assert (
-        found == "pipeline parallelism is served on CPUs only; use tensor parallelism."
-    )
+    config: Any = SimpleNamespace(speculative_config=None, use_v2_model_runner=v2)
+    found = list(pipeline.obstacles(config, HybridConfig()))
+    assert found == ([] if v2 else [FIRST_RUNNER])
 
 
 def test_a_later_stage_has_room_for_what_the_one_before_sends(
