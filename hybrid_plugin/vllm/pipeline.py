@@ -9,9 +9,8 @@ On a GPU vLLM has one step more under way than there are stages, and schedules a
 of the same request again only after as many steps as there are stages.  So a request is
 at most one token ahead of what the scheduler has read of it, as without stages.
 
-A rank that takes memory from a pool waits for its device first, and so for what other
-stages have yet to send.  That never ends in a deadlock: it belongs to earlier steps,
-and a rank waits for a step only after it has launched all that comes before it.
+A rank that moves memory between pools waits for the stream of its passes, and not for
+the device: other streams have messages that other ranks take later.
 """
 
 from __future__ import annotations
