@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
-from hybrid_plugin.vllm import patches, pipeline, planning
+from hybrid_plugin.vllm import elastic, patches, pipeline, planning
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from tests.vllm.test_planning import (
@@ -109,6 +109,17 @@ def test_elastic_pools_need_stages_that_are_alike(
     assert alike[0].shared == alike[1].shared
     with pytest.raises(ConfigError, match="VLLM_PP_LAYER_PARTITION"):
         planned([stage(2, 1, 0), stage(1, 3, 4)], **block)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_is_a_stage_says_so_when_it_takes_memory(
+    stages: int,
+) -> None:
+    config = config_of(elastic=True)
+    config.parallel_config.pipeline_parallel_size = stages
+    memory = elastic.take_memory(config, 4 << 20, torch.device("cpu"))
+    memory.close()
+    assert memory.waits_for_stream == (stages > 1)
 
 
 def test_a_stage_without_attention_runs_commands_about_pages() -> None:
