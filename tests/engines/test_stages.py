@@ -185,8 +185,10 @@ def test_greedy_answers_equal_stock_in_stages(
         text = server.log_text()
     reused = sum(answer.cached_tokens for answer in answers)
     prompts = sum(answer.prompt_tokens for answer in answers)
-    print(f"{outcome.compared} compared, {outcome.differing} differ, at worst by")
-    print(f"{outcome.worst_gap:.4f} nats; {reused} of {prompts} tokens were restored")
+    print(
+        f"{outcome.compared} answers compared, {outcome.differing} differ, at worst by "
+        f"{outcome.worst_gap:.4f} nats; {reused} of {prompts} tokens were restored"
+    )
     print(*outcome.wrong, sep="\n")
     assert variant.says in text
     assert len(outcome.wrong) <= reference.stray, outcome.wrong
