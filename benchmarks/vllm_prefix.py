@@ -94,6 +94,11 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def in_stages(args: argparse.Namespace) -> dict[str, Any]:
+    """The same, in as many stages of a pipeline as are asked for."""
+    return engine_arguments(args) | {"pipeline_parallel_size": args.stages}
+
+
 # --------------------------------------------------------- in an engine's process
 
 
@@ -148,6 +153,7 @@ def start(name: str, args: argparse.Namespace, lane: int) -> Side:
     one = PLUGIN if name == EARLIER else name
     command = [sys.executable, "-m", "benchmarks.vllm_prefix", "--one", one]
     command += ["--model", args.model, "--cache-gib", str(args.cache_gib)]
+    command += [f"--stages={args.stages}"] if args.stages > 1 else []
     variables = {
         "HYBRID_PLUGIN": "1" if name in (PLUGIN, FIXED, EARLIER) else "0",
         # Engines that start together must not write to one compile cache.
@@ -187,7 +193,7 @@ def save(args: argparse.Namespace, results: dict[str, Any]) -> None:
     document = {
         "model": args.model,
         "shapes": MODELS[args.model],
-        "flags": engine_arguments(args),
+        "flags": in_stages(args),
         "machine": machine(),
         "results": results,
     }
@@ -203,6 +209,9 @@ def main() -> int:
     parser.add_argument(
         "--cache-gib", type=int, default=8, help="of each engine (%(default)s)"
     )
+    parser.add_argument(
+        "--stages", type=int, default=1, help="of a pipeline, a GPU each (%(default)s)"
+    )
     parser.add_argument("--only", nargs="*", help="configurations to run")
     parser.add_argument(
         "--earlier",
@@ -217,7 +226,7 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        arguments = engine_arguments(args) | CONFIGURATIONS[args.one]
+        arguments = in_stages(args) | CONFIGURATIONS[args.one]
         asyncio.run(serve(arguments | {"model": str(model_folder(args.model))}))
     else:
         print(table(run_all(args), DEFAULT))

@@ -6,11 +6,14 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hybrid_plugin.config import ConfigError, HybridConfig
+from hybrid_plugin.device.cuda_arena import CudaArena
 from hybrid_plugin.device.host_arena import HostArena
 from hybrid_plugin.device.virtual_arena import VirtualArena
 from hybrid_plugin.engine import elastic_memory
@@ -113,6 +116,36 @@ def test_the_option_limits_what_is_taken() -> None:
         assert memory.held == memory.usable == 3 * MIB - memory.block_bytes
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize(("stages", "stream_alone"), [(1, False), (2, True)])
+def test_stages_wait_for_the_stream_of_their_passes(
+    stages: int, stream_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other streams may wait for what another rank does later."""
+    memory = elastic_memory.take(
+        MIB,
+        HybridConfig(),
+        torch.device("cpu"),
+        block_bytes=16 * KIB,
+        log=LOG,
+        stages=stages,
+    )
+    memory.close()
+    arena = CudaArena.__new__(CudaArena)
+    arena.waits_for_stream = memory.waits_for_stream
+    arena._device = torch.device("cuda", 1)
+    waited: list[tuple[str, torch.device]] = []
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(("stream", device)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: waited.append(("device", device))
+    )
+    arena._wait()
+    assert waited == [("stream" if stream_alone else "device", arena._device)]
 
 
 @pytest.mark.parametrize("available", [-143 * MIB, 0, 8 * KIB - 1])

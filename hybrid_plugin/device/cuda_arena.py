@@ -138,7 +138,10 @@ class CudaArena(VirtualArena):
         self._fill_holes(address, size)
 
     def _wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        if self.waits_for_stream:
+            torch.cuda.current_stream(self._device).synchronize()
+        else:
+            torch.cuda.synchronize(self._device)
 
     # ---------------------------------------------------------------- internal
 

@@ -101,6 +101,11 @@ class VirtualArena(ABC):
         """Bytes taken from the system for ranges, mapped or not."""
         self.created = 0
         """Bytes that were ever taken from the system for ranges."""
+        self.waits_for_stream = False
+        """Whether a move waits for the current stream, and not for the whole device.
+        Set it where other streams wait for other ranks: what those send may come behind
+        work that this process has yet to launch.  Then the stream must be the only one
+        that uses the ranges."""
         self._ranges: list[AddressRange] = []
 
     @property
@@ -200,7 +205,7 @@ class VirtualArena(ABC):
         return None
 
     def unmap(self, spans: Iterable[ByteRange]) -> None:
-        """Turn spans into holes; waits for the work issued so far.
+        """Turn spans into holes; waits for the work issued so far (`_wait`).
 
         Their blocks stay held, for `map` to use.
 
@@ -248,7 +253,8 @@ class VirtualArena(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Wait for the device to do all that was issued to it so far."""
+        """Wait for the device to do all that was issued to it so far, or to the current
+        stream where that is enough."""
 
     # ---------------------------------------------------------------- internal
 

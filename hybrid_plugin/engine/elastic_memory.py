@@ -110,6 +110,7 @@ def take(
     *,
     block_bytes: int,
     log: Logger,
+    stages: int = 1,
 ) -> VirtualArena:
     """Take a rank's cache memory from the system, or as much of it as there is.
 
@@ -119,6 +120,8 @@ def take(
         device: of this rank.
         block_bytes: of the memory, equal on every rank.
         log: where to say how much less there was.
+        stages: of a pipeline.  With several, streams beside the model's wait for other
+            ranks, and none of them uses the pools: `host_memory` is not served there.
 
     Raises:
         ConfigError: if there is next to none.
@@ -139,6 +142,7 @@ def take(
         from hybrid_plugin.device.cuda_arena import CudaArena
 
         memory = CudaArena(budget, device, block_bytes)
+    memory.waits_for_stream = stages > 1
     refusal = memory.hold(memory.usable, partly=True)
     if refusal is not None:
         log.warning(

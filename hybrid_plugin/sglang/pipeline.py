@@ -5,7 +5,8 @@ A scheduler runs on each stage and decides by itself, so all that it decides by 
 equal: pools have as many ids everywhere as fit beside the most layers of each kind, and
 requests bring the time of the first stage along (`clock`).  Several batches are under
 way at once, each at another stage; every stage launches them, and handles their
-results, in one order.
+results, in one order.  A batch's commands run on the stream of its forward pass, behind
+the passes of all batches before it.
 """
 
 from __future__ import annotations
@@ -132,8 +133,6 @@ def obstacles(
     """
     if view.pp_size == 1:
         return
-    if view.device != "cpu":
-        yield "pipeline parallelism is served on CPUs only; use tensor parallelism."
     if view.speculative_algorithm is not None:
         yield (
             "drafts are not served with pipeline parallelism yet; drop "

@@ -124,7 +124,12 @@ def reserve_slots(
     if elastic_memory.is_wanted(options, hindrance, states_alone=states_alone):
         layout = elastic_layout(configurator, kv, lay_out, options, limits, layers)
         taken = elastic_memory.take(
-            available, options, device, block_bytes=limits.block_bytes, log=logger
+            available,
+            options,
+            device,
+            block_bytes=limits.block_bytes,
+            log=logger,
+            stages=get_parallel().pp_size,
         )
         available = elastic.least_of_all_ranks(taken.held) + taken.block_bytes
     host_room = host_copies.room(options)

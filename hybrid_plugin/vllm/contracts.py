@@ -87,6 +87,7 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         "kv_transfer_config",
         "kv_events_config",
     ),
+    HookPoint("vllm.config.vllm:VllmConfig.use_v2_model_runner"),
     *_fields(
         "vllm.config.kv_transfer:KVTransferConfig",
         "kv_connector",

@@ -47,6 +47,7 @@ def take_memory(
         device,
         block_bytes=block_bytes(vllm_config),
         log=logger,
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 
 

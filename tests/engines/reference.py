@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.engines.compare import Comparison, compare
 from tests.engines.conftest import StartServer
-from tests.engines.drivers import Driver
+from tests.engines.drivers import Driver, Model
 from tests.engines.messages import Answer, Ask
 from tests.engines.server import Server
 from tests.engines.traffic import Mix, mixed, next_turns
@@ -43,7 +43,20 @@ def make_reference(
         name: of one of the driver's models.
         folder: where to write the model if it is not the bundled one.
     """
-    entry = driver.models[name]
+    return reference_of(start_server, driver, driver.models[name], folder)
+
+
+def reference_of(
+    start_server: StartServer, driver: Driver, entry: Model, folder: Path
+) -> Reference:
+    """The same of a model that `driver.models` need not have.
+
+    Args:
+        start_server: the fixture.
+        driver: of the engine.
+        entry: the model.
+        folder: where to write the model if it is not the bundled one.
+    """
     model = entry.checkpoint(folder)
     first = mixed(Mix(driver.page_size, requests=FIRST_TURNS))
     whole = _with_logprobs(first)

@@ -310,12 +310,7 @@ def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, {}, False, None),
         ({"pp_size": 1, "device": "cuda"}, {"host_memory": 1 << 20}, True, None),
-        (
-            {"device": "cuda"},
-            {},
-            False,
-            "pipeline parallelism is served on CPUs only; use tensor parallelism.",
-        ),
+        ({"device": "cuda"}, {}, False, None),
         ({"speculative_algorithm": "NGRAM"}, {}, False, "drafts are not served with"),
         ({}, {}, True, "attention windows are not served with pipeline"),
         ({"dp_size": 2}, {}, False, "data parallelism was not tested with pipeline"),

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
-from hybrid_plugin.vllm import patches, pipeline, planning
+from hybrid_plugin.vllm import elastic, patches, pipeline, planning
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.pool_memory import PoolMemory
 from tests.vllm.test_planning import (
@@ -28,6 +28,10 @@ from tests.vllm.test_planning import (
 )
 
 Specs = dict[str, KVCacheSpec]
+FIRST_RUNNER = (
+    "pipeline parallelism on GPUs needs vLLM's second model runner; leave "
+    "VLLM_USE_V2_MODEL_RUNNER and the external launcher out."
+)
 
 
 def stage(pages: int, states: int, first: int) -> Specs:
@@ -107,6 +111,17 @@ def test_elastic_pools_need_stages_that_are_alike(
         planned([stage(2, 1, 0), stage(1, 3, 4)], **block)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_is_a_stage_says_so_when_it_takes_memory(
+    stages: int,
+) -> None:
+    config = config_of(elastic=True)
+    config.parallel_config.pipeline_parallel_size = stages
+    memory = elastic.take_memory(config, 4 << 20, torch.device("cpu"))
+    memory.close()
+    assert memory.waits_for_stream == (stages > 1)
+
+
 def test_a_stage_without_attention_runs_commands_about_pages() -> None:
     first, _ = planned([stage(0, 2, 0), stage(1, 2, 2)])
     memory = PoolMemory()
@@ -139,16 +154,15 @@ def test_what_is_not_served_in_stages(
     assert sentence is not None or found == []
 
 
-def test_gpus_are_told_to_use_tensor_parallelism(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("v2", [False, True])
+def test_gpus_need_the_second_model_runner(
+    v2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
-    config: Any = SimpleNamespace(speculative_config=None)
-    (found,) = pipeline.obstacles(config, HybridConfig())
-    assert (
-        found == "pipeline parallelism is served on CPUs only; use tensor parallelism."
-    )
+    config: Any = SimpleNamespace(speculative_config=None, use_v2_model_runner=v2)
+    found = list(pipeline.obstacles(config, HybridConfig()))
+    assert found == ([] if v2 else [FIRST_RUNNER])
 
 
 def test_a_later_stage_has_room_for_what_the_one_before_sends(

@@ -15,6 +15,7 @@ from tests.engines.drivers.driver import (
     Model,
     Refusal,
     Setup,
+    Stages,
     Variant,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "Model",
     "Refusal",
     "Setup",
+    "Stages",
     "Variant",
     "installed_driver",
 ]

@@ -86,6 +86,31 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """How an engine is tested in two stages of a pipeline."""
+
+    flags: tuple[str, ...]
+    """Of every server, the engine alone too."""
+    models: Mapping[str, Model]
+    """`quick` names those of the variants that each is tested with, always."""
+    variants: Mapping[str, Variant]
+    elastic_budget: int
+    """Bytes that are too few for both pools of a stage of the first model at once."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The same as `flags`."""
+
+    def setup(self, **more: Any) -> dict[str, Any]:
+        """Fields of `Setup` for a server in stages.
+
+        Args:
+            more: other fields; flags and variables come behind those of stages.
+        """
+        more["flags"] = (*self.flags, *more.get("flags", ()))
+        more["environment"] = {**self.environment, **more.get("environment", {})}
+        return more
+
+
+@dataclass(frozen=True)
 class Refusal:
     """A server that must not start, and what it says."""
 
@@ -138,6 +163,10 @@ class Driver(Protocol):
     @property
     def variants(self) -> Mapping[str, Variant]:
         """Ways to run the plugin that equality is tested with."""
+
+    @property
+    def stages(self) -> Stages:
+        """How pipeline parallelism is tested, on GPUs above all."""
 
     @property
     def refusals(self) -> Mapping[str, Refusal]:

@@ -24,6 +24,7 @@ from tests.engines.drivers.driver import (
     Model,
     Refusal,
     Setup,
+    Stages,
     Variant,
 )
 from tests.engines.drivers.process import environment, overheard
@@ -156,8 +157,8 @@ VARIANTS = {
         0.3,
     ),
 }
+TWO_STAGES = {} if ON_GPU else {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 if not ON_GPU:
-    TWO_STAGES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     VARIANTS[STAGES] = Variant(
         {"kernels": "ours", "elastic": True, "gpu_memory_budget": 8 << 20},
         0.3,
@@ -188,6 +189,50 @@ if ON_GPU:
     VARIANTS[PREFILL_GRAPHS] = Variant(
         {"kernels": "ours", "prefill_graphs": True}, 0.4, GRAPH_FLAGS
     )
+
+STAGED_ELASTIC = "elastic, three batches in turn"
+STAGED_LITTLE = "elastic, little memory"
+STAGED_FIXED = "fixed pools, retractions"
+STAGED_OURS = "our kernels, messages beside passes"
+STAGED = {
+    STAGED_ELASTIC: Variant(
+        {"elastic": True, "gpu_memory_budget": (14 if ON_GPU else 8) << 20},
+        0.3,
+        ("--pp-async-batch-depth=1", "--pp-max-micro-batch-size=4"),
+    ),
+    STAGED_LITTLE: Variant(
+        {"elastic": True, "gpu_memory_budget": (8 if ON_GPU else 2) << 20}, 0.02
+    ),
+    STAGED_FIXED: Variant(
+        {},
+        0.05,
+        pools=(1280 // PAGE_SIZE, 12),
+        environment=RETRACTING,
+        preempts=True,
+    ),
+    STAGED_OURS: Variant(
+        {"kernels": "ours"}, 0.4, environment={"SGLANG_PP_COMM_OVERLAP": "1"}
+    ),
+}
+STAGES_OF_A_PIPELINE = Stages(
+    ("--pp-size=2",),
+    {
+        "gated delta net": Model(
+            "qwen3_5",
+            "bfloat16" if ON_GPU else "float32",
+            NEAR_TIE if ON_GPU else 0.0,
+            stray=5 if ON_GPU else 0,
+            quick=(STAGED_ELASTIC, STAGED_FIXED, STAGED_LITTLE),
+        ),
+        "mamba-2, bfloat16": Model(
+            "nemotron_h", "bfloat16", NEAR_TIE, stray=5, quick=(STAGED_OURS,)
+        ),
+    },
+    STAGED,
+    elastic_budget=(8 if ON_GPU else 2) << 20,
+    environment=TWO_STAGES,
+)
+"""SGLang gives both stages of a Nemotron-H memory for all layers."""
 
 REFUSALS = {
     "elastic pools of a fixed size": Refusal(
@@ -256,6 +301,7 @@ class SglangDriver:
     offloading = ("--enable-hierarchical-cache", "--hicache-ratio=16")
     models = MODELS
     variants = VARIANTS
+    stages = STAGES_OF_A_PIPELINE
     refusals = REFUSALS
 
     conflicts = CONFLICTS

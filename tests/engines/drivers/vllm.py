@@ -22,6 +22,7 @@ from tests.engines.drivers.driver import (
     Model,
     Refusal,
     Setup,
+    Stages,
     Variant,
 )
 from tests.engines.drivers.process import environment, overheard
@@ -100,6 +101,8 @@ the 150 answers is often 0.8 nats off: its logits move by 0.3 with how a prompt 
 into chunks alone.  On a CPU without AVX-512, where the stock engine is farther from
 itself, three answers may be as far off."""
 
+GRAPH_SIZES = ("--cudagraph-capture-sizes", "1", "4", "16", "32", "64", "96")
+
 VARIANTS = {
     PREEMPTION: Variant(
         # Few pages, and now and then a request for one is refused.
@@ -118,8 +121,8 @@ VARIANTS = {
         says="prefill of up to 40 tokens",
     ),
 }
+IN_STAGES = ("--pipeline-parallel-size=2",)
 if not ON_GPU:
-    IN_STAGES = ("--pipeline-parallel-size=2",)
     VARIANTS[STAGES] = Variant(
         {"kernels": "ours", "elastic": True, "gpu_memory_budget": 18 << 20},
         0.3,
@@ -145,8 +148,62 @@ if ON_GPU:  # the CPU platform forces synchronous scheduling
     VARIANTS["prefill graphs"] = Variant(
         {"kernels": "ours", "prefill_graphs": True},
         0.4,
-        ("--cudagraph-capture-sizes", "1", "4", "16", "32", "64", "96"),
+        GRAPH_SIZES,
     )
+
+STAGED_ELASTIC = "elastic"
+STAGED_LITTLE = "elastic, little memory"
+STAGED_FIXED = "fixed pools, preemption"
+STAGED_OURS = "our kernels, fixed pools"
+STAGED_GRAPHS = "prefill graphs, elastic"
+STAGED_SYNCHRONOUS = "synchronous"
+STAGED = {
+    STAGED_ELASTIC: Variant(
+        {"elastic": True, "gpu_memory_budget": (14 if ON_GPU else 9) << 20}, 0.3
+    ),
+    STAGED_LITTLE: Variant(
+        {"elastic": True, "gpu_memory_budget": (10 if ON_GPU else 2) << 20}, 0.02
+    ),
+    STAGED_FIXED: Variant(
+        {},
+        0.05,
+        pools=(1280 // PAGE_SIZE, 12),
+        fault="refuse_pages",
+        preempts=True,
+    ),
+    STAGED_OURS: Variant({"kernels": "ours", "elastic": False}, 0.4),
+}
+if ON_GPU:
+    STAGED[STAGED_GRAPHS] = Variant(
+        {
+            "kernels": "ours",
+            "prefill_graphs": True,
+            "elastic": True,
+            "gpu_memory_budget": 14 << 20,
+        },
+        0.3,
+        GRAPH_SIZES,
+        says="passes with prefills",
+    )
+    STAGED[STAGED_SYNCHRONOUS] = Variant({}, 0.4, ("--no-async-scheduling",))
+STAGES_OF_A_PIPELINE = Stages(
+    IN_STAGES,
+    {
+        "mamba-2, float32": Model(
+            "nemotron_h",
+            "float32",
+            0.0,
+            quick=(STAGED_ELASTIC, STAGED_FIXED, STAGED_LITTLE),
+        ),
+        "gated delta net, bfloat16": Model(
+            "bundled", "bfloat16", NEAR_TIE, stray=3, quick=(STAGED_GRAPHS,)
+        ),
+    },
+    STAGED,
+    elastic_budget=(10 if ON_GPU else 2) << 20,
+)
+"""A stage of the first model has a layer with attention and two with states: of a GPU's
+blocks, one holds 4096 tokens or eight slots."""
 
 REFUSALS = {
     "page size the backend refuses": Refusal(
@@ -222,6 +279,7 @@ class VllmDriver:
     offloading = ("--kv-offloading-size=0.0625",)
     models = MODELS
     variants = VARIANTS
+    stages = STAGES_OF_A_PIPELINE
     refusals: Mapping[str, Refusal] = {} if ON_GPU else REFUSALS
     """The sentences name the CPU's backend."""
 
