@@ -74,8 +74,3 @@ def _beside_decodes(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[
             "deterministic is not promised with decode context parallelism, which adds "
             "up what is cached and what is new apart; leave one of them out."
         )
-    if options.prefill_graphs:
-        yield (
-            "prefill_graphs was not tested with decode context parallelism; leave one "
-            "of them out."
-        )

@@ -1490,7 +1490,7 @@ CONTEXT_PARALLEL_HOOKS: tuple[Contract, ...] = (
         ("spec", "dcp_world_size"),
         behaves=_spans_all_ranks,
     ),
-    # Tables have a column for each block of that span, and both runners deal out tokens.
+    # Tables have a column for each such block, and both runners deal out its tokens.
     HookPoint(
         f"{_SPECS}:AttentionSpec.max_num_blocks_per_req",
         ("self", "vllm_config", "max_len"),
