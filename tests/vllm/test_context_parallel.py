@@ -159,8 +159,7 @@ def sentences(
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel), speculative_config=drafts
     )
-    found = context_parallel.obstacles(config, options or HybridConfig())
-    return [one.partition(",")[0].partition(";")[0] for one in found]
+    return list(context_parallel.obstacles(config, options or HybridConfig()))
 
 
 @pytest.fixture
@@ -182,17 +181,26 @@ DEALT = {"decode_context_parallel_size": 2}
         (
             {},
             object(),
-            ["drafts are not served with decode context parallelism yet"],
+            [
+                "drafts are not served with decode context parallelism yet; drop "
+                "--speculative-config."
+            ],
         ),
         (
             {"deterministic": "prefix"},
             None,
-            ["deterministic is not promised with decode context parallelism"],
+            [
+                "deterministic is not promised with decode context parallelism, which "
+                "adds up what is cached and what is new apart; leave one of them out."
+            ],
         ),
         (
             {"host_memory": 1 << 20, "peers": {}},
             None,
-            ["peers is not served with decode context parallelism yet"],
+            [
+                "peers is not served with decode context parallelism yet, whose ranks "
+                "have every other token of a page; leave one of them out."
+            ],
         ),
     ],
 )
@@ -207,14 +215,16 @@ def test_what_is_not_served_beside_it(
 @pytest.mark.usefixtures("_gpu")
 def test_prefills_are_not_divided_among_ranks() -> None:
     assert sentences(prefill_context_parallel_size=2) == [
-        "prefill context parallelism is not supported yet"
+        "prefill context parallelism is not supported yet; drop "
+        "--prefill-context-parallel-size."
     ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_attention_on_cpus_has_it_not() -> None:
     assert sentences(**DEALT) == [
-        "vLLM's attention on CPUs has no decode context parallelism"
+        "vLLM's attention on CPUs has no decode context parallelism; drop "
+        "--decode-context-parallel-size."
     ]
 
 
