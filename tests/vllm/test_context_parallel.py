@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool
-from hybrid_plugin.vllm import context_parallel, page_size, planning
+from hybrid_plugin.vllm import context_parallel, lone_rank, page_size, planning
 from hybrid_plugin.vllm.kernels import prefill_graphs
 from hybrid_plugin.vllm.manager import HybridKVCacheManager
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
@@ -240,6 +240,16 @@ def test_prefills_replay_no_graphs_beside_it() -> None:
     assert prefill_graphs.are_wanted(None, config, layers, "cuda") is False
     with pytest.raises(ConfigError, match="decode context parallelism"):
         prefill_graphs.are_wanted(True, config, layers, "cuda")
+
+
+def test_a_rank_without_peers_makes_nothing_that_meets_them() -> None:
+    """`hybrid-plugin doctor` makes layers alone; others make it as before."""
+    from vllm.v1.attention.ops.dcp import MLADCPManager
+
+    with lone_rank._without_exchanges(config_of(page_ranks=2)):
+        MLADCPManager(peers=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        MLADCPManager(peers=None)  # type: ignore[call-arg]
 
 
 # ----------------------------------------------------------------- page size
