@@ -3,11 +3,12 @@
 
     python -m tests.engines.context_parallel_phases FOLDER NAME ...
 
-writes models into the folder and serves each name among `SERVED` by the plugin, all in
-this process.  Then vLLM without a cache answers the same prompts: on two ranks, and on
-two ranks that share out KV, which says how far vLLM is from itself.  At last it says
-what is wrong with each, and ends with 1 if something is.  Where there are not two GPUs
-everything runs on one rank: to try this script.
+writes models into the folder, but those that are there already, and serves each name
+among `SERVED` by the plugin, all in this process.  Then vLLM without a cache answers
+the same prompts: on two ranks, and on two ranks that share out KV, which says how far
+vLLM is from itself.  At last it says what is wrong with each, and ends with 1 if
+something is.  Where there are not two GPUs everything runs on one rank: to try this
+script.
 """
 
 from __future__ import annotations
@@ -103,6 +104,13 @@ KINDS: Mapping[str, Callable[[Path], Path]] = {
     "latent": partial(slow_decay.write_kimi_linear, first_k_dense_replace=4),
 }
 """Without experts of which some are chosen, for rounding chooses among them, too."""
+
+
+def write(folder: Path, kind: str) -> Path:
+    """Write a model of a kind, unless it is there."""
+    if folder.exists():
+        return folder
+    return slow_decay.sharpen_attention(KINDS[kind](folder))
 
 
 def prompts(seed: int, lengths: Iterable[int]) -> Tokens:
@@ -409,10 +417,7 @@ def _ranks() -> range:
 def main(folder: Path, names: Sequence[str]) -> int:
     """Print a line for each phase, and at last one line of JSON."""
     kinds = dict.fromkeys(SERVED[name].kind for name in names)
-    models = {
-        kind: slow_decay.sharpen_attention(KINDS[kind](folder / kind.replace(" ", "-")))
-        for kind in kinds
-    }
+    models = {kind: write(folder / kind.replace(" ", "-"), kind) for kind in kinds}
     asked: dict[str, dict[str, Asked]] = {}
     found: dict[str, Found] = {}
     for name in names:
@@ -429,8 +434,13 @@ def main(folder: Path, names: Sequence[str]) -> int:
             if SERVED[name].kind == kind
             for phase, one in of.items()
         ]
-        if phases:
-            _compare(model, phases, found)
+        try:
+            if phases:
+                _compare(model, phases, found)
+        except Exception:
+            _say(f"{kind} was NOT COMPARED\n{traceback.format_exc()}")
+            for name, _, _ in phases:
+                found[name]["error"] = "vLLM without a cache failed"
     for name in names:
         found[name]["wrong"] = problems(name, found[name])
         for one in found[name]["wrong"]:
@@ -445,17 +455,18 @@ def _compare(
     model: Path, phases: Sequence[tuple[str, str, Asked]], found: dict[str, Found]
 ) -> None:
     """Have vLLM answer what the plugin answered, and note how far they are apart."""
-    said = {}
-    for kind, arguments in (("stock", RANKS), ("dealt", DEALT)):
-        reference = Reference(model, arguments)
-        said[kind] = [reference.answers(one) for _, _, one in phases]
-        reference.close()
+    stock_said = _said(model, RANKS, phases)
+    try:
+        dealt_said = _said(model, DEALT, phases)
+    except Exception:
+        _say(f"vLLM's own ranks FAILED\n{traceback.format_exc()}")
+        dealt_said = stock_said
     for index, (name, phase, one) in enumerate(phases):
-        stock = said["stock"][index]
+        stock = stock_said[index]
         result = judge(stock, one.answers) | {
             "cached": [answer.cached_tokens for answer in one.answers],
             "prompts": [len(prompt) for prompt in one.prompts],
-            "noise": judge(stock, said["dealt"][index]),
+            "noise": judge(stock, dealt_said[index]),
         }
         found[name].setdefault("phases", {})[phase] = result
         noise = result["noise"]
@@ -466,6 +477,17 @@ def _compare(
             f"(own: {noise['differing']}, {noise['worst_gap']:.3f}); restored "
             f"{result['cached']} of {result['prompts']}"
         )
+
+
+def _said(
+    model: Path, arguments: Mapping[str, Any], phases: Sequence[tuple[str, str, Asked]]
+) -> list[list[Answer]]:
+    """What vLLM without a cache answers in each phase."""
+    reference = Reference(model, arguments)
+    try:
+        return [reference.answers(one) for _, _, one in phases]
+    finally:
+        reference.close()
 
 
 def _say(line: str) -> None:
