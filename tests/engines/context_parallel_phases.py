@@ -374,7 +374,8 @@ def problems(name: str, found: Found) -> list[str]:
         for phase in (WRONG if SERVED[name].tells_pages else WRONG[:1])
         if phase in phases and phases[phase]["apart"] < bounds["apart"]
     ]
-    if found["page_size"] != found["rows"] * len(_ranks()):
+    ranks = DEALT.get("decode_context_parallel_size", 1)
+    if found["page_size"] != found["rows"] * ranks:
         wrong.append(f"{found['rows']} rows are no page of {found['page_size']} tokens")
     if found["capacity"] != (found["pages"] - 1) * found["page_size"]:
         wrong.append(f"{found['pages']} pages hold no {found['capacity']} tokens")
@@ -408,10 +409,6 @@ def _forgotten_problems(found: Found) -> Iterator[str]:
         yield f"second: {sum(second['cached'])} tokens of {sum(second['prompts'])}"
     if ON_GPU and not stats["host_hit_tokens"] > 0.2 * stats["hit_tokens"]:
         yield f"the host gave {stats['host_hit_tokens']} of {stats['hit_tokens']}"
-
-
-def _ranks() -> range:
-    return range(DEALT.get("decode_context_parallel_size", 1))
 
 
 def main(folder: Path, names: Sequence[str]) -> int:
