@@ -22,6 +22,7 @@ from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.runtime_context import get_parallel
 
 from hybrid_plugin.config import HybridConfig
+from hybrid_plugin.engine import untried
 from hybrid_plugin.engine.stages import stages_differ, unserved_options
 from hybrid_plugin.sglang.cache_kinds import kept_beside
 
@@ -133,6 +134,8 @@ def obstacles(
     """
     if view.pp_size == 1:
         return
+    if view.device != "cpu" and untried.is_refused(untried.STAGES):
+        yield "pipeline parallelism is served on CPUs only; use tensor parallelism."
     if view.speculative_algorithm is not None:
         yield (
             "drafts are not served with pipeline parallelism yet; drop "

@@ -21,6 +21,7 @@ from hybrid_plugin.config import (
 )
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.vllm import (
+    context_parallel,
     deterministic,
     offloading,
     pipeline,
@@ -317,12 +318,7 @@ def conflicts(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if parallel.pipeline_parallel_size > 1:
         yield from pipeline.obstacles(vllm_config, read_options(vllm_config))
-    for phase in ("decode", "prefill"):
-        if getattr(parallel, f"{phase}_context_parallel_size", 1) > 1:
-            yield (
-                "context parallelism is not supported yet; drop "
-                f"--{phase}-context-parallel-size."
-            )
+    yield from context_parallel.obstacles(vllm_config, read_options(vllm_config))
     if parallel.use_ubatching:
         yield (
             "passes that are split in two keep no states inside; drop --enable-dbo and "

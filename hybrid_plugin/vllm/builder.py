@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_config_builder import KVCacheConfigBuilder
 
 from hybrid_plugin.core.memory.layout import PoolSizes
-from hybrid_plugin.vllm import planning
+from hybrid_plugin.vllm import context_parallel, planning
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +26,8 @@ class HybridConfigBuilder(KVCacheConfigBuilder):
         self, vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
     ) -> list[KVCacheGroupSpec]:
         """Group the layers as `planning.plan` does."""
-        return planning.make_groups(kv_cache_spec)
+        ranks = context_parallel.page_ranks(vllm_config)
+        return planning.make_groups(kv_cache_spec, ranks)
 
     def get_kv_cache_config_from_groups(
         self,

@@ -7,6 +7,7 @@ Importing this module does not import vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from hybrid_plugin.engine.kernel_choice import Mixer
@@ -24,6 +25,15 @@ def _returns_the_table(function: Callable[..., Any]) -> str | None:
         block_table=table, seq_lens=None, kv_cache_spec=None, mamba_cache_mode="none"
     )
     return None if returned is table else "changes the block table in mode 'none'"
+
+
+def _spans_all_ranks(function: Callable[..., Any]) -> str | None:
+    """A block of attention layers holds the tokens of all ranks that it is dealt to."""
+    spans = [
+        function(SimpleNamespace(block_size=16, dcp_sharded=dealt), 2)
+        for dealt in (True, False)
+    ]
+    return None if spans == [32, 16] else f"says that blocks of 16 rows span {spans}"
 
 
 def _fields(cls: str, *names: str) -> tuple[HookPoint, ...]:
@@ -137,7 +147,9 @@ OPTION_HOOKS: tuple[Contract, ...] = (
         f"{_SCHEDULING}.get_scheduler_cls", ("self",), mentions=("scheduler_cls",)
     ),
     *_fields(_PARALLEL, "worker_cls", "pipeline_parallel_size"),
-    *_fields(_PARALLEL, "decode_context_parallel_size"),
+    *_fields(
+        _PARALLEL, "decode_context_parallel_size", "prefill_context_parallel_size"
+    ),
     HookPoint(f"{_PARALLEL}.local_world_size"),
     *_fields(_PARALLEL, "data_parallel_size_local", "enable_elastic_ep"),
     HookPoint(f"{_PARALLEL}.use_ubatching", mentions=("enable_dbo", "ubatch_size")),
@@ -211,7 +223,7 @@ PLANNING_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(f"{_SPECS}:KVCacheConfig.num_blocks_of", ("self", "tensor"), closed=True),
     *_fields(f"{_SPECS}:KVCacheGroupSpec", "layer_names", "kv_cache_spec"),
-    *_fields(f"{_SPECS}:KVCacheSpec", "block_size", "page_size_bytes"),
+    *_fields(f"{_SPECS}:KVCacheSpec", "block_size", "page_size_bytes", "dcp_sharded"),
     HookPoint(f"{_SPECS}:FullAttentionSpec"),
     HookPoint(f"{_SPECS}:MLAAttentionSpec"),
     HookPoint(f"{_SPECS}:SlidingWindowSpec.sliding_window"),
@@ -1484,6 +1496,34 @@ HIT_CHECK_HOOKS: tuple[Contract, ...] = (
 )
 """Requests of our own, and what comes of them."""
 
+_V2_TABLES = "vllm.v1.worker.gpu.block_table:BlockTables"
+CONTEXT_PARALLEL_HOOKS: tuple[Contract, ...] = (
+    *_fields(_PARALLEL, "cp_kv_cache_interleave_size"),
+    HookPoint(
+        f"{_NAMES}:resolve_dcp_kv_block_size",
+        ("spec", "dcp_world_size"),
+        behaves=_spans_all_ranks,
+    ),
+    # Tables have a column for each such block, and both runners deal out its tokens.
+    HookPoint(
+        f"{_SPECS}:AttentionSpec.max_num_blocks_per_req",
+        ("self", "vllm_config", "max_len"),
+        mentions=("decode_context_parallel_size", "dcp_sharded", "block_size"),
+    ),
+    HookPoint(f"{_SPECS}:MambaSpec.max_num_blocks_per_req", own=True),
+    HookPoint(
+        f"{_V2_TABLES}.compute_slot_mappings",
+        ("self",),
+        mentions=("dcp_sharded", "cp_rank", "cp_size", "cp_interleave"),
+    ),
+    HookPoint(
+        "vllm.v1.worker.block_table:BlockTable.compute_slot_mapping",
+        ("self",),
+        mentions=("dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size"),
+    ),
+)
+"""How tokens are dealt out to the ranks of decode context parallelism."""
+
 ENGINE_HOOKS = (
     *OPTION_HOOKS,
     *CORE_HOOKS,
@@ -1504,6 +1544,7 @@ HOOKS: tuple[Contract, ...] = (
     *ATTENTION_IN_GRAPHS,
     *PEER_HOOKS,
     *HIT_CHECK_HOOKS,
+    *CONTEXT_PARALLEL_HOOKS,
     *SPECULATION_HOOKS,
     *STOP_HOOKS,
     *REPLAY_HOOKS,

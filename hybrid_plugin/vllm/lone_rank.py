@@ -16,6 +16,8 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid_plugin.vllm.context_parallel import page_ranks
+
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
@@ -43,6 +45,7 @@ def built(config: VllmConfig) -> Iterator[None]:
             set_current_vllm_config(config),
             set_default_torch_dtype(config.model_config.dtype),
             torch.device("meta"),
+            _without_exchanges(config),
         ):
             initialize_model(config)
             _make_draft_layers(config)
@@ -96,6 +99,27 @@ def _make_workspace() -> None:
 
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(torch.device("meta"))
+
+
+@contextmanager
+def _without_exchanges(config: VllmConfig) -> Iterator[None]:
+    """Make nothing by which ranks that share out latent KV exchange what they read: it
+    takes memory in common with the peers, and keeps nothing of a sequence."""
+    if page_ranks(config) == 1:
+        yield
+        return
+    from vllm.v1.attention.ops.dcp import MLADCPManager
+
+    make = MLADCPManager.__init__
+    MLADCPManager.__init__ = _make_nothing
+    try:
+        yield
+    finally:
+        MLADCPManager.__init__ = make
+
+
+def _make_nothing(*_: object, **__: object) -> None:
+    """In place of an initializer."""
 
 
 @contextmanager

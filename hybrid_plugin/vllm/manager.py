@@ -40,6 +40,7 @@ from hybrid_plugin.vllm.peers import tokens_for_others
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, pools_of
 from hybrid_plugin.vllm.reports import Report
 from hybrid_plugin.vllm.requests import VllmRequest
+from hybrid_plugin.vllm.specs import tokens_in_page
 from hybrid_plugin.vllm.speculation.steps import DraftSteps
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class _GroupView:
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.kv_cache_spec = spec
-        self.block_size = spec.block_size
+        self.block_size = tokens_in_page(spec)
 
 
 class _Coordinator:

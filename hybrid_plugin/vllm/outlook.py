@@ -140,7 +140,13 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
     """Plan for the layers that the model has."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    from hybrid_plugin.vllm import page_layout, page_size, planning, servable
+    from hybrid_plugin.vllm import (
+        context_parallel,
+        page_layout,
+        page_size,
+        planning,
+        servable,
+    )
 
     with lone_rank.built(config):
         layers = config.compilation_config.static_forward_context
@@ -159,7 +165,7 @@ def _lay_out(config: VllmConfig) -> CacheLayout:
         page_size.choose(config)
         packed = page_layout.obstacle(config) is None
         return planning.make_layout(
-            planning.make_groups(specs()),
+            planning.make_groups(specs(), context_parallel.page_ranks(config)),
             packed=packed,
             page_size=config.cache_config.block_size,
         )

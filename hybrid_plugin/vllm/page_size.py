@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
 from hybrid_plugin.engine import sizing
 from hybrid_plugin.vllm.activation import read_options
+from hybrid_plugin.vllm.context_parallel import page_ranks, tokens_in_turn
 from hybrid_plugin.vllm.servable import UnservableError
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ _BY_BLOCK_COUNT = {"FLEX_ATTENTION"}
 
 
 def choose(vllm_config: VllmConfig) -> None:
-    """Set the engine's block size to the page size; called once layers exist.
+    """Set the engine's block size by the page size; called once layers exist.
+
+    vLLM's block size is what one rank has of a page.
 
     Raises:
         UnservableError: if no page size suits every attention backend, or the one
@@ -41,11 +44,13 @@ def choose(vllm_config: VllmConfig) -> None:
             f"the attention backend {name} sizes its tables by vLLM's own count of "
             "blocks; choose another one by --attention-backend."
         )
+    ranks, turn = page_ranks(vllm_config), tokens_in_turn(vllm_config)
     with set_current_vllm_config(vllm_config):
         accepted = [
-            size
-            for size in range(1, _LARGEST + 1)
-            if all(backend.supports_block_size(size) for backend in backends)
+            rows * ranks
+            for rows in range(1, _LARGEST + 1)
+            if all(backend.supports_block_size(rows) for backend in backends)
+            and not rows % turn
         ]
     asked = _asked(vllm_config)
     names = ", ".join(backend.get_name() for backend in backends)
@@ -62,7 +67,7 @@ def choose(vllm_config: VllmConfig) -> None:
             f"takes {some}, ...; change page_size or --block-size, or leave them out."
         )
     size = asked or next((s for s in accepted if s >= DEFAULT_PAGE_SIZE), accepted[-1])
-    cache.block_size = size
+    cache.block_size = size // ranks
 
 
 def of_states(vllm_config: VllmConfig) -> int:
@@ -77,6 +82,10 @@ def of_states(vllm_config: VllmConfig) -> int:
 def _asked(vllm_config: VllmConfig) -> int | None:
     """Tokens in a page that the user asked for."""
     cache = vllm_config.cache_config
-    flag = cache.block_size if cache.user_specified_block_size else None
-    options = read_options(vllm_config)
-    return sizing.asked_page_size(options, "--block-size", flag)
+    options, flag = read_options(vllm_config), "--block-size"
+    if not cache.user_specified_block_size:
+        return sizing.asked_page_size(options, flag, None)
+    rows, ranks = cache.block_size, page_ranks(vllm_config)
+    if ranks > 1:
+        flag += f" {rows} on {ranks} ranks, which makes pages of"
+    return sizing.asked_page_size(options, flag, rows * ranks)

@@ -129,7 +129,7 @@ def patch_config() -> None:
     def wrapper(original: Callable[..., None], config: VllmConfig) -> None:
         model = config.model_config
         if model is not None and not getattr(model, "config_updated", False):
-            from hybrid_plugin.vllm import activation
+            from hybrid_plugin.vllm import activation, context_parallel
 
             if not switched_off_by_environment() and activation.is_candidate(
                 config, activation.read_options(config)
@@ -147,6 +147,8 @@ def patch_config() -> None:
                     require(contracts.SPECULATION_HOOKS)
                 if activation.read_options(config).peers is not None:
                     require(contracts.PEER_HOOKS)
+                if context_parallel.page_ranks(config) > 1:
+                    require(contracts.CONTEXT_PARALLEL_HOOKS)
                 if activation.read_options(config).verify_fraction:
                     require(contracts.HIT_CHECK_HOOKS)
                 _warn_if_untested()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hybrid_plugin.engine import untried
 from hybrid_plugin.engine.stages import unserved_options
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def obstacles(vllm_config: VllmConfig, options: HybridConfig) -> Iterator[str]:
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu() and untried.is_refused(untried.STAGES):
+        yield "pipeline parallelism is served on CPUs only; use tensor parallelism."
     if vllm_config.speculative_config is not None:
         yield (
             "drafts are not served with pipeline parallelism yet; drop "

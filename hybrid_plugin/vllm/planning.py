@@ -29,12 +29,23 @@ from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.engine import elastic_memory, host_memory, sizing
 from hybrid_plugin.engine.sizing import CachePlan, EngineLimits
 from hybrid_plugin.engine.stages import stages_differ
-from hybrid_plugin.vllm import addressing, elastic, page_layout, page_size
+from hybrid_plugin.vllm import (
+    addressing,
+    context_parallel,
+    elastic,
+    page_layout,
+    page_size,
+)
 from hybrid_plugin.vllm.activation import logger, read_options
 from hybrid_plugin.vllm.kernels import agreement
 from hybrid_plugin.vllm.ranks import on_this_machine
 from hybrid_plugin.vllm.servable import UnservableError
-from hybrid_plugin.vllm.specs import is_page_spec, to_pool_spec, window_of
+from hybrid_plugin.vllm.specs import (
+    is_page_spec,
+    to_pool_spec,
+    tokens_in_page,
+    window_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -129,24 +140,30 @@ class HybridKVCacheConfig(KVCacheConfig):
         return False
 
 
-def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
+def make_groups(
+    specs: Mapping[str, KVCacheSpec], page_ranks: int = 1
+) -> list[KVCacheGroupSpec]:
     """Group layers with equal specs: full attention, windows, states.
 
     All groups with one window use the same page ids, all state groups the
     sequence's slot id, so layers that cannot share a group cost no second
     allocation.  There may be state layers alone.
 
+    Args:
+        specs: what the layers declare.
+        page_ranks: to which vLLM deals out the tokens of a page.
+
     Raises:
         UnservableError: for layers that the plugin has no pools for.
     """
     by_spec: defaultdict[KVCacheSpec, list[str]] = defaultdict(list)
     for layer, spec in specs.items():
-        by_spec[to_pool_spec(layer, spec)].append(layer)
+        by_spec[to_pool_spec(layer, spec, page_ranks)].append(layer)
     ordered = sorted(by_spec.items(), key=lambda item: _rank(item[0]))
     groups = [KVCacheGroupSpec(layers, spec) for spec, layers in ordered]
     if not groups:
         raise UnservableError("the model's layers keep nothing for later tokens.")
-    page_sizes = {g.kv_cache_spec.block_size for g in _page_groups(groups)}
+    page_sizes = {tokens_in_page(g.kv_cache_spec) for g in _page_groups(groups)}
     if len(page_sizes) > 1:
         raise UnservableError(
             "the plugin needs attention layers that agree on one page size."
@@ -157,7 +174,7 @@ def make_groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
 
 
 def groups_of_ranks(
-    worker_specs: Sequence[Mapping[str, KVCacheSpec]],
+    worker_specs: Sequence[Mapping[str, KVCacheSpec]], page_ranks: int = 1
 ) -> list[list[KVCacheGroupSpec]]:
     """The groups of each rank: the same in the same order, with the layers it has.
 
@@ -165,12 +182,13 @@ def groups_of_ranks(
 
     Args:
         worker_specs: what the layers of each rank declare.
+        page_ranks: as of `make_groups`.
 
     Raises:
         UnservableError: as `make_groups` does.
     """
     merged = {name: spec for specs in worker_specs for name, spec in specs.items()}
-    groups = make_groups(merged)
+    groups = make_groups(merged, page_ranks)
     return [
         [
             KVCacheGroupSpec(
@@ -229,7 +247,7 @@ def make_layout(
     pages = _page_groups(groups)
     states = [g for g in groups if not is_page_spec(g.kv_cache_spec)]
     return CacheLayout(
-        page_size=pages[0].kv_cache_spec.block_size if pages else page_size,
+        page_size=tokens_in_page(pages[0].kv_cache_spec) if pages else page_size,
         attention=tuple(
             AttentionGroup(
                 tuple(g.layer_names),
@@ -357,7 +375,7 @@ def plan(
     Raises:
         ConfigError: if one sequence of the maximum length does not fit.
     """
-    ranks = groups_of_ranks(worker_specs)
+    ranks = groups_of_ranks(worker_specs, context_parallel.page_ranks(vllm_config))
     groups = _largest(ranks)
     are_alike = _are_alike(ranks)
     fixed = make_layout(groups, page_size=_page_size(vllm_config, groups))
@@ -428,7 +446,7 @@ def _warm_up_ids(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) ->
     """Ids that vLLM's warm-up hands out to one request, one after the other.
 
     It is given pages for a prompt and some decode steps with all drafts, and a row of
-    slots, in every group.
+    slots, in every group.  Pages are counted by the rows of one rank.
     """
     row = 1 + vllm_config.num_speculative_tokens
     tokens = 1 + row + _WARM_UP_STEPS * row + vllm_config.num_lookahead_tokens
@@ -449,7 +467,7 @@ def capacity(vllm_config: VllmConfig, config: HybridKVCacheConfig) -> tuple[int,
 def _page_size(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
     """Tokens in a page: as the layers with pages have it, or as the user asks."""
     for group in _page_groups(groups):
-        return group.kv_cache_spec.block_size
+        return tokens_in_page(group.kv_cache_spec)
     return page_size.of_states(vllm_config)
 
 

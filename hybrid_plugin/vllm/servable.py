@@ -122,7 +122,7 @@ def find_out(
     Raises:
         ConfigError: for an option of the plugin that does not suit the model.
     """
-    from hybrid_plugin.vllm import page_size, planning
+    from hybrid_plugin.vllm import context_parallel, page_size, planning
     from hybrid_plugin.vllm.speculation import serving
 
     if not vllm_config.scheduler_config.enable_chunked_prefill:
@@ -132,7 +132,7 @@ def find_out(
     try:
         page_size.choose(vllm_config)
         found = dict(specs())
-        planning.make_groups(found)
+        planning.make_groups(found, context_parallel.page_ranks(vllm_config))
         return serving.obstacle_of_layers(vllm_config, found)
     except UnservableError as error:
         return str(error)

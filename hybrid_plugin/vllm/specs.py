@@ -41,6 +41,20 @@ from hybrid_plugin.vllm.servable import UnservableError
 register_all_kvcache_specs(get_current_vllm_config_or_none())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _InPages:
+    """What the specs of pages have beside vLLM's fields."""
+
+    page_ranks: int = 1
+    """Ranks to which the tokens of a page are dealt out; each has `block_size` rows for
+    its own."""
+
+
+def tokens_in_page(spec: KVCacheSpec) -> int:
+    """Tokens in a page of a spec of ours: the rows that all its ranks have."""
+    return spec.block_size * (spec.page_ranks if isinstance(spec, _InPages) else 1)
+
+
 def _refuse(spec: KVCacheSpec) -> NoReturn:
     raise RuntimeError(
         f"vLLM asked for its own manager of {type(spec).__name__}: it runs its own "
@@ -63,7 +77,7 @@ class _NoSlotManager(MambaManager):
     manager_class=_NoPageManager, uniform_type_base_spec=FullAttentionSpec
 )
 @dataclass(frozen=True, kw_only=True)
-class PageSpec(FullAttentionSpec):
+class PageSpec(_InPages, FullAttentionSpec):
     """KV of one attention layer, in pages of the KV pool."""
 
 
@@ -71,7 +85,7 @@ class PageSpec(FullAttentionSpec):
     manager_class=_NoPageManager, uniform_type_base_spec=FullAttentionSpec
 )
 @dataclass(frozen=True, kw_only=True)
-class LatentPageSpec(MLAAttentionSpec):
+class LatentPageSpec(_InPages, MLAAttentionSpec):
     """Latent KV of one MLA layer, in pages of the KV pool."""
 
 
@@ -115,8 +129,13 @@ _OURS: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
 }
 
 
-def to_pool_spec(layer: str, spec: KVCacheSpec) -> KVCacheSpec:
+def to_pool_spec(layer: str, spec: KVCacheSpec, page_ranks: int = 1) -> KVCacheSpec:
     """Return our spec for what `layer` declares.
+
+    Args:
+        layer: its name.
+        spec: what it declares.
+        page_ranks: to which vLLM deals out the tokens of attention layers.
 
     Raises:
         UnservableError: for a kind of layer that the plugin has no pool for.
@@ -135,6 +154,13 @@ def to_pool_spec(layer: str, spec: KVCacheSpec) -> KVCacheSpec:
             "KV of its tokens."
         )
     values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
+    if spec.dcp_sharded and page_ranks > 1:
+        if not issubclass(ours, _InPages):
+            raise UnservableError(
+                f"vLLM has no decode context parallelism for layer {layer}, which has "
+                "a window; drop --decode-context-parallel-size."
+            )
+        values["page_ranks"] = page_ranks
     if isinstance(spec, MambaSpec):
         values["page_size_padded"] = None
     return ours(**values)
@@ -163,5 +189,6 @@ __all__ = [
     "WindowPageSpec",
     "is_page_spec",
     "to_pool_spec",
+    "tokens_in_page",
     "window_of",
 ]

@@ -53,6 +53,7 @@ def hybrid_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         model_config=SimpleNamespace(
             is_hybrid=True, is_attention_free=False, has_inner_state=True
         ),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=None,
         additional_config={},
     )
@@ -119,6 +120,20 @@ def test_peers_are_refused_by_name(
 ) -> None:
     options = {"host_memory": 1 << 20, "peers": {}}
     hybrid_model.additional_config = {"hybrid_plugin": options}
+    take_away(contract, "vllm", monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
+        VllmConfig.try_verify_and_update_config(hybrid_model)
+    assert contract.target in str(refusal.value)
+
+
+@pytest.mark.parametrize("contract", _used(contracts.CONTEXT_PARALLEL_HOOKS))
+def test_context_parallelism_is_refused_by_name(
+    contract: Contract,
+    hybrid_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    hybrid_model.parallel_config.decode_context_parallel_size = 2
     take_away(contract, "vllm", monkeypatch, tmp_path)
     with pytest.raises(ConfigError, match="does not fit vLLM") as refusal:
         VllmConfig.try_verify_and_update_config(hybrid_model)

@@ -39,6 +39,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+ONE_KV_HEAD: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 64}
+"""Attention that two ranks cannot divide by its heads of KV."""
+
 _STATES_ALONE: dict[str, Any] = {
     "vocab_size": 264,
     "hidden_size": 128,
@@ -69,7 +72,7 @@ WINDOW = 64
 
 
 def write_nemotron_h(
-    folder: Path, seed: int = 0, sliding_window: int | None = None
+    folder: Path, seed: int = 0, sliding_window: int | None = None, **changed: Any
 ) -> Path:
     """Write a Nemotron-H (Mamba-2, attention, MLP) of about a million weights."""
     from transformers import NemotronHConfig
@@ -80,7 +83,7 @@ def write_nemotron_h(
         "num_hidden_layers": len(pattern),
     }
     config = NemotronHConfig(
-        **SMALL,
+        **SMALL | changed,
         **layers,
         ssm_state_size=64,
         mamba_num_heads=4,
@@ -227,17 +230,19 @@ def write_qwen3_5(folder: Path, seed: int = 0) -> Path:
     return _write(config, folder, seed, full_attention_interval=4)
 
 
-def write_qwen3_next(folder: Path, seed: int = 0) -> Path:
+def write_qwen3_next(folder: Path, seed: int = 0, **changed: Any) -> Path:
     """Write a Qwen3-Next (gated delta nets, attention, experts) of that size."""
     from transformers import Qwen3NextConfig
 
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
     config = Qwen3NextConfig(
-        **QWEN3_5,
+        **QWEN3_5 | experts | changed,
         rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
     )
     return _write(config, folder, seed, full_attention_interval=4)
 
@@ -713,7 +718,7 @@ def write_jet_nemotron(folder: Path, seed: int = 0) -> Path:
     return _write_reference("jet_nemotron", config, folder, seed)
 
 
-def write_kimi_linear(folder: Path, seed: int = 0) -> Path:
+def write_kimi_linear(folder: Path, seed: int = 0, **changed: Any) -> Path:
     """Write a Kimi Linear (Kimi delta attention, latent attention, experts)."""
     from transformers import KimiLinearConfig
 
@@ -748,6 +753,7 @@ def write_kimi_linear(folder: Path, seed: int = 0) -> Path:
         "use_grouped_topk": True,
         "routed_scaling_factor": 2.446,
         "tie_word_embeddings": False,
+        **changed,
     }
     small = {name: value for name, value in SMALL.items() if name != "head_dim"}
     config = KimiLinearConfig(**small | published)
@@ -836,6 +842,25 @@ def _rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def sharpen_attention(folder: Path) -> Path:
+    """Have attention layers of a checkpoint look at few tokens, whose KV then counts.
+
+    Random ones look at all alike, and KV that is missing here and there changes little.
+    Scores become six times as large, or three times where they are normed.
+    """
+
+    def sharpen(tensors: Tensors) -> None:
+        normed = [name for name in tensors if name.endswith("q_norm.weight")]
+        for name in normed:
+            tensors[name] += 2  # to ones, or to zeros to which one is added
+        for name in tensors.keys() if not normed else ():
+            if name.endswith("q_proj.weight"):
+                tensors[name] *= 6
+
+    _rewrite(folder, sharpen)
+    return folder
 
 
 def _cut_convolutions(tensors: Tensors, sizes: list[int]) -> None:

@@ -17,6 +17,7 @@ from sglang.srt.runtime_context import get_context
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.engine import untried
 from hybrid_plugin.sglang import cache_kinds, pipeline, planning
 from hybrid_plugin.sglang.clock import RankClock
 from hybrid_plugin.sglang.parking import park_paused
@@ -310,7 +311,12 @@ def no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, {}, False, None),
         ({"pp_size": 1, "device": "cuda"}, {"host_memory": 1 << 20}, True, None),
-        ({"device": "cuda"}, {}, False, None),
+        (
+            {"device": "cuda"},
+            {},
+            False,
+            "pipeline parallelism is served on CPUs only; use tensor parallelism.",
+        ),
         ({"speculative_algorithm": "NGRAM"}, {}, False, "drafts are not served with"),
         ({}, {}, True, "attention windows are not served with pipeline"),
         ({"dp_size": 2}, {}, False, "data parallelism was not tested with pipeline"),
@@ -336,6 +342,14 @@ def test_what_is_not_served_in_stages(
     else:
         (only,) = found
         assert only.startswith(sentence)
+
+
+def test_stages_on_gpus_can_be_tried(
+    no_kind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(untried.TRIED, untried.STAGES)
+    on_gpu, options = view(device="cuda"), HybridConfig()
+    assert list(pipeline.obstacles(on_gpu, options, None, windows=False)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
 
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Copy, Pool, Zero
+from hybrid_plugin.engine import untried
 from hybrid_plugin.vllm import elastic, patches, pipeline, planning
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig
 from hybrid_plugin.vllm.pool_memory import PoolMemory
@@ -28,6 +29,7 @@ from tests.vllm.test_planning import (
 )
 
 Specs = dict[str, KVCacheSpec]
+UNTRIED = "pipeline parallelism is served on CPUs only; use tensor parallelism."
 FIRST_RUNNER = (
     "pipeline parallelism on GPUs needs vLLM's second model runner; leave "
     "VLLM_USE_V2_MODEL_RUNNER and the external launcher out."
@@ -161,8 +163,10 @@ def test_gpus_need_the_second_model_runner(
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
     config: Any = SimpleNamespace(speculative_config=None, use_v2_model_runner=v2)
-    found = list(pipeline.obstacles(config, HybridConfig()))
-    assert found == ([] if v2 else [FIRST_RUNNER])
+    needed = [] if v2 else [FIRST_RUNNER]
+    assert list(pipeline.obstacles(config, HybridConfig())) == [UNTRIED, *needed]
+    monkeypatch.setenv(untried.TRIED, f"else, {untried.STAGES}")
+    assert list(pipeline.obstacles(config, HybridConfig())) == needed
 
 
 def test_a_later_stage_has_room_for_what_the_one_before_sends(

@@ -32,7 +32,12 @@ SPECS: dict[str, KVCacheSpec] = {"a0": ATTENTION, "s0": STATE}
 
 
 def config_of(
-    longest: int = 1024, *, auto: bool = False, drafts: int = 0, **options: Any
+    longest: int = 1024,
+    *,
+    auto: bool = False,
+    drafts: int = 0,
+    page_ranks: int = 1,
+    **options: Any,
 ) -> Any:
     """What planning reads of an engine's configuration."""
     return SimpleNamespace(
@@ -46,7 +51,9 @@ def config_of(
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
-        parallel_config=SimpleNamespace(local_world_size=1),
+        parallel_config=SimpleNamespace(
+            local_world_size=1, decode_context_parallel_size=page_ranks
+        ),
         num_speculative_tokens=drafts,
         num_lookahead_tokens=drafts,
     )

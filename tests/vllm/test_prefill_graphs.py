@@ -294,7 +294,9 @@ def wanted(
 ) -> Any:
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=None),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=ranks, decode_context_parallel_size=1
+        ),
         use_v2_model_runner=True,
     )
     return prefill_graphs.are_wanted(option, config, found, device)
@@ -328,7 +330,10 @@ def obstacles(found: StateLayers, device: str = "cuda", **changed: Any) -> list[
     settings: dict[str, Any] = {"use_v2_model_runner": True, "pictures": None}
     settings |= changed
     model = SimpleNamespace(multimodal_config=settings.pop("pictures"))
-    config: Any = SimpleNamespace(model_config=model, **settings)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    config: Any = SimpleNamespace(
+        model_config=model, parallel_config=parallel, **settings
+    )
     return list(prefill_graphs.obstacles(config, found, device))
 
 

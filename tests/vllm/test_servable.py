@@ -164,6 +164,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(
         additional_config={},
         cache_config=SimpleNamespace(block_size=128),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=None,
         num_speculative_tokens=0,
         scheduler_config=SimpleNamespace(

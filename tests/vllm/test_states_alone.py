@@ -47,7 +47,9 @@ def engine(flag: int | None = None, **options: Any) -> Any:
             has_inner_state=True,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
-        parallel_config=SimpleNamespace(local_world_size=1),
+        parallel_config=SimpleNamespace(
+            local_world_size=1, decode_context_parallel_size=1
+        ),
         additional_config={"hybrid_plugin": options},
         num_speculative_tokens=0,
         num_lookahead_tokens=0,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.engine.kernel_choice import Mixer, are_graphed
-from hybrid_plugin.vllm import activation
+from hybrid_plugin.vllm import activation, context_parallel
 from hybrid_plugin.vllm.kernels import layers
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
 from hybrid_plugin.vllm.kernels.layers import StateLayers
@@ -46,6 +46,11 @@ def obstacles(
         yield (
             "prefill_graphs needs vLLM's second model runner; leave "
             "VLLM_USE_V2_MODEL_RUNNER out."
+        )
+    if context_parallel.page_ranks(vllm_config) > 1:
+        yield (
+            "prefill_graphs was not tested with decode context parallelism; leave it "
+            "out, or drop --decode-context-parallel-size."
         )
     if found.drafts and not found.mixers <= layers.RECORDED:
         yield (

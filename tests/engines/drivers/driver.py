@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from hybrid_plugin.engine import untried
 from tests.engines.messages import Answer, Ask, Launch
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-qwen3-next"
@@ -106,7 +107,9 @@ class Stages:
             more: other fields; flags and variables come behind those of stages.
         """
         more["flags"] = (*self.flags, *more.get("flags", ()))
-        more["environment"] = {**self.environment, **more.get("environment", {})}
+        tried = {untried.TRIED: untried.STAGES}
+        given = more.get("environment", {})
+        more["environment"] = {**tried, **self.environment, **given}
         return more
 
 
