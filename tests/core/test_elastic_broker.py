@@ -11,6 +11,7 @@ from hybrid_plugin.core.commands import Command, Map, Pool, Unmap
 from hybrid_plugin.core.memory.broker import FixedBroker
 from hybrid_plugin.core.memory.elastic import (
     BATCHES_IN_POOL,
+    MOVES_IN_BUDGET,
     STEPS_IN_BUDGET,
     ElasticBroker,
     PoolBudget,
@@ -105,6 +106,13 @@ def full_pools(compacts: bool = True) -> Pools:
     assert pools.mapped == (5, 2) and pools.controller.slack == 0
     pools.drain()
     return pools
+
+
+def fill(pools: Pools) -> None:
+    """Cache pages until the budget is all mapped."""
+    while pools.controller.slack >= 4:
+        pools.kv.fill(pools.kv.ids.free, worth=0)
+        assert pools.provide(pages=1)
 
 
 # ------------------------------------------------------------- in which order
@@ -380,16 +388,35 @@ def test_memory_moves_in_large_steps() -> None:
     budget = STEPS_IN_BUDGET * 40
     pools = Pools(budget)
     assert pools.provide(pages=4)
-    assert pools.drain() == [Map(KV, tuple(range(1, 11)))]
-    while pools.controller.slack >= 4:
-        pools.kv.fill(pools.kv.ids.free, worth=0)
-        assert pools.provide(pages=1)
+    most = budget // MOVES_IN_BUDGET // 4
+    assert pools.drain() == [Map(KV, tuple(range(1, 1 + most)))]
+    fill(pools)
+    assert len(pools.drain()) == 11, "as many at once, then halves, then steps"
     pools.kv.fill(pools.kv.ids.free, worth=0)
-    pools.drain()
     assert pools.provide(slots=1)
     moved = pools.drain()
     assert sum(len(c.granules) for c in moved if isinstance(c, Unmap)) == 10
     assert [c.granules for c in moved if isinstance(c, Map)] == [(1, 2, 3, 4, 5)]
+
+
+def test_half_of_what_lies_idle_moves_at_once() -> None:
+    budget = STEPS_IN_BUDGET * 40
+    pools = Pools(budget)
+    fill(pools)
+    pools.kv.evict(len(pools.kv.cached))
+    pools.drain()
+    moved: list[list[Command]] = []
+    while pools.kv.ids.idle > 1:
+        pools.states.fill(pools.states.ids.free, worth=0)
+        assert pools.provide(slots=1)
+        moved.append(pools.drain())
+    unmapped, mapped = moved[0]
+    most = budget // MOVES_IN_BUDGET
+    assert unmapped == Unmap(KV, tuple(range(1278 - most // 4, 1278)))
+    assert mapped == Map(STATE, tuple(range(1, 1 + most // 8)))
+    assert len(moved) == 13, "of 128 steps"
+    kept = pools.mapped[1] - 1 - pools.states.ids.free
+    assert len(pools.states.cached) == kept, "nothing was evicted"
 
 
 def test_a_change_of_balance_is_noticed_once() -> None:

@@ -157,7 +157,7 @@ class _Generous(ElasticBroker):
 class _Spendthrift(ElasticBroker):
     """Maps whether or not the budget has anything left."""
 
-    def _map_slack(self, member: Any) -> bool:
+    def _map_slack(self, member: Any, some: int) -> bool:
         if member.takes_memory():
             self._map(member)
         return bool(member.ids.free)

@@ -6,9 +6,10 @@ left; idle granules of the pools that use theirs least; what is cached, the pool
 or another's, whichever is worth less; and then what another pool can spare at all.  No
 pool loses what a live sequence uses, nor goes below its floor.
 
-Every move costs a wait for the device.  So memory moves in few large steps, and content
-makes way for another pool's only if the difference in worth, for as long as content is
-kept, repays the wait.
+Every move costs a wait for the device, however much moves.  So memory moves in few
+large steps: of what nobody uses a pool takes half at once, up to a part of the budget
+that takes about as long to move as the wait.  Content makes way for another pool's only
+if the difference in worth, for as long as content is kept, repays the wait.
 
 Decides only; memory moves when the commands are executed.
 """
@@ -26,7 +27,10 @@ from hybrid_plugin.core.memory.id_space import IdSpace
 from hybrid_plugin.core.policy.costs import MOVE_TOKENS
 
 STEPS_IN_BUDGET = 128
-"""A move takes at least this part of the budget, where that can be had."""
+"""A move takes at least this part of the budget, where that can be had: a step."""
+MOVES_IN_BUDGET = 8
+"""Of what nobody uses it takes at most this part of the budget.  A driver needs 6 to 13
+ms for it (`engine/memory_blocks.py`), about as long as the pass that it waits for."""
 BATCHES_IN_POOL = 1024
 """What is evicted at least is this part of a pool."""
 NOTICEABLE = 0.1
@@ -288,7 +292,10 @@ class ElasticBroker:
     def _gain(self, member: PoolState, limit: float) -> bool:
         """Do one thing that brings a pool nearer to free ids; False if none does."""
         maps = member.takes_memory()
-        if maps and (self._map_slack(member) or self._take_idle(member, last=False)):
+        some = self._at_once(self.slack)
+        if maps and (
+            self._map_slack(member, some) or self._take_idle(member, last=False)
+        ):
             return True
         own = member.reclaim.worth()
         if maps and self._take_cheaper(
@@ -308,29 +315,33 @@ class ElasticBroker:
         """Take one granule from any other pool; False if none can give one."""
         return any(self._shrink(donor) for donor in self._donors(member))
 
-    def _map_slack(self, member: PoolState) -> bool:
-        """Map what the budget has left, up to one step and at least enough."""
+    def _map_slack(self, member: PoolState, some: int) -> bool:
+        """Map so many bytes of what the budget has left, and at least enough."""
         size, per = member.budget.granule_bytes, member.ids.per_granule
         holes = member.ids.granules - member.ids.mapped
         enough = -(-(member.wanted - member.ids.free) // per)
-        count = min(max(self._step // size, enough), self.slack // size, holes)
+        count = min(max(some // size, enough), self.slack // size, holes)
         for _ in range(count):
             self._map(member)
         return count > 0
 
     def _take_idle(self, member: PoolState, *, last: bool) -> bool:
-        """Take idle granules of other pools, up to one step and at least enough.
+        """Take idle granules of other pools: half, a step, and at least enough.
 
         Args:
             member: the pool that gets them.
             last: whether this is the last resort.  If not, the others keep what
                 they promised and a granule's worth of free ids.
         """
-        missing = max(self._step, member.budget.granule_bytes) - self.slack
-        plan: list[tuple[PoolState, int]] = []
+        spare: list[tuple[PoolState, int]] = []
         for donor in self._donors(member):
             kept = 0 if last else donor.reclaim.promised() + donor.ids.per_granule
             most = min(donor.ids.idle, donor.spare_granules(donor.wanted + kept))
+            spare.append((donor, most))
+        idle = sum(most * donor.budget.granule_bytes for donor, most in spare)
+        missing = max(self._at_once(idle), member.budget.granule_bytes) - self.slack
+        plan: list[tuple[PoolState, int]] = []
+        for donor, most in spare:
             count = min(most, -(-missing // donor.budget.granule_bytes))
             plan.append((donor, count))
             missing -= count * donor.budget.granule_bytes
@@ -342,7 +353,7 @@ class ElasticBroker:
         for donor, count in plan:
             for _ in range(count):
                 self._unmap(donor)
-        return True
+        return self._map_slack(member, gained if self._step else 0)
 
     def _take_cheaper(self, member: PoolState, limit: float) -> bool:
         """Shrink pools whose content is worth less than `limit`, up to one step."""
@@ -399,6 +410,12 @@ class ElasticBroker:
             (m for m in others if m.ids.mapped > m.least),
             key=lambda m: -m.ids.idle * m.budget.granule_bytes,
         )
+
+    def _at_once(self, unused: int) -> int:
+        """Bytes to move of so many that nobody uses, where moving makes a pass wait."""
+        if not self._step:
+            return 0
+        return max(self._step, min(unused // 2, self.budget // MOVES_IN_BUDGET))
 
     def _map(self, member: PoolState) -> None:
         granule = member.ids.lowest_hole()
