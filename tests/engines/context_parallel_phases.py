@@ -19,7 +19,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.engines import slow_decay
 from tests.engines.compare import compare
 from tests.engines.messages import Answer
 from tests.engines.model_phases_vllm import refusing_pages
-from tests.engines.model_workload import zeroed_snapshots
+from tests.engines.model_workload import zeroed_copies, zeroed_snapshots
 from tests.engines.phases import report
 
 TWO_GPUS = torch.cuda.device_count() > 1
@@ -120,27 +120,9 @@ def prompts(seed: int, lengths: Iterable[int]) -> Tokens:
     return [[chance.randrange(3, 250) for _ in range(length)] for length in lengths]
 
 
-@contextmanager
-def zeroed_pages() -> Iterator[None]:
+def zeroed_pages() -> AbstractContextManager[None]:
     """A cache whose hits end inside pages of zeros."""
-    from hybrid_plugin.core.cache import HybridCache
-    from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
-
-    drain = HybridCache.drain_commands
-
-    def forgetful(cache: HybridCache) -> list[Command]:
-        return [
-            Zero(Pool.KV, command.destination)
-            if isinstance(command, Copy) and command.pool == Pool.KV
-            else command
-            for command in drain(cache)
-        ]
-
-    HybridCache.drain_commands = forgetful  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        HybridCache.drain_commands = drain  # type: ignore[method-assign]
+    return zeroed_copies("kv")
 
 
 class Engine:

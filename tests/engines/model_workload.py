@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,18 +107,23 @@ def gap(
     return float((logits.max(1).values - chosen).max())
 
 
-@contextmanager
-def zeroed_snapshots() -> Iterator[None]:
+def zeroed_snapshots() -> AbstractContextManager[None]:
     """A cache that restores no states."""
+    return zeroed_copies("state")
+
+
+@contextmanager
+def zeroed_copies(pool: str) -> Iterator[None]:
+    """A cache whose hits find zeros in place of what is copied of a pool's content."""
     from hybrid_plugin.core.cache import HybridCache
-    from hybrid_plugin.core.commands import Command, Copy, Pool, Zero
+    from hybrid_plugin.core.commands import Command, Copy, Zero
 
     drain = HybridCache.drain_commands
 
     def forgetful(cache: HybridCache) -> list[Command]:
         return [
-            Zero(Pool.STATE, command.destination)
-            if isinstance(command, Copy) and command.pool == Pool.STATE
+            Zero(pool, command.destination)
+            if isinstance(command, Copy) and command.pool == pool
             else command
             for command in drain(cache)
         ]
