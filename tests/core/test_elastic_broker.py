@@ -419,6 +419,16 @@ def test_half_of_what_lies_idle_moves_at_once() -> None:
     assert len(pools.states.cached) == kept, "nothing was evicted"
 
 
+def test_of_what_was_promised_a_step_moves() -> None:
+    pools = Pools(STEPS_IN_BUDGET * 40)
+    fill(pools)
+    pools.kv.evict(len(pools.kv.cached))
+    pools.kv.kept = pools.kv.ids.free
+    pools.drain()
+    assert pools.provide(slots=1)
+    assert [len(c.granules) for c in pools.drain() if isinstance(c, Unmap)] == [10]
+
+
 def test_a_change_of_balance_is_noticed_once() -> None:
     pools = full_pools()
     assert "kv 56% (0 MiB), state 44%" in str(pools.controller.notice())

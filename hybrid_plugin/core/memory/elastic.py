@@ -316,7 +316,7 @@ class ElasticBroker:
         return any(self._shrink(donor) for donor in self._donors(member))
 
     def _map_slack(self, member: PoolState, some: int) -> bool:
-        """Map so many bytes of what the budget has left, and at least enough."""
+        """Map some bytes of what the budget has left; more if the pool wants more."""
         size, per = member.budget.granule_bytes, member.ids.per_granule
         holes = member.ids.granules - member.ids.mapped
         enough = -(-(member.wanted - member.ids.free) // per)
@@ -326,12 +326,13 @@ class ElasticBroker:
         return count > 0
 
     def _take_idle(self, member: PoolState, *, last: bool) -> bool:
-        """Take idle granules of other pools: half, a step, and at least enough.
+        """Take idle granules of other pools for one, and map them for it.
 
         Args:
             member: the pool that gets them.
-            last: whether this is the last resort.  If not, the others keep what
-                they promised and a granule's worth of free ids.
+            last: whether this is the last resort: then up to one step.  If not, up to
+                what moves at once, and the others keep what they promised and a
+                granule's worth of free ids.
         """
         spare: list[tuple[PoolState, int]] = []
         for donor in self._donors(member):
@@ -339,7 +340,8 @@ class ElasticBroker:
             most = min(donor.ids.idle, donor.spare_granules(donor.wanted + kept))
             spare.append((donor, most))
         idle = sum(most * donor.budget.granule_bytes for donor, most in spare)
-        missing = max(self._at_once(idle), member.budget.granule_bytes) - self.slack
+        some = self._step if last else self._at_once(idle)
+        missing = max(some, member.budget.granule_bytes) - self.slack
         plan: list[tuple[PoolState, int]] = []
         for donor, most in spare:
             count = min(most, -(-missing // donor.budget.granule_bytes))
@@ -412,7 +414,7 @@ class ElasticBroker:
         )
 
     def _at_once(self, unused: int) -> int:
-        """Bytes to move of so many that nobody uses, where moving makes a pass wait."""
+        """How many of the bytes that nobody uses move at once; 0 if moves are free."""
         if not self._step:
             return 0
         return max(self._step, min(unused // 2, self.budget // MOVES_IN_BUDGET))
