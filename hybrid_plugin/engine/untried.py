@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written, and was not seen to be right where it is for: refused but in tests.
+"""Features that are written and not yet tested where they run: refused but in tests.
 
 A feature for several GPUs cannot be shown on a CPU.  Until its tests have passed on
 GPUs it is refused, whatever the options say.  Those tests name it in an environment

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode context parallelism: ranks of a group share out the KV of each sequence.
+"""Decode context parallelism: the KV of each sequence is sharded over a group of ranks.
 
-vLLM deals the tokens of a sequence out to the ranks of a group, some to each in turns.
-A page is what one row of a block table names, and every rank has its own part of it
-behind the same id: `block_size` rows.  So a page holds the tokens of all ranks, and
-`specs.tokens_in_page` is the one place that says how many.
+vLLM interleaves the tokens of a sequence over the ranks.  A page is what one row of a
+block table names, and every rank has its own part of it behind the same id:
+`block_size` rows.  So a page holds the tokens of all ranks, and `specs.tokens_in_page`
+is the one place that says how many.
 
 Nothing behind that asks which rank has a token.  Where a hit ends inside a page, every
 rank copies its whole part: rows of tokens beyond the hit are written anew before they
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def page_ranks(vllm_config: VllmConfig) -> int:
-    """Ranks to which the tokens of a page are dealt out."""
+    """Ranks over which the tokens of a page are interleaved."""
     return int(vllm_config.parallel_config.decode_context_parallel_size)
 
 
-def tokens_in_turn(vllm_config: VllmConfig) -> int:
-    """Tokens in a row that one of them gets; the rows of a page are a multiple."""
+def interleave_size(vllm_config: VllmConfig) -> int:
+    """Adjacent tokens on one rank; a rank's rows of a page are a multiple."""
     if page_ranks(vllm_config) == 1:
         return 1
     return int(vllm_config.parallel_config.cp_kv_cache_interleave_size)

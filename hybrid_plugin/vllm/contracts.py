@@ -28,10 +28,10 @@ def _returns_the_table(function: Callable[..., Any]) -> str | None:
 
 
 def _spans_all_ranks(function: Callable[..., Any]) -> str | None:
-    """A block of attention layers holds the tokens of all ranks that it is dealt to."""
+    """A block of attention layers holds the tokens of all ranks that share it."""
     spans = [
-        function(SimpleNamespace(block_size=16, dcp_sharded=dealt), 2)
-        for dealt in (True, False)
+        function(SimpleNamespace(block_size=16, dcp_sharded=sharded), 2)
+        for sharded in (True, False)
     ]
     return None if spans == [32, 16] else f"says that blocks of 16 rows span {spans}"
 
@@ -1504,7 +1504,7 @@ CONTEXT_PARALLEL_HOOKS: tuple[Contract, ...] = (
         ("spec", "dcp_world_size"),
         behaves=_spans_all_ranks,
     ),
-    # Tables have a column for each such block, and both runners deal out its tokens.
+    # Tables have a column for each such block, and both runners interleave its tokens.
     HookPoint(
         f"{_SPECS}:AttentionSpec.max_num_blocks_per_req",
         ("self", "vllm_config", "max_len"),
@@ -1522,7 +1522,7 @@ CONTEXT_PARALLEL_HOOKS: tuple[Contract, ...] = (
         mentions=("dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size"),
     ),
 )
-"""How tokens are dealt out to the ranks of decode context parallelism."""
+"""How decode context parallelism interleaves tokens over its ranks."""
 
 ENGINE_HOOKS = (
     *OPTION_HOOKS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hybrid_plugin.config import DEFAULT_PAGE_SIZE, ConfigError
 from hybrid_plugin.engine import sizing
 from hybrid_plugin.vllm.activation import read_options
-from hybrid_plugin.vllm.context_parallel import page_ranks, tokens_in_turn
+from hybrid_plugin.vllm.context_parallel import interleave_size, page_ranks
 from hybrid_plugin.vllm.servable import UnservableError
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def choose(vllm_config: VllmConfig) -> None:
             f"the attention backend {name} sizes its tables by vLLM's own count of "
             "blocks; choose another one by --attention-backend."
         )
-    ranks, turn = page_ranks(vllm_config), tokens_in_turn(vllm_config)
+    ranks, adjacent = page_ranks(vllm_config), interleave_size(vllm_config)
     with set_current_vllm_config(vllm_config):
         accepted = [
             rows * ranks
             for rows in range(1, _LARGEST + 1)
             if all(backend.supports_block_size(rows) for backend in backends)
-            and not rows % turn
+            and not rows % adjacent
         ]
     asked = _asked(vllm_config)
     names = ", ".join(backend.get_name() for backend in backends)

@@ -151,7 +151,7 @@ def make_groups(
 
     Args:
         specs: what the layers declare.
-        page_ranks: to which vLLM deals out the tokens of a page.
+        page_ranks: over which vLLM interleaves the tokens of a page.
 
     Raises:
         UnservableError: for layers that the plugin has no pools for.

@@ -46,8 +46,8 @@ class _InPages:
     """What the specs of pages have beside vLLM's fields."""
 
     page_ranks: int = 1
-    """Ranks to which the tokens of a page are dealt out; each has `block_size` rows for
-    its own."""
+    """Ranks over which the tokens of a page are interleaved; each has `block_size` rows
+    for its own."""
 
 
 def tokens_in_page(spec: KVCacheSpec) -> int:
@@ -135,7 +135,7 @@ def to_pool_spec(layer: str, spec: KVCacheSpec, page_ranks: int = 1) -> KVCacheS
     Args:
         layer: its name.
         spec: what it declares.
-        page_ranks: to which vLLM deals out the tokens of attention layers.
+        page_ranks: over which vLLM interleaves the tokens of attention layers.
 
     Raises:
         UnservableError: for a kind of layer that the plugin has no pool for.

@@ -482,6 +482,6 @@ if __name__ == "__main__":
     os.environ[untried.TRIED] = untried.CONTEXT
     # This process may have used the device before ranks are forked from it.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # FlashInfer's sums over ranks use NVLink's multicast, which a machine may lack.
+    # FlashInfer's all-reduce uses NVLink's multicast, which a machine may lack.
     os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(SERVED)))

@@ -177,8 +177,9 @@ class LowerTiers:
             What that server must know; None if the host has nothing of it, or if there
             is no tier for offers.
         """
-        if self._outer is None or self.host is None:
+        if self._outer is None:
             return None
+        assert self.host is not None, "who offers is behind the host"
         prefix = as_tokens(tokens)
         match = self._tree.match(namespace, prefix, len(prefix))
         there = self.host.match(namespace, prefix, len(prefix)).length

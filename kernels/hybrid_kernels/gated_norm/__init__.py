@@ -62,11 +62,10 @@ def rms_norm(
     require(x.ndim == 3, f"x has {x.ndim} dimensions, expected 3")
     if out is None:
         out = x.new_empty(x.shape)
-    tokens, heads, width = x.shape
-    check_shape("weight", weight, (width,))
+    check_shape("gate", gate, tuple(x.shape))
+    check_shape("out", out, tuple(x.shape))
+    check_shape("weight", weight, tuple(x.shape[-1:]))
     for name, tensor in (("x", x), ("gate", gate), ("out", out), ("weight", weight)):
-        if tensor is not weight:
-            check_shape(name, tensor, (tokens, heads, width))
         check_last_contiguous(name, tensor)
         require(tensor.is_floating_point(), f"{name} is {tensor.dtype}")
     require(
