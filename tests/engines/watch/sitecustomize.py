@@ -20,7 +20,8 @@ def _watch(report: str) -> None:
 
     run, lock = Executor.run, threading.Lock()
     pools = Pool.KV, Pool.STATE, Pool.SCRATCH
-    most = {"most_mapped": 0, "most_resident": 0} | {f"grown_{p}": 0 for p in pools}
+    most = {"most_mapped": 0, "most_resident": 0}
+    most |= {f"{what}_{p}": 0 for what in ("grown", "most_mapped") for p in pools}
     seen = []
 
     def look() -> None:
@@ -37,6 +38,7 @@ def _watch(report: str) -> None:
         for pool in there:
             mapped = sum(arenas[pool]._place.backed) * memory.block_bytes
             found[f"mapped_{pool}"] = mapped
+            most[f"most_mapped_{pool}"] = max(most[f"most_mapped_{pool}"], mapped)
         most["most_mapped"] = max(most["most_mapped"], memory.mapped)
         most["most_resident"] = max(most["most_resident"], resident_now)
         found |= {"mapped": memory.mapped, "budget": memory.usable} | most
