@@ -69,6 +69,7 @@ class HybridCache:
         windows: groups of attention layers that look back only so far.
         eviction: what cached content is worth; by default its recency.
         broker: finds free ids in all pools; by default every pool keeps its memory.
+        concurrency: says when cached content is worth more than one more sequence.
         scratch: rows in which the engine verifies drafts, where they share the pools'
             memory.
         host: rows of host memory behind the device's; none by default.
@@ -86,6 +87,7 @@ class HybridCache:
     windows: tuple[WindowGroup, ...] = ()
     eviction: LeastRecentlyUsed | None = None
     broker: MemoryBroker = field(default_factory=FixedBroker)
+    concurrency: ConcurrencyTradeoff = field(default_factory=ConcurrencyTradeoff)
     records_drafts: bool = False
     """Whether steps that verify record what their tokens do to a state, and what was
     accepted is folded into the slot before the next step's commands."""
@@ -101,9 +103,6 @@ class HybridCache:
     lower_tiers: LowerTiers = field(init=False)
     """Host memory and what is behind it."""
     _sequences: dict[str, LiveSequence] = field(init=False, default_factory=dict)
-    _concurrency: ConcurrencyTradeoff = field(
-        init=False, default_factory=ConcurrencyTradeoff
-    )
     _commands: list[Command] = field(init=False, default_factory=list)
     _reservations: Reservations = field(init=False)
     _admissions: Admissions = field(init=False)
@@ -141,7 +140,7 @@ class HybridCache:
         self.drafts = Drafts(
             self.memory,
             self._sequences,
-            self._concurrency,
+            self.concurrency,
             self.stats,
             recorded=self.records_drafts,
         )
@@ -158,7 +157,7 @@ class HybridCache:
             self._sequences,
             self._reservations,
             self.policy,
-            concurrency=self._concurrency,
+            concurrency=self.concurrency,
             fragmentation=self.fragmentation,
             drafts=self.drafts,
             lower=self.lower_tiers,
@@ -591,7 +590,7 @@ class HybridCache:
         """
         ending = self._ending(seq_id, len(tokens), computed)
         sequence = self._sequences.pop(seq_id)
-        self._concurrency.ended(max(ending.length - sequence.prompt_length, 0))
+        self.concurrency.ended(max(ending.length - sequence.prompt_length, 0))
         kept, end = None, None
         if (
             sequence.cacheable

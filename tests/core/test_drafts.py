@@ -289,7 +289,7 @@ def test_drafts_take_no_slot_of_content_that_saves_more() -> None:
     for accepted in (0.0, 0.1, 4.0):
         cache = with_snapshots(Economical())
         cache.drafts.gain.accepted = accepted
-        cache._concurrency.answer = 0.7
+        cache.concurrency.answer = 0.7
         for number in range(20):  # so many share a decode step
             cache._sequences[f"other{number}"] = cache.sequence("a")
         worth = cache.drafts._worth(cache.sequence("a"), 4)
