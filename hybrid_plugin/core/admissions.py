@@ -340,11 +340,8 @@ class Admissions:
         A conversation that goes on where its last turn ended does not part.
         """
         match = found.match
-        if match.kv_length > match.length:
-            node = match.kv_node
-            if node is not None and node.is_leaf and node.snapshot is None:
-                self._tree.eviction.branched_off(node, self._tree.clock)
-        elif not match.length or found.origin is SnapshotKind.TURN_END:
+        goes_on = not match.length or found.origin is SnapshotKind.TURN_END
+        if goes_on and match.kv_length <= match.length:
             return
         self._policy.divergences.observe(found.length - match.kv_length)
 

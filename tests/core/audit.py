@@ -13,7 +13,7 @@ from hybrid_plugin.core.memory.id_space import IdSpace
 from hybrid_plugin.core.memory.pools import PagePool
 from hybrid_plugin.core.policy.aged_order import Rank
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
-from hybrid_plugin.core.policy.reuse_classes import KV_ALONE, class_of
+from hybrid_plugin.core.policy.reuse_classes import class_of
 from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.host_tier import HostSource, HostTier
 from hybrid_plugin.core.tiers.restores import Restore
@@ -386,12 +386,10 @@ def rank_of_snapshot(tree: MambaRadixCache) -> Callable[[Node], Rank]:
 def audit_observed(
     tree: MambaRadixCache, policy: ExpectedSaving, nodes: list[Node]
 ) -> None:
-    """Everything that may be evicted is observed, once, as what it is."""
+    """Every snapshot that may be evicted is observed, once, as what it is."""
     expected: Counter[Hashable] = Counter()
     for node in set(nodes):
-        if node.snapshot is None:
-            expected[KV_ALONE] += 1
-        elif not node.state_lock:
+        if node.snapshot is not None and not node.state_lock:
             expected[class_of(node.snapshot)] += 1
     observed = {
         kind: len(seen.exposure) for kind, seen in policy.reuse._classes.items()

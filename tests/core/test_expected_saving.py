@@ -168,14 +168,24 @@ def test_ends_that_nobody_resumes_go_before_a_shared_prompt() -> None:
 
 
 def test_kv_without_a_snapshot_goes_before_what_saves_something() -> None:
+    """However little that is, and the oldest first."""
     tree, policy = tree_and_policy()
-    bare, kept = path(tree, 1000, 300), path(tree, 5000, 300)
-    keep(tree, kept, BODY)
+    bare = [path(tree, first, 300) for first in (1000, 2000, 3000)]
+    kept = keep(tree, path(tree, 5000, 2), TURN)
     for _ in range(50):
         tree.begin_admission()
-        policy.reuse.observe(KV_ALONE, 10, tree.clock >> 20, used=False)
-    tree.touch(bare)
-    assert tree.next_leaf() is bare
+        policy.reuse.observe(class_of(kept.snapshot), 1, tree.clock >> 20, used=False)
+    tree.touch(bare[0])
+    for expected in (bare[1], bare[2], bare[0], kept):
+        assert tree.next_leaf() is expected
+        assert tree.evict_kv(300) is not None
+
+
+def test_kv_without_a_snapshot_takes_nothing_from_snapshots() -> None:
+    tree, _ = tree_and_policy()
+    keep(tree, path(tree, 5000, 2), TURN)
+    path(tree, 1000, 300)
+    assert tree.kv_worth() == 0 < (tree.snapshot_worth() or 0)
 
 
 def test_uses_and_evictions_are_learned_from() -> None:
@@ -248,12 +258,3 @@ def test_every_class_has_an_assumed_chance() -> None:
         classes.append(class_of(Snapshot(1, kind=kind, hits=2)))
         classes.append(class_of(Snapshot(1, kind=kind, is_superseded=True)))
     assert all(0 < assumed_chance(one) < 1 for one in classes)
-
-
-def test_pages_that_take_no_memory_are_worth_nothing_without_a_snapshot() -> None:
-    """Were pages short, what saves tokens would not go for what saves none."""
-    for token_bytes, goes_first in ((0, "bare"), (1, "kept")):
-        tree, _ = tree_and_policy(token_bytes)
-        kept = keep(tree, path(tree, 1000, 2), TURN)
-        bare = path(tree, 5000, 50)
-        assert tree.next_leaf() is {"bare": bare, "kept": kept}[goes_first]

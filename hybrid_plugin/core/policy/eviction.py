@@ -95,9 +95,6 @@ class LeastRecentlyUsed:
     def used(self, node: Node, now: int) -> None:
         """Called before a sequence resumes from the snapshot of `node`."""
 
-    def branched_off(self, node: Node, now: int) -> None:
-        """Called when a sequence shares KV of `node` that no snapshot follows."""
-
     def evicted(self, node: Node, now: int) -> None:
         """Called before the snapshot of a node is evicted, or its KV without one."""
 
@@ -112,10 +109,11 @@ class ExpectedSaving(LeastRecentlyUsed):
     by class (`reuse_classes`).  A use that an application promised within a TTL counts
     as certain, as far as promises were kept lately.
 
-    KV without a snapshot behind it saves nothing itself, but shows where the next
-    sequence branches off, which then takes a snapshot there.  Where a token has no KV
-    of full attention, that is all that its page is for, and it is worth nothing: were
-    pages ever short, no snapshot would go for it.
+    KV without a snapshot behind it saves nothing: the next sequence computes it again.
+    It only shows where that one branches off, which then takes a snapshot there.  So it
+    goes before all else, the oldest first, and takes no memory from snapshots: where it
+    was worth something, elastic pools moved slots to pages that it filled, between the
+    pages of what ran, and had them back from none.
     """
 
     def __init__(
@@ -146,11 +144,7 @@ class ExpectedSaving(LeastRecentlyUsed):
         """Its worth is the expected tokens saved per byte and admission."""
         if node.snapshot is not None:
             return self.snapshot(node, node.snapshot)
-        branch = unused_class(SnapshotKind.BRANCH, None)
-        value = self.reuse.chance(branch) / max(self.token_bytes, 1.0)
-        if not self.token_bytes:
-            value = 0.0
-        return Rank(KV_ALONE, node.used_at // ADMISSION, value)
+        return Rank(KV_ALONE, node.used_at // ADMISSION, 0.0)
 
     def snapshot(self, node: Node, snapshot: Snapshot) -> Rank:
         """Its worth is the expected tokens saved per byte and admission."""
@@ -198,24 +192,15 @@ class ExpectedSaving(LeastRecentlyUsed):
         """Learn from a use."""
         self._observe(node, now, used=True)
 
-    def branched_off(self, node: Node, now: int) -> None:
-        """Learn from a use of KV alone."""
-        age = admissions_between(node.used_at, now)
-        self.reuse.observe(KV_ALONE, age, now // ADMISSION, used=True)
-
     def evicted(self, node: Node, now: int) -> None:
         """Learn how long content was not used."""
         self._observe(node, now, used=False)
 
     def _observe(self, node: Node, now: int, *, used: bool) -> None:
-        kind, age = self._class_and_age(node, now)
-        self.reuse.observe(kind, age, now // ADMISSION, used=used)
-
-    def _class_and_age(self, node: Node, now: int) -> tuple[Hashable, int]:
-        if node.snapshot is None:
-            return KV_ALONE, admissions_between(node.used_at, now)
-        age = admissions_between(node.snapshot.used_at, now)
-        return class_of(node.snapshot), age
+        if node.snapshot is not None:
+            age = admissions_between(node.snapshot.used_at, now)
+            kind = class_of(node.snapshot)
+            self.reuse.observe(kind, age, now // ADMISSION, used=used)
 
 
 _MOST = 0.999

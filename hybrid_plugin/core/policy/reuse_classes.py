@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hybrid_plugin.core.tree.snapshot import Snapshot, SnapshotKind
 
 KV_ALONE: Hashable = "KV alone"
-"""KV without a snapshot behind it.  It is used when a sequence branches off there."""
+"""KV without a snapshot behind it, which is worth nothing, whatever its rate of use."""
 
 
 class PromisedClass(NamedTuple):

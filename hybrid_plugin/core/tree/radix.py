@@ -585,9 +585,8 @@ class MambaRadixCache:
     def _rank_leaf(self, node: Node) -> None:
         if node.is_leaf and not node.kv_lock and node.parent is not None:
             rank = self.eviction.leaf(node)
-            # A snapshot is observed in the other order.
-            alone = node.snapshot is None
-            self._leaves.put(node, rank, self.admissions, observed=alone)
+            # A snapshot is observed in the other order, and KV alone is not.
+            self._leaves.put(node, rank, self.admissions, observed=False)
 
     def _rank_snapshot(self, node: Node) -> None:
         if node.snapshot is not None and not node.state_lock:
