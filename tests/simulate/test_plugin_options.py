@@ -14,7 +14,7 @@ from tests.oneliners import fails_with_one_sentence
 from tests.plan.configs import GEMMA3, QWEN3_NEXT, write
 from tests.simulate.test_command import SMALL, simulate
 
-MEMORY = ("--gpu-memory", "4GB", "--weights", "1GB")
+MEMORY = ("--gpu-memory", "3GB", "--weights", "1GB")
 HONOURED = {
     "enabled": True,
     "page_size": 64,
