@@ -30,7 +30,15 @@ from typing import Any
 from benchmarks.no_model.bookkeeper import MAX_RUNNING, Bookkeeper
 from benchmarks.prefix_models import MODELS, cache_layout
 from benchmarks.prefix_sides import write
-from benchmarks.prefix_workloads import WORKLOADS, Ask, Reply, Workload, at_most, text
+from benchmarks.prefix_workloads import (
+    WORKLOADS,
+    Ask,
+    Reply,
+    Workload,
+    at_most,
+    conversations,
+    text,
+)
 from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.layout import CacheLayout
@@ -49,19 +57,13 @@ def answer(rng: random.Random) -> int:
     return rng.randint(16, 112)
 
 
-async def crowd(ask: Ask, rng: random.Random) -> list[Reply]:
-    """256 requests at once over 8 prefixes."""
-    prefixes = [text(rng, 2000) for _ in range(8)]
-    prompts = [rng.choice(prefixes) + text(rng, 400) for _ in range(256)]
-    return await asyncio.gather(*(ask(prompt, answer(rng)) for prompt in prompts))
+def one_by_one(workload: Workload) -> Workload:
+    """The same with answers of other lengths, so that sequences do not end together."""
 
+    async def run(ask: Ask, rng: random.Random) -> list[Reply]:
+        return await workload(lambda prompt, _: ask(prompt, answer(rng)), rng)
 
-async def shuffled_groups(ask: Ask, rng: random.Random) -> list[Reply]:
-    """16 groups of 16 requests at once, each behind a prefix of its own."""
-    prefixes = [text(rng, 2048) for _ in range(16)]
-    prompts = [prefix + text(rng, 128) for prefix in prefixes for _ in range(16)]
-    rng.shuffle(prompts)
-    return await asyncio.gather(*(ask(prompt, answer(rng)) for prompt in prompts))
+    return run
 
 
 async def documents(ask: Ask, rng: random.Random) -> list[Reply]:
@@ -72,22 +74,6 @@ async def documents(ask: Ask, rng: random.Random) -> list[Reply]:
     return list(await at_most(48, [ask(prompt, answer(rng)) for prompt in prompts]))
 
 
-async def conversations(ask: Ask, rng: random.Random) -> list[Reply]:
-    """80 chats of five turns, 40 at a time; each turn follows at once."""
-
-    async def chat(seed: int) -> list[Reply]:
-        own, replies = random.Random(seed), []
-        history = text(own, 400)
-        for _ in range(5):
-            history = history + text(own, own.randint(60, 300))
-            replies.append(await ask(history, answer(own)))
-            history = history + list(replies[-1].tokens)
-        return replies
-
-    chats = [chat(rng.randrange(1 << 30)) for _ in range(80)]
-    return [reply for replies in await at_most(40, chats) for reply in replies]
-
-
 async def nothing_shared(ask: Ask, rng: random.Random) -> list[Reply]:
     """160 requests at once that share nothing."""
     prompts = [text(rng, 1500) for _ in range(160)]
@@ -95,10 +81,10 @@ async def nothing_shared(ask: Ask, rng: random.Random) -> list[Reply]:
 
 
 ONE_BY_ONE: dict[str, Workload] = {
-    "crowd, one by one": crowd,
-    "shuffled groups": shuffled_groups,
+    "crowd, one by one": one_by_one(WORKLOADS["crowd"]),
+    "shuffled groups": one_by_one(WORKLOADS["generated shared prefix"]),
     "documents, 48 at a time": documents,
-    "chats, 40 at a time": conversations,
+    "chats, 40 at a time": conversations(80, 40, turns=5, opening=400, answer=answer),
     "nothing shared": nothing_shared,
 }
 ALL = WORKLOADS | ONE_BY_ONE
@@ -203,7 +189,7 @@ def main() -> None:
     shapes = [model for model in MODELS if model != "tiny"]
     parser.add_argument("--models", nargs="*", choices=shapes, default=shapes)
     parser.add_argument("--workloads", nargs="*", choices=ALL, default=ALL)
-    parser.add_argument("--cache-gib", type=float, nargs="*", default=[8])
+    parser.add_argument("--cache-gib", type=float, nargs="*", default=[8], help="(8)")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="path without suffix")

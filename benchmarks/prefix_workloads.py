@@ -40,6 +40,7 @@ class Reply:
 
 Ask = Callable[[Sequence[int], int], Coroutine[Any, Any, Reply]]
 """Prompt and number of tokens to generate; answers greedily, past any end token."""
+AnswerLength = Callable[[random.Random], int]
 Workload = Callable[[Ask, random.Random], Coroutine[Any, Any, list[Reply]]]
 
 
@@ -70,23 +71,34 @@ def shared_system(tokens: int) -> Workload:
     return run
 
 
-async def chats(ask: Ask, rng: random.Random) -> list[Reply]:
-    """Ten chats of six turns, all at once; every turn contains the last answer."""
+def conversations(
+    count: int, at_once: int, *, turns: int, opening: int, answer: AnswerLength
+) -> Workload:
+    """So many chats, some at a time; every turn contains the last answer.
 
-    async def chat(seed: int) -> list[Reply]:
-        own = random.Random(seed)
-        history, replies = text(own, 150), []
-        for _ in range(6):
-            history += text(own, own.randint(60, 300))
-            reply = await ask(history, 120)
-            history = history + list(reply.tokens)
-            replies.append(reply)
-        return replies
+    Args:
+        count: chats.
+        at_once: chats at a time.
+        turns: of each.
+        opening: tokens before the first turn's own.
+        answer: draws the tokens of an answer.
+    """
 
-    seeds = [rng.randrange(1 << 30) for _ in range(10)]
-    return [
-        r for replies in await at_most(10, [chat(s) for s in seeds]) for r in replies
-    ]
+    async def run(ask: Ask, rng: random.Random) -> list[Reply]:
+        async def chat(seed: int) -> list[Reply]:
+            own = random.Random(seed)
+            history, replies = text(own, opening), []
+            for _ in range(turns):
+                history += text(own, own.randint(60, 300))
+                reply = await ask(history, answer(own))
+                history = history + list(reply.tokens)
+                replies.append(reply)
+            return replies
+
+        chats = [chat(rng.randrange(1 << 30)) for _ in range(count)]
+        return [reply for replies in await at_most(at_once, chats) for reply in replies]
+
+    return run
 
 
 async def branches(ask: Ask, rng: random.Random) -> list[Reply]:
@@ -163,7 +175,7 @@ async def two_at_a_time(ask: Ask, rng: random.Random) -> list[Reply]:
 WORKLOADS: dict[str, Workload] = {
     "system prompt of 200": shared_system(200),
     "system prompt of 2000": shared_system(2000),
-    "chats": chats,
+    "chats": conversations(10, 10, turns=6, opening=150, answer=lambda own: 120),
     "branches": branches,
     "crowd": crowd,
     "generated shared prefix": generated_shared_prefix,
