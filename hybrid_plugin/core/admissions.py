@@ -340,8 +340,8 @@ class Admissions:
         A conversation that goes on where its last turn ended does not part.
         """
         match = found.match
-        goes_on = not match.length or found.origin is SnapshotKind.TURN_END
-        if goes_on and match.kv_length <= match.length:
+        parts = match.kv_length > match.length
+        if not parts and (not match.length or found.origin is SnapshotKind.TURN_END):
             return
         self._policy.divergences.observe(found.length - match.kv_length)
 

@@ -167,9 +167,12 @@ def test_ends_that_nobody_resumes_go_before_a_shared_prompt() -> None:
     assert BRANCH in kinds
 
 
-def test_kv_without_a_snapshot_goes_before_what_saves_something() -> None:
+@pytest.mark.parametrize("token_bytes", [0, 1])
+def test_kv_without_a_snapshot_goes_before_what_saves_something(
+    token_bytes: float,
+) -> None:
     """However little that is, and the oldest first."""
-    tree, policy = tree_and_policy()
+    tree, policy = tree_and_policy(token_bytes)
     bare = [path(tree, first, 300) for first in (1000, 2000, 3000)]
     kept = keep(tree, path(tree, 5000, 2), TURN)
     for _ in range(50):

@@ -77,7 +77,7 @@ def hits(engine: FakeEngine) -> int:
 
 
 @pytest.mark.parametrize("setup", [FIXED, ELASTIC], ids=["fixed", "elastic"])
-def test_a_crowd_restores_no_less(setup: Setup) -> None:
+def test_a_crowd_restores_more_if_it_waits(setup: Setup) -> None:
     engine = ElasticEngine if isinstance(setup, ElasticSetup) else FakeEngine
     with_care, without = (hits(engine(setup, cls)) for cls in (HybridCache, Careless))
     assert with_care > without

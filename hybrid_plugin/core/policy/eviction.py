@@ -111,9 +111,9 @@ class ExpectedSaving(LeastRecentlyUsed):
 
     KV without a snapshot behind it saves nothing: the next sequence computes it again.
     It only shows where that one branches off, which then takes a snapshot there.  So it
-    goes before all else, the oldest first, and takes no memory from snapshots: where it
-    was worth something, elastic pools moved slots to pages that it filled, between the
-    pages of what ran, and had them back from none.
+    goes before all else, the oldest first.  If it were worth anything, elastic pools
+    would give it the memory of snapshots that are worth less, and not get it back: its
+    pages share granules with pages in use.
     """
 
     def __init__(
