@@ -31,19 +31,24 @@ from hybrid_plugin.device.host.queues import AtOnceQueues, Mark, Queue, queues_f
 from hybrid_plugin.device.host_arena import HostArena
 from tests.core.support import page
 from tests.device.later import NAMES, LaterQueues
-from tests.device.traffic import PLAN, RINGS, WAITS, Traffic, pools
+from tests.device.traffic import DIRECT_WAITS, PLAN, RINGS, WAITS, Traffic, pools
 
 SEEDS = range(12)
 STEPS = 120
 
 
-def wrong_rows(seed: int, deaf: tuple[str, str] | None = None) -> list[str]:
+def wrong_rows(
+    seed: int, deaf: tuple[str, str] | None = None, *, direct: bool = False
+) -> list[str]:
     """What a model finds wrong whose copies run in an order that the seed decides."""
     rng = random.Random(seed)
     queues = LaterQueues(deaf)
     order = rng.sample(NAMES, len(NAMES))
     traffic = Traffic(
-        rng, queues, lambda: queues.run_some(rng, order, rng.randrange(40))
+        rng,
+        queues,
+        lambda: queues.run_some(rng, order, rng.randrange(40)),
+        direct=direct,
     )
     for _ in range(STEPS):
         traffic.step()
@@ -51,15 +56,17 @@ def wrong_rows(seed: int, deaf: tuple[str, str] | None = None) -> list[str]:
             rng.shuffle(order)
     traffic.finish()
     heard = {(name, other) for name in NAMES for other in queues.all[name].heard}
-    assert heard - {(name, name) for name in NAMES} == set(WAITS)
+    waits = DIRECT_WAITS if direct else WAITS
+    assert heard - {(name, name) for name in NAMES} == set(waits)
     return traffic.wrong
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["rings", "direct"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_model_finds_what_commands_say_in_any_order_of_the_queues(
-    seed: int,
+    seed: int, direct: bool
 ) -> None:
-    assert wrong_rows(seed) == []
+    assert wrong_rows(seed, direct=direct) == []
 
 
 @pytest.mark.parametrize("wait", WAITS, ids="-".join)
@@ -67,9 +74,15 @@ def test_each_wait_is_needed(wait: tuple[str, str]) -> None:
     assert any(wrong_rows(seed, deaf=wait) for seed in SEEDS)
 
 
+@pytest.mark.parametrize("wait", DIRECT_WAITS, ids="-".join)
+def test_each_wait_is_needed_without_a_ring(wait: tuple[str, str]) -> None:
+    assert any(wrong_rows(seed, deaf=wait, direct=True) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["rings", "direct"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_same_at_once(seed: int) -> None:
-    traffic = Traffic(random.Random(seed), AtOnceQueues(), lambda: None)
+def test_the_same_at_once(seed: int, direct: bool) -> None:
+    traffic = Traffic(random.Random(seed), AtOnceQueues(), lambda: None, direct=direct)
     for _ in range(3 * STEPS):
         traffic.step()
     traffic.finish()

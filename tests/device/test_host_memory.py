@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +19,13 @@ from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.host import locked_memory
 from hybrid_plugin.device.host.blocks import HostBlocks
 from hybrid_plugin.device.host.copies import HostCopies
+from hybrid_plugin.device.host.direct import LEAST_DIRECT, direct_rows
 from hybrid_plugin.device.host.locked_memory import LockedMemory
+from hybrid_plugin.device.host.ranges import CopyRanges, Ranges, copier_for
 from hybrid_plugin.device.host.ring import RingSizes, StagingRing, rings_for
 from hybrid_plugin.device.host.rows import HostRows, Run
 from hybrid_plugin.device.host.slabs import slabs
+from hybrid_plugin.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -43,11 +48,115 @@ def test_rows_behind_each_other_are_one_run_unless_a_block_ends() -> None:
     assert found.blocks_of([0, 1, 8, 3]) == {0, 1, 2}
 
 
-def test_a_run_of_slabs_ends_with_the_last_row() -> None:
-    found = rows()
+def test_a_run_begins_where_its_first_row_is() -> None:
+    memory = torch.zeros(64, dtype=torch.int8)
+    found = HostRows("host.kv", HostBlocks(memory, 16), 5, 3)
     found.map([1])
     run = next(found.runs([4, 5]))
-    assert found.part(run, 1, 3).tolist() == list(range(22, 30))
+    assert found.address(run) == memory.data_ptr() + 16 + 5
+
+
+def test_neighbours_on_both_sides_are_one_range() -> None:
+    found = Ranges()
+    for to, of, size in [(8, 100, 4), (12, 104, 4), (16, 0, 2), (30, 2, 2), (1, 1, 0)]:
+        found.add(to, of, size)
+    assert found == Ranges([8, 16, 30], [100, 0, 2], [8, 2, 2])
+    assert found.reversed() == Ranges([100, 0, 2], [8, 16, 30], [8, 2, 2])
+
+
+def test_rows_of_large_parts_are_copied_to_their_places() -> None:
+    memory = torch.zeros(64, dtype=torch.int8)
+    host = HostRows("host.kv", HostBlocks(memory, 16), 5, 3)
+    host.map([1])
+    first, second = (torch.zeros(9, 6, dtype=torch.int8) for _ in range(2))
+    parts = [first[:, :3], second[:, 1:3]]
+    assert direct_rows(parts, least=3) is None, "a part has 2.5 bytes on average"
+    assert direct_rows([first.t()], least=0) is None, "bytes of a row are apart"
+    found = direct_rows(parts, least=2)
+    assert found is not None
+    base = memory.data_ptr() + 16
+    one, other = first.data_ptr(), second.data_ptr() + 1
+    assert found.ranges(host, [3, 4], [7, 2]) == Ranges(
+        [one + 42, other + 42, one + 12, other + 12],
+        [base, base + 3, base + 5, base + 8],
+        [3, 2, 3, 2],
+    )
+
+
+class Driver:
+    """As much of CUDA's driver as copies ranges."""
+
+    class CUresult:
+        CUDA_SUCCESS = 0
+
+    class CUmemcpyAttributes:
+        srcAccessOrder = flags = 0  # noqa: N815
+
+    class CUmemcpySrcAccessOrder:
+        CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
+
+    class CUmemcpyFlags:
+        CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
+
+    CUdeviceptr = int
+
+    def __init__(self, version: int, error: int = 0) -> None:
+        self.version, self.error = version, error
+        self.calls: list[tuple[object, ...]] = []
+
+    def cuDriverGetVersion(self) -> tuple[int, int]:  # noqa: N802
+        return 0, self.version
+
+    def cuMemcpyBatchAsync(self, *arguments: object) -> tuple[int]:  # noqa: N802
+        self.calls.append(arguments)
+        return (self.error,)
+
+    def cuMemcpyAsync(self, *arguments: object) -> tuple[int]:  # noqa: N802
+        self.calls.append(arguments)
+        return (self.error,)
+
+
+def copier(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CopyRanges:
+    package = ModuleType("cuda.bindings")
+    package.driver = driver  # type: ignore[attr-defined]
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, package)
+    stream = SimpleNamespace(cuda_stream=17)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return copier_for(torch.device("cuda", 0))
+
+
+def test_a_gpu_copies_all_ranges_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(12080)
+    copy = copier(driver, monkeypatch)
+    copy(Ranges([1, 2], [3, 4], [5, 6]))
+    copy(Ranges())
+    ((to, of, sizes, count, attributes, which, kinds, stream),) = driver.calls
+    assert (to, of, sizes, count) == ([1, 2], [3, 4], [5, 6], 2)
+    assert (which, kinds, stream) == ([0], 1, 17)
+    (one,) = attributes  # type: ignore[misc]
+    assert (one.srcAccessOrder, one.flags) == (1, 1)
+
+
+def test_an_older_driver_gets_a_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(12070)
+    copier(driver, monkeypatch)(Ranges([1, 2], [3, 4], [5, 6]))
+    assert driver.calls == [(1, 3, 5, 17), (2, 4, 6, 17)]
+
+
+@pytest.mark.parametrize("version", [12070, 12080])
+def test_a_copy_that_fails_is_an_error(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copier(Driver(version, error=700), monkeypatch)
+    with pytest.raises(RuntimeError, match="host memory failed: 700"):
+        copy(Ranges([1], [2], [3]))
+
+
+def test_a_gpu_without_the_bindings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(ConfigError, match="pip install cuda-bindings"):
+        copier_for(torch.device("cuda", 0))
 
 
 def test_blocks_that_went_to_another_granule() -> None:
@@ -74,10 +183,11 @@ def test_rows_that_are_no_block(per: int, row_bytes: int) -> None:
     padding=st.integers(0, 40),
     piece=st.sampled_from([256, 512, 1024, 2048]),
     seed=st.integers(0, 99),
+    direct=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
 def test_rows_of_any_size_come_back_whole(
-    widths: list[int], padding: int, piece: int, seed: int
+    widths: list[int], padding: int, piece: int, seed: int, direct: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     parts = [
@@ -87,7 +197,12 @@ def test_rows_of_any_size_come_back_whole(
     expected = [part.clone() for part in parts]
     row = sum(widths) + padding
     plan = HostPlan({"kv": row}, 3 * row + 1, 3)
-    copies = HostCopies({"kv": parts}, plan, rings=RingSizes(piece, 1, 1))
+    copies = HostCopies(
+        {"kv": parts},
+        plan,
+        rings=RingSizes(piece, 1, 1),
+        least_direct=0 if direct else LEAST_DIRECT,
+    )
     rng = random.Random(seed)
     sources = rng.sample(range(9), 2)
     stored = rng.sample(range(1, 3), 2)

@@ -30,7 +30,6 @@ class HostBlocks:
         count = len(memory.view(-1, block_bytes))
         self._memory = memory
         self._bytes = memory.view(torch.uint8).numpy()
-        self._start = memory.storage_offset()
         self.block_bytes = block_bytes
         self._free = list(range(count - 1, -1, -1))
         self._written: list[Mark | None] = [None] * count
@@ -57,11 +56,15 @@ class HostBlocks:
         self._memory = torch.empty(0, dtype=torch.int8)
         self._bytes = self._memory.view(torch.uint8).numpy()
 
-    def part(self, block: int, start: int, size: int) -> torch.Tensor:
-        """`[size]` int8 of a block."""
-        # Of the ways to name a range, the one that takes the host least time.
-        first = self._start + block * self.block_bytes + start
-        return self._memory.as_strided((size,), (1,), first)
+    def address(self, block: int, start: int) -> int:
+        """Where a block's byte `start` is.
+
+        Raises:
+            RuntimeError: if the memory was let go of.
+        """
+        if not self._memory.numel():
+            raise RuntimeError("the host memory was given back")
+        return self._memory.data_ptr() + block * self.block_bytes + start
 
     def view(self, block: int, start: int, size: int) -> npt.NDArray[np.uint8]:
         """The same `[size]` bytes, for what is not PyTorch's."""

@@ -11,13 +11,15 @@ once the model's queue has come to where the load was ordered.
     loads                    copy from the host ───────────┤                  │
     scatters                                               └─ scatter ────────┘
 
-Every wait is for something issued before, so that none can wait for itself.  The host
-waits for nothing.
+Large rows need no ring on their way back (`direct`): the last queue copies them from
+the host to their places.  Every wait is for something issued before, so that none can
+wait for itself.  The host waits for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -38,8 +40,10 @@ from hybrid_plugin.core.commands import (
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.host.bandwidth import Bandwidth, measure
 from hybrid_plugin.device.host.blocks import HostBlocks
+from hybrid_plugin.device.host.direct import LEAST_DIRECT, DirectRows, direct_rows
 from hybrid_plugin.device.host.locked_memory import LockedMemory
 from hybrid_plugin.device.host.queues import Mark, Queues, queues_for
+from hybrid_plugin.device.host.ranges import Ranges, copier_for
 from hybrid_plugin.device.host.ring import RingSizes, StagingRing, rings_for
 from hybrid_plugin.device.host.rows import HostRows
 from hybrid_plugin.device.host.slabs import Slab, slabs
@@ -55,6 +59,7 @@ class HostCopies:
         *,
         rings: RingSizes | None = None,
         queues: Queues | None = None,
+        least_direct: int = LEAST_DIRECT,
     ) -> None:
         """Take the host memory of the plan, and the rings' memory of the device.
 
@@ -64,8 +69,10 @@ class HostCopies:
             plan: of the host's rows.
             rings: by default those for the kind of device.
             queues: by default those of the device.
+            least_direct: as for `direct_rows`.
 
         Raises:
+            ConfigError: for a GPU without cuda-bindings.
             ValueError: if the plan does not fit the pools.
             MemoryError: if there is no such memory, or it cannot be locked.
         """
@@ -83,6 +90,13 @@ class HostCopies:
             for pool, row_bytes in plan.row_bytes.items()
         }
         _compile(self._slabs.values(), device)
+        self._copy = copier_for(device)
+        self._direct = {
+            pool: found
+            for pool in plan.row_bytes
+            if (found := direct_rows(pools[pool], least=least_direct)) is not None
+        }
+        """Rows of the device that are loaded without a ring, by pool."""
         self._locked = LockedMemory(plan.budget, device)
         self._blocks = HostBlocks(self._locked.memory, plan.block_bytes)
         self._rows = {
@@ -183,8 +197,8 @@ class HostCopies:
             model.issue(_gather(slab, piece, ids[some]))
             stores.wait(model.record())
             self._blocks.before_writing(blocks, stores)
-            pairs = _on_host(rows, to[some], slab, ring.memory[piece])
-            stores.issue(_copy(list(pairs)))
+            ranges = _staged(rows, to[some], slab, ring.address(piece))
+            stores.issue(partial(self._copy, ranges))
             done = stores.record()
             ring.release(piece, done)
             self._blocks.were_written(blocks, done)
@@ -192,17 +206,39 @@ class HostCopies:
     def _load(
         self, pool: PoolId, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
-        rows, ring = self._rows[Pool.host(pool)], self._from_host
-        loads, scatters = self._queues.loads, self._queues.scatters
+        rows = self._rows[Pool.host(pool)]
         start, to = _by_row(sources, destinations)
         rows.check(start)
-        scatters.wait(self._queues.model().record())
+        self._queues.scatters.wait(self._queues.model().record())
+        direct = self._direct.get(pool)
+        if direct is None:
+            self._load_staged(pool, rows, start, to)
+        else:
+            self._load_directly(direct, rows, start, to)
+
+    def _load_directly(
+        self, parts: DirectRows, rows: HostRows, start: Sequence[int], to: Sequence[int]
+    ) -> None:
+        """Copy rows to where they belong, once the model's queue has come to it."""
+        queue, blocks = self._queues.scatters, rows.blocks_of(start)
+        self._blocks.before_reading(blocks, queue)
+        queue.issue(partial(self._copy, parts.ranges(rows, start, to)))
+        self._blocks.were_read(blocks, queue.record())
+
+    def _load_staged(
+        self, pool: PoolId, rows: HostRows, start: Sequence[int], to: Sequence[int]
+    ) -> None:
+        ring, loads, scatters = (
+            self._from_host,
+            self._queues.loads,
+            self._queues.scatters,
+        )
         ids = scatters.upload(torch.tensor(to, dtype=torch.int64))
         for slab, some in _portions(self._slabs[pool], len(to)):
             piece, blocks = ring.take(loads), rows.blocks_of(start[some])
             self._blocks.before_reading(blocks, loads)
-            pairs = _on_host(rows, start[some], slab, ring.memory[piece])
-            loads.issue(_copy([(staged, host) for host, staged in pairs]))
+            ranges = _staged(rows, start[some], slab, ring.address(piece))
+            loads.issue(partial(self._copy, ranges.reversed()))
             done = loads.record()
             self._blocks.were_read(blocks, done)
             scatters.wait(done)
@@ -215,12 +251,14 @@ class HostCopies:
         rows.check([source, destination])
         here, there = next(rows.runs([source])), next(rows.runs([destination]))
         self._blocks.before_writing([there.block], stores)
+        of, to = rows.address(here), rows.address(there)
         for start in range(0, rows.row_bytes, ring.piece_bytes):
             size = min(ring.piece_bytes, rows.row_bytes - start)
             piece = ring.take(stores)
-            staged = ring.memory[piece, :size]
-            of, to = rows.part(here, start, size), rows.part(there, start, size)
-            stores.issue(_copy([(staged, of), (to, staged)]))
+            staged = ring.address(piece)
+            there_and_back = (staged, of + start), (to + start, staged)
+            for destined, begin in there_and_back:
+                stores.issue(partial(self._copy, Ranges([destined], [begin], [size])))
             done = stores.record()
             ring.release(piece, done)
             self._blocks.were_written([there.block], done)
@@ -241,24 +279,14 @@ def _portions(cut: Sequence[Slab], count: int) -> Iterator[tuple[Slab, slice]]:
             yield slab, slice(first, min(first + slab.rows, count))
 
 
-def _on_host(
-    rows: HostRows, some: Sequence[int], slab: Slab, piece: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ranges of the host that hold a slab of rows, and those of the piece."""
+def _staged(rows: HostRows, some: Sequence[int], slab: Slab, piece: int) -> Ranges:
+    """From a piece of a ring, by its address, to a slab of rows of the host."""
+    found = Ranges()
     for run in rows.runs(some):
-        host = rows.part(run, slab.start, slab.size)
-        start = run.first * rows.row_bytes
-        yield host, piece[start : start + host.shape[0]]
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-    """What copies each second of two tensors over the first."""
-
-    def work() -> None:
-        for to, of in pairs:
-            to.copy_(of, non_blocking=True)
-
-    return work
+        size = (run.count - 1) * rows.row_bytes + slab.size
+        host = rows.address(run) + slab.start
+        found.add(host, piece + run.first * rows.row_bytes, size)
+    return found
 
 
 def _gather(slab: Slab, piece: int, ids: torch.Tensor) -> Callable[[], None]:

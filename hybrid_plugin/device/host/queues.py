@@ -43,7 +43,7 @@ class Queues(Protocol):
     loads: Queue
     """Copies from the host to the device."""
     scatters: Queue
-    """What spreads over the device's rows what came from the host."""
+    """What fills the device's rows, from a ring or from the host."""
 
     def model(self) -> Queue:
         """What the model's forward passes run on: the stream that is current."""
@@ -150,9 +150,10 @@ class CudaQueues:
         stream: Any = torch.cuda.Stream
         self._stores = CudaQueue(stream(device))
         self._loads = CudaQueue(stream(device))
+        self._scatters = CudaQueue(stream(device))
         self.stores: Queue = self._stores
         self.loads: Queue = self._loads
-        self.scatters: Queue = CudaQueue(stream(device))
+        self.scatters: Queue = self._scatters
 
     def model(self) -> Queue:
         """See `Queues.model`."""
@@ -164,7 +165,8 @@ class CudaQueues:
 
     def copies_over(self) -> Callable[[], None]:
         """See `Queues.copies_over`; a thread that waits takes no processor's time."""
-        marks = [queue.record(blocking=True) for queue in (self._stores, self._loads)]
+        queues = self._stores, self._loads, self._scatters
+        marks = [queue.record(blocking=True) for queue in queues]
 
         def wait() -> None:
             # Another device that is current would get a context of this process.

@@ -35,7 +35,7 @@ class RingSizes:
         return (self.store_pieces + self.load_pieces) * self.piece_bytes
 
 
-_GPU_RINGS = RingSizes(16 * _MIB, store_pieces=8, load_pieces=4)
+_GPU_RINGS = RingSizes(32 * _MIB, store_pieces=4, load_pieces=2)
 _CPU_RINGS = RingSizes(_MIB, store_pieces=2, load_pieces=2)
 
 
@@ -71,6 +71,10 @@ class StagingRing:
     def piece_bytes(self) -> int:
         """Bytes of a piece."""
         return self.memory.shape[1]
+
+    def address(self, piece: int) -> int:
+        """Where a piece begins."""
+        return self.memory.data_ptr() + piece * self.piece_bytes
 
     def take(self, queue: Queue) -> int:
         """The next piece, which a queue may write once its last use is over."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hybrid_plugin.core.commands import PoolId
 from hybrid_plugin.device.host.blocks import HostBlocks
@@ -119,7 +118,6 @@ class HostRows:
             for run in self.runs(rows)
         ]
 
-    def part(self, run: Run, start: int, size: int) -> torch.Tensor:
-        """`[bytes]` int8: of a run's first row from `start` on, `size` of the last."""
-        length = (run.count - 1) * self.row_bytes + size
-        return self._blocks.part(run.block, run.start + start, length)
+    def address(self, run: Run) -> int:
+        """Where a run's first row begins."""
+        return self._blocks.address(run.block, run.start)
