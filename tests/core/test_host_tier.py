@@ -287,6 +287,24 @@ def test_only_what_the_device_lacks_is_loaded(cache: HybridCache) -> None:
     audit(cache)
 
 
+def test_what_a_restore_builds_on_is_of_use(cache: HybridCache) -> None:
+    """The turn before is on the device; its state is not read, and its KV not loaded."""
+    longer = (*TURN, *span(110, 120))
+    start(cache, "longer", longer)
+    cache.finish("longer", longer, len(longer))
+    forget(cache)
+    serve(cache, "chat", CHAT, (100, 101, 102))
+    node = cache.look_up(longer).match.node
+    assert node is not None and node.snapshot is not None
+    assert (node.end, node.snapshot.hits) == (12, 0)
+    restore = wait(cache, (*longer, 7))
+    assert (restore.start, restore.length) == (12, 23)
+    assert node.snapshot.hits == 1
+    assert wait(cache, (*longer, 8)) is restore
+    assert node.snapshot.hits == 1, "it is built on once"
+    audit(cache)
+
+
 def test_nothing_is_held_up_where_nothing_runs(cache: HybridCache) -> None:
     cache.finish("runs", LATER, len(LATER))
     cache.drain_commands()

@@ -280,6 +280,9 @@ def test_what_the_host_has_is_not_fetched() -> None:
     assert isinstance(command, Fetch)
     assert [(one.start, len(one.tokens)) for one in command.rows] == [(12, 16)]
     assert (found.start, found.length, found.size) == (12, 16, 5)
+    node = host(cache).match(None, ids(*NEXT), 14).node
+    assert node is not None and node.snapshot is not None
+    assert node.snapshot.hits == 1, "it is of use: the fetch builds on it"
     audit(cache)
 
 

@@ -270,11 +270,18 @@ class Fetches:
             began=now,
             elsewhere=offer.elsewhere,
         )
+        self._note_use(host)
         self.running[fetch.ticket] = fetch
         self._queues[tier.name].add(now, tier.read_seconds(offer.key, fetch.size))
         tier.begin_fetch(offer.key, fetch.size)
         self._host.send(Fetch(fetch.ticket, tier.name, self._rows_of(fetch)))
         return fetch
+
+    def _note_use(self, host: Match) -> None:
+        """Note that the host's own snapshot is of use: what it keeps is not fetched."""
+        node = host.node
+        if node is not None and node.snapshot is not None:  # it has not made room
+            self._host.tree.use_snapshot(node)
 
     def _size(self, offer: _Offer) -> int:
         """Bytes of the rows that an offer fills."""

@@ -199,6 +199,7 @@ class Restores:
             self._host.stats.loads_refused += 1
             return None
         node = self._lock(match.kv_node, shared)
+        self._note_use(match)
         provided = memory.broker.provide(needed)
         assert provided, "what fits can be had: what is locked is in use"
         self._link_free = now + queued + loaded / self.rates.load_bytes_per_second
@@ -222,6 +223,15 @@ class Restores:
         self.running.append(restore)
         self._load(restore, fresh, lacking)
         return restore
+
+    def _note_use(self, match: Match) -> None:
+        """Note that the device's own snapshot is of use: what it keeps is not loaded.
+
+        The sequence resumes from the one that is loaded.
+        """
+        if match.node is not None:
+            self._tree.use_snapshot(match.node)
+            self._memory.promises.used(match.node, resumed=False)
 
     def _lock(self, node: Node | None, length: int) -> Node | None:
         """Lock the KV of the first `length` tokens of the path to a node."""
