@@ -242,9 +242,8 @@ def turns(asked: Asked, seed: int) -> Tokens:
     return [[*prompt, *answer.tokens, *new] for prompt, answer, new in every]
 
 
-def chats(engine: Engine) -> dict[str, Asked]:
-    """All phases, in their order."""
-    done: dict[str, Asked] = {}
+def chats(engine: Engine, done: dict[str, Asked]) -> None:
+    """All phases, in their order; those that are over are in `done`."""
 
     def ask(phase: str, asked: Tokens, length: int = ANSWER) -> Asked:
         done[phase] = Asked(asked, engine.ask(asked, length), length)
@@ -266,19 +265,21 @@ def chats(engine: Engine) -> dict[str, Asked]:
         again = ask("first again", prompts(1, lengths))
         with broken():
             ask(phase, turns(again, 8))
-    return done
 
 
-def forgotten(engine: Engine) -> dict[str, Asked]:
+def forgotten(engine: Engine, done: dict[str, Asked]) -> None:
     """Two turns of more chats than the device has memory for."""
     asked = prompts(9, [150 + chat for chat in range(FORGOTTEN)])
-    first = Asked(asked, engine.ask(asked), ANSWER)
+    first = done["first"] = Asked(asked, engine.ask(asked), ANSWER)
     again = turns(first, 10)
-    return {"first": first, "second": Asked(again, engine.ask(again), ANSWER)}
+    done["second"] = Asked(again, engine.ask(again), ANSWER)
 
 
-def serve(model: Path, setup: Setup) -> tuple[dict[str, Asked], Found]:
-    """What an engine of the plugin answers."""
+def serve(model: Path, setup: Setup, asked: dict[str, Asked]) -> Found:
+    """What an engine of the plugin says of itself; its answers go to `asked`.
+
+    Those given before it fails are compared, too.
+    """
     engine = Engine(
         model,
         {"enabled": True, **setup.options},
@@ -286,8 +287,9 @@ def serve(model: Path, setup: Setup) -> tuple[dict[str, Asked], Found]:
         graphs=setup.graphs,
     )
     try:
-        asked = forgotten(engine) if setup.forgets else chats(engine)
-        return asked, engine.described()
+        ask = forgotten if setup.forgets else chats
+        ask(engine, asked)
+        return engine.described()
     finally:
         engine.close()
 
@@ -402,7 +404,8 @@ def main(folder: Path, names: Sequence[str]) -> int:
     found: dict[str, Found] = {}
     for name in names:
         try:
-            asked[name], found[name] = serve(models[SERVED[name].kind], SERVED[name])
+            asked[name] = {}
+            found[name] = serve(models[SERVED[name].kind], SERVED[name], asked[name])
             _say(f"{name}: {found[name]}")
         except Exception:
             _say(f"{name} FAILED\n{traceback.format_exc()}")
