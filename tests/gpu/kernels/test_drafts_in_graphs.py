@@ -3,7 +3,7 @@
 
 Rows are ragged, and fewer than the graph was captured with; windows lie in rows wider
 than they are, as vLLM has them.  Outputs and states are, bit for bit, those of decoding
-the tokens one by one.
+the tokens one by one, but for the outputs of recorded chains.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ DEVICE = torch.device("cuda")
 ROWS, TOKENS, SLOTS, TAPS = 6, 4, 40, 4
 LENGTHS = (4, 1, 3, 2)
 HEADS, VALUE_HEADS, SIZE = 2, 4, 64
+_NEAR = 2**-6
+"""Two units of bfloat16's last place, of the greatest number."""
 
 
 @dataclass
@@ -205,7 +207,8 @@ def test_folded_states_are_those_of_decoding(kind: str, dtype: torch.dtype) -> N
     expected, behind = one_by_one(layer, given)
     verified = tables.hold(given)
     replayed()
-    assert torch.equal(out[: sum(LENGTHS)], expected)
+    # Recorded chains are verified as products of matrices, which round otherwise.
+    assert (out[: sum(LENGTHS)] - expected).abs().max() <= _NEAR * expected.abs().max()
     for pool, old in zip(layer.pools(), before, strict=True):
         assert torch.equal(pool, old)
     records.recorded(verified.slots)
