@@ -72,7 +72,7 @@ class HostCopies:
             least_direct: as for `direct_rows`.
 
         Raises:
-            ConfigError: for a GPU without cuda-bindings.
+            RuntimeError: for a GPU without cuda-bindings.
             ValueError: if the plan does not fit the pools.
             MemoryError: if there is no such memory, or it cannot be locked.
         """

@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hybrid_plugin.errors import ConfigError
-
 CopyRanges: TypeAlias = Callable[["Ranges"], None]
 """Orders copies of ranges, in no order, behind all else on the current stream."""
 
@@ -54,7 +52,7 @@ def copier_for(device: torch.device) -> CopyRanges:
     """What copies ranges from and to a device's memory.
 
     Raises:
-        ConfigError: for a GPU without cuda-bindings.
+        RuntimeError: for a GPU without cuda-bindings.
     """
     return _move if device.type == "cpu" else _Batches(device)
 
@@ -71,7 +69,7 @@ class _Batches:
         try:
             from cuda.bindings import driver
         except ImportError:
-            raise ConfigError(
+            raise RuntimeError(
                 "host_memory needs the package cuda-bindings, which PyTorch for CUDA "
                 "brings: pip install cuda-bindings."
             ) from None
