@@ -168,19 +168,21 @@ class Admissions:
         return -(-tokens // self._tree.page_size)
 
     def room_for_restore(
-        self, wanted: Mapping[PoolId, int]
+        self, wanted: Mapping[PoolId, int], others: int
     ) -> Mapping[PoolId, int] | None:
         """What must be free for a restore; None if an admission must not have it.
 
         Args:
-            wanted: ids that the restore takes, by pool.
+            wanted: ids that the restore and the sequence behind it take, by pool.
+            others: pages that must be left for sequences behind other restores.
         """
         memory = self._memory
         kept = self._drafts.kept_pages(0, memory.pages.capacity)
         left = memory.with_pages(wanted, kept)
         for pool in memory.page_pools:
             left[pool] += self._reservations.promised(pool)
-        if not memory.broker.fits(left) or self._must_wait(left):
+        left[Pool.KV] += others
+        if not memory.broker.fits(left) or self._must_wait(left, wanted):
             return None
         return left
 
@@ -222,16 +224,24 @@ class Admissions:
             slots=1,
             sequences=len(self._sequences) + 1,
         )
-        if not self._must_wait(wanted) and self._has_room(
+        taken = {**wanted, Pool.KV: size.in_all}
+        if not self._must_wait(wanted, taken) and self._has_room(
             match, memory.with_pages(wanted, kept)
         ):
             return True
-        self._drafts.refused(match, wanted, waits=True)
+        self._drafts.refused(match, wanted, taken)
         return False
 
-    def _must_wait(self, wanted: Mapping[PoolId, int]) -> bool:
-        """Whether a sequence leaves memory to cached content that is worth more."""
-        lost = self._memory.price(wanted)
+    def _must_wait(
+        self, wanted: Mapping[PoolId, int], taken: Mapping[PoolId, int]
+    ) -> bool:
+        """Whether a sequence leaves memory to cached content that is worth more.
+
+        Args:
+            wanted: ids by pool that must be free.
+            taken: those of them that the sequence takes.
+        """
+        lost = self._memory.price(wanted, taken)
         return lost > 0 and self._concurrency.should_wait(lost, len(self._sequences))
 
     def _has_room(self, match: Match, wanted: Mapping[PoolId, int]) -> bool:

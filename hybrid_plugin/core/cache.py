@@ -150,7 +150,7 @@ class HybridCache:
             host=self.host,
             rates=self.rates,
             running=self._sequences.__len__,
-            needs=lambda wanted: self._admissions.room_for_restore(wanted),
+            needs=lambda *wanted: self._admissions.room_for_restore(*wanted),
         )
         self._admissions = Admissions(
             self.memory,
@@ -367,7 +367,7 @@ class HybridCache:
         ):
             pass
         if not provided:
-            self.drafts.refused(NO_MATCH, wanted, waits=False)
+            self.drafts.refused(NO_MATCH, wanted)
             self.stats.refusals += 1
             self.fragmentation.refused_growth(sequence, len(sequence.pages) + count)
             return None

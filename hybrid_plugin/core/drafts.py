@@ -273,14 +273,18 @@ class Drafts:
         return max(-(-tokens // self._memory.tree.page_size) - pages, 0)
 
     def refused(
-        self, match: Match, wanted: Mapping[PoolId, int], *, waits: bool
+        self,
+        match: Match,
+        wanted: Mapping[PoolId, int],
+        taken: Mapping[PoolId, int] | None = None,
     ) -> None:
         """Note a refusal: whether it wanted what drafts have, or would get.
 
         Args:
             match: the hit of an admission, shared; an empty one of a growth.
             wanted: ids by pool.
-            waits: whether it leaves memory to content that is worth more.
+            taken: those of them that an admission takes, which leaves memory to content
+                that is worth more; None for a growth, which does not.
         """
         if not self.need_slots:
             return
@@ -290,8 +294,8 @@ class Drafts:
         if not self._memory.has_room(match, others, returned={Pool.STATE: drafts}):
             return
         others[Pool.STATE] -= len(drafts)
-        lost = self._memory.price(others)
-        running = len(self._sequences) if waits else 0
+        lost = 0.0 if taken is None else self._memory.price(others, taken)
+        running = len(self._sequences)
         if not (lost > 0 and self._concurrency.should_wait(lost, running)):
             self._refused_now = True
 

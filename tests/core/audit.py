@@ -26,6 +26,7 @@ from hybrid_plugin.core.tree.radix import MambaRadixCache
 def full_state(cache: HybridCache) -> dict[str, Any]:
     """Everything a call could have changed, but for the count of refusals."""
     tree = cache.tree
+    tree.next_snapshot()  # renews the ranks that are out of date, as any call may
     totals = cache.stats.as_dict()
     del totals["refusals"], totals["drafts_refused"]
     return {

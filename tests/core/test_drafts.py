@@ -268,6 +268,7 @@ def with_snapshots(policy: ByMinimum | Economical | None = None) -> HybridCache:
     start(cache, "a", span(0, 8))
     prefill(cache, "a", span(0, 8))
     cache.drain_commands()
+    cache.concurrency.answer = 10  # nobody waits
     start(cache, "hot", span(400, 410))
     cache.finish("hot", (), 0)
     return cache

@@ -261,12 +261,14 @@ def test_it_takes_another_pool_s_memory_only_if_that_repays_the_move() -> None:
     assert pools.mapped == (3, 3)
 
 
-def test_what_is_missing_is_counted_in_bytes_of_all_pools() -> None:
+def test_free_bytes_of_any_pool_serve_all_pools() -> None:
     pools = full_pools()
     pools.states.ids.allocate(1)
-    assert pools.controller.missing({KV: 10, STATE: 1}) == {}, "19 pages are free"
+    assert not pools.controller.must_evict({KV: 10, STATE: 1}), "19 pages are free"
+    assert pools.controller.must_evict({KV: 12, STATE: 1})
     pools.kv.fill(19)
-    assert pools.controller.missing({KV: 2, STATE: 1}) == {KV: 10.0}
+    assert pools.controller.must_evict({KV: 1})
+    assert not pools.controller.must_evict({KV: 0})
 
 
 # ---------------------------------------------------------------- what is kept

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.costs import STEP_TOKENS
 from tests.core.audit import audit
@@ -107,10 +108,26 @@ def test_a_sequence_waits_for_memory_that_is_worth_more() -> None:
     audit(cache)
 
 
-def test_it_starts_where_nothing_of_worth_was_evicted() -> None:
+def test_it_waits_for_the_snapshot_that_goes_next() -> None:
     cache = full_cache(lost_per_byte=0.0)
+    assert admit(cache, "late", span(600, 605)) is None
+    cache.concurrency.answer = 10  # long answers gain more
     assert admit(cache, "late", span(600, 605)) is not None
     assert cache.slots.snapshots == 0
+
+
+def test_it_starts_where_what_goes_is_worth_nothing() -> None:
+    cache = make_cache(pages=9, policy=Economical())
+    start(cache, "first", span(700, 705))
+    cache.finish("first", (), 5)
+    for number in range(2):
+        start(cache, f"running {number}", span(100 * number, 100 * number + 5))
+    start(cache, "earlier", span(500, 508))
+    cache.finish("earlier", span(500, 508), 9)  # its state is behind what is known
+    assert (cache.pages.reclaimable, cache.pages.free) == (2, 2)
+    assert cache.slots.snapshots == 0
+    assert admit(cache, "late", span(600, 612)) is not None
+    assert cache.pages.reclaimable == 1
 
 
 def test_alone_it_never_waits() -> None:
@@ -132,11 +149,18 @@ def test_what_is_evicted_sets_the_price() -> None:
     assert node is not None and node.snapshot is not None
     lost = policy.expected_tokens(node, node.snapshot, cache.tree.clock)
     assert lost > 0
-    cache.memory._freed = 0.0
+    taken = {Pool.KV: 3, Pool.STATE: 1}  # 16 bytes
+    next_one = 16 * (cache.tree.snapshot_worth() or 0.0)
+    assert next_one > 0
+    assert cache.memory.price(taken, taken) == pytest.approx(next_one)
+    cache.memory._lost, cache.memory._freed = next_one, 8.0  # twice as much
+    assert cache.memory.price(taken, taken) == pytest.approx(2 * next_one)
+    cache.memory._lost = cache.memory._freed = 0.0
     assert cache.memory.evict_snapshot()
     assert cache.memory.lost_per_byte == pytest.approx(lost / 8), "a slot and a page"
-    assert cache.memory.price({"state": 1}) == 0, "a slot is free now"
-    assert cache.memory.price({"state": 3}) == pytest.approx(lost)
+    assert cache.memory.price(taken, taken) == 0, "a slot is free now"
+    wanted = {**taken, Pool.STATE: 2}
+    assert cache.memory.price(wanted, taken) == pytest.approx(2 * lost)
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,8 @@ class MemoryBroker(Protocol):
             have been evicted in the attempt.
         """
 
-    def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
-        """Ids that must be evicted for pools to have so many free ones.
-
-        Where memory moves, in ids of any of the pools.
-        """
+    def must_evict(self, wanted: Mapping[PoolId, int]) -> bool:
+        """Whether something cached must go for pools to have so many free ids each."""
 
     def max_free(self, pool: PoolId) -> int:
         """Ids of a pool that could be free at once, if all that is cached went."""
@@ -194,13 +191,9 @@ class FixedBroker:
                     return False
         return True
 
-    def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
-        """See `MemoryBroker.missing`."""
-        return {
-            pool: count - self._pools[pool][0].free
-            for pool, count in wanted.items()
-            if count > self._pools[pool][0].free
-        }
+    def must_evict(self, wanted: Mapping[PoolId, int]) -> bool:
+        """See `MemoryBroker.must_evict`."""
+        return any(n > self._pools[pool][0].free for pool, n in wanted.items())
 
     def max_free(self, pool: PoolId) -> int:
         """See `MemoryBroker.max_free`."""

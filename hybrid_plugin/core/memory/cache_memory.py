@@ -282,19 +282,32 @@ class CacheMemory:
         tree.unlock(node)
         return found
 
-    def price(self, wanted: Mapping[PoolId, int]) -> float:
+    def price(self, wanted: Mapping[PoolId, int], taken: Mapping[PoolId, int]) -> float:
         """What an admission is expected to cost later ones, in tokens by admission.
 
-        That is the memory that has to be evicted for it, times what evicted memory was
-        worth lately.
+        That is all the memory that the sequence takes, times what memory is worth to
+        what is cached; nothing, if nothing has to be evicted.  Memory that happens to
+        be free counts as well: another sequence has just left it, and what is cached
+        would get it next.
+
+        Args:
+            wanted: ids by pool that must be free.
+            taken: those of them that the sequence takes.
         """
-        if not self.lost_per_byte:
+        if not self.broker.must_evict(wanted):
             return 0.0
-        missing = self.broker.missing(wanted)
-        pages = missing.get(Pool.KV, 0.0)
-        slots = missing.get(Pool.STATE, 0.0)
-        lost = self.tree.eviction.held_bytes(pages, slots, self.tree.page_size)
-        return lost * self.lost_per_byte
+        pages, slots = taken[Pool.KV], taken.get(Pool.STATE, 0)
+        held = self.tree.eviction.held_bytes(pages, slots, self.tree.page_size)
+        return held * self._worth_per_byte()
+
+    def _worth_per_byte(self) -> float:
+        """Tokens by admission that a byte of what is cached is expected to save.
+
+        As many as evictions of late are expected to cost, or as the snapshot saves that
+        goes next, whichever is more.  The first alone is too little where evictions got
+        by with KV that is worth nothing, the second where few snapshots are.
+        """
+        return max(self.lost_per_byte, self.tree.snapshot_worth() or 0.0)
 
     def _provide(self, match: Match, wanted: Mapping[PoolId, int]) -> bool:
         snapshot = _snapshot_of(match)

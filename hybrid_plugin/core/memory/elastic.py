@@ -211,13 +211,12 @@ class ElasticBroker:
             total += granules * member.budget.granule_bytes
         return total <= self.budget
 
-    def missing(self, wanted: Mapping[PoolId, int]) -> dict[PoolId, float]:
-        """See `MemoryBroker.missing`."""
+    def must_evict(self, wanted: Mapping[PoolId, int]) -> bool:
+        """See `MemoryBroker.must_evict`."""
         missing = -float(self.slack)
         for pool, member in self._members.items():
             missing += (wanted.get(pool, 0) - member.ids.free) * member.row_bytes
-        pool, member = next(iter(self._members.items()))
-        return {pool: missing / member.row_bytes} if missing > 0 else {}
+        return missing > 0
 
     def max_free(self, pool: PoolId) -> int:
         """Ids of a pool that could be free at once, if all that is cached went."""

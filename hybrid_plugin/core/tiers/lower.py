@@ -19,7 +19,7 @@ from hybrid_plugin.core.tiers.fetches import Fetching
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.outer import Awaited, OuterTiers, Recording
 from hybrid_plugin.core.tiers.outer_tier import OuterTier
-from hybrid_plugin.core.tiers.restores import Restore, Restores, TransferRates
+from hybrid_plugin.core.tiers.restores import Needs, Restore, Restores, TransferRates
 from hybrid_plugin.core.tiers.saves import Saving
 from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Match
@@ -37,7 +37,7 @@ class LowerTiers:
         host: HostTier | None,
         rates: TransferRates | None,
         running: Callable[[], int],
-        needs: Callable[[Mapping[PoolId, int]], Mapping[PoolId, int] | None],
+        needs: Needs,
     ) -> None:
         """Begin with nothing on its way.
 
@@ -47,8 +47,7 @@ class LowerTiers:
             host: rows of host memory; None for none.
             rates: how fast they are loaded, and prompts computed; for a host tier.
             running: number of live sequences.
-            needs: how many ids of the device's pools must be free for a restore to take
-                the given ones; None if it must not have them.
+            needs: how many ids of the device's pools must be free for a restore.
 
         Raises:
             ValueError: for a host tier without rates, or for a model whose cache needs

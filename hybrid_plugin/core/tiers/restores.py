@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hybrid_plugin.core.commands import Await, Load, Pool, PoolId
 from hybrid_plugin.core.memory.cache_memory import CacheMemory
@@ -26,6 +27,11 @@ from hybrid_plugin.core.tree.node import Node
 from hybrid_plugin.core.tree.radix import Match
 from hybrid_plugin.core.tree.snapshot import Snapshot
 from hybrid_plugin.core.tree.tokens import Pages, Tokens
+
+Needs: TypeAlias = Callable[[Mapping[PoolId, int], int], Mapping[PoolId, int] | None]
+"""How many ids of the device's pools must be free, for ids that a restore and the
+sequence behind it take, and pages for those behind other restores; None if it must not
+have them."""
 
 
 @dataclass(slots=True)
@@ -138,15 +144,14 @@ class Restores:
         self,
         found: LookUp,
         now: float,
-        needs: Callable[[Mapping[PoolId, int]], Mapping[PoolId, int] | None],
+        needs: Needs,
     ) -> Restore | None:
         """Begin to restore what a waiting sequence lacks, or join a running restore.
 
         Args:
             found: of the sequence.
             now: the time.
-            needs: says how many ids of the device's pools must be free for a restore to
-                take so many; None if it must not have them.
+            needs: says how many ids of the device's pools must be free.
 
         Returns:
             The restore to wait for; None if none is worth it.
@@ -175,7 +180,7 @@ class Restores:
         host: Match,
         match: Match,
         now: float,
-        needs: Callable[[Mapping[PoolId, int]], Mapping[PoolId, int] | None],
+        needs: Needs,
     ) -> Restore | None:
         memory, size = self._memory, self._tree.page_size
         shared = min(match.kv_length, host.length // size * size)
@@ -192,7 +197,7 @@ class Restores:
         self._share_windows(held)
         rest = -(-len(found.tokens) // size) - host.length // size
         others = sum([one.rest for one in self.running if one.waiters])
-        needed = needs({**wanted, Pool.KV: count + rest + others})
+        needed = needs({**wanted, Pool.KV: count + rest}, others)
         if needed is None:
             memory.pages.release(base)
             self._release_windows(held)
