@@ -288,7 +288,7 @@ def test_only_what_the_device_lacks_is_loaded(cache: HybridCache) -> None:
 
 
 def test_what_a_restore_builds_on_is_of_use(cache: HybridCache) -> None:
-    """The turn before is on the device; its state is not read, and its KV not loaded."""
+    """The turn before is on the device: its state is not read, its KV not loaded."""
     longer = (*TURN, *span(110, 120))
     start(cache, "longer", longer)
     cache.finish("longer", longer, len(longer))
