@@ -157,7 +157,7 @@ class HostCopies:
     def views(self, pool: PoolId, rows: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """The memory of rows of a host pool, in their order, for reading and writing.
 
-        Whoever reads or writes it waits for `copies_over` first.
+        Whoever reads it waits for `stores_over` first, who writes it for `copies_over`.
 
         Returns:
             Contiguous `[rows, row bytes]` each, as few as can be; of these rows for as
@@ -168,6 +168,10 @@ class HostCopies:
             ValueError: for a row without memory.
         """
         return self._rows[pool].views(rows)
+
+    def stores_over(self) -> Callable[[], None]:
+        """What waits, in any thread, for all copies so far to rows."""
+        return self._queues.stores_over()
 
     def copies_over(self) -> Callable[[], None]:
         """What waits, in any thread, for all copies so far from and to rows."""
@@ -228,11 +232,8 @@ class HostCopies:
     def _load_staged(
         self, pool: PoolId, rows: HostRows, start: Sequence[int], to: Sequence[int]
     ) -> None:
-        ring, loads, scatters = (
-            self._from_host,
-            self._queues.loads,
-            self._queues.scatters,
-        )
+        ring, loads = self._from_host, self._queues.loads
+        scatters = self._queues.scatters
         ids = scatters.upload(torch.tensor(to, dtype=torch.int64))
         for slab, some in _portions(self._slabs[pool], len(to)):
             piece, blocks = ring.take(loads), rows.blocks_of(start[some])

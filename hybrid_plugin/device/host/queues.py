@@ -51,8 +51,11 @@ class Queues(Protocol):
     def finish(self) -> None:
         """Have the host wait for all work."""
 
+    def stores_over(self) -> Callable[[], None]:
+        """What has the host wait, in any thread, for the stores issued so far."""
+
     def copies_over(self) -> Callable[[], None]:
-        """What has the host wait, in any thread, for the copies issued so far."""
+        """The same for the copies both ways."""
 
 
 def queues_for(device: torch.device) -> Queues:
@@ -101,9 +104,11 @@ class AtOnceQueues:
     def finish(self) -> None:
         """See `Queues.finish`."""
 
-    def copies_over(self) -> Callable[[], None]:
+    def stores_over(self) -> Callable[[], None]:
         """They are over."""
         return _nothing
+
+    copies_over = stores_over
 
 
 class CudaQueue:
@@ -163,9 +168,15 @@ class CudaQueues:
         """See `Queues.finish`."""
         torch.cuda.synchronize(self._device)
 
+    def stores_over(self) -> Callable[[], None]:
+        """See `Queues.stores_over`; a thread that waits takes no processor's time."""
+        return self._over(self._stores)
+
     def copies_over(self) -> Callable[[], None]:
-        """See `Queues.copies_over`; a thread that waits takes no processor's time."""
-        queues = self._stores, self._loads, self._scatters
+        """See `Queues.copies_over`."""
+        return self._over(self._stores, self._loads, self._scatters)
+
+    def _over(self, *queues: CudaQueue) -> Callable[[], None]:
         marks = [queue.record(blocking=True) for queue in queues]
 
         def wait() -> None:
