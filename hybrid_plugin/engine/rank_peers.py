@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from hybrid_plugin.config import PeerOptions
@@ -12,11 +13,12 @@ from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.identity import Identity
 from hybrid_plugin.tiers.peers.agent import DataPlane, NixlAgent
+from hybrid_plugin.tiers.peers.agents import ReadingAgents, agents_that_fit
 from hybrid_plugin.tiers.peers.leases import LEASE_SECONDS, Leases
 from hybrid_plugin.tiers.peers.messages import Introduction
 from hybrid_plugin.tiers.peers.ranges import Range
 from hybrid_plugin.tiers.peers.server import PeerServer
-from hybrid_plugin.tiers.peers.source import PeerSource
+from hybrid_plugin.tiers.peers.source import AT_ONCE, PeerSource
 from hybrid_plugin.tiers.transfers import check_rows
 
 MakePlane: TypeAlias = Callable[[Range, bool], DataPlane]
@@ -108,4 +110,6 @@ def describe(options: PeerOptions, ports: Sequence[int]) -> str:
 
 
 def _nixl(region: Range, is_local: bool) -> DataPlane:
-    return NixlAgent(region, loopback=is_local)
+    """Several agents on one machine; a network card moves many reads of one agent."""
+    make = partial(NixlAgent, region, loopback=is_local)
+    return ReadingAgents(make, agents_that_fit(AT_ONCE)) if is_local else make()

@@ -18,10 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_plugin.core.commands import Pool
+from hybrid_plugin.core.commands import Fetch, Pool
+from hybrid_plugin.engine import rank_peers
 from hybrid_plugin.tiers.failure import Failure, Reason
 from hybrid_plugin.tiers.identity import Identity
-from tests.device.peer_rank import IDENTITY, KV_BYTES, STATE, PeerRank
+from tests.device.peer_rank import (
+    IDENTITY,
+    KV_BYTES,
+    STATE,
+    PeerRank,
+    rows_of,
+    tokens_of,
+)
 
 NIXL = ("nixl", "nixl_cu12", "nixl_cu13")
 if not any(importlib.util.find_spec(name) for name in NIXL):
@@ -118,6 +126,24 @@ def test_rows_of_one_process_are_read_by_another_one() -> None:
         theirs = PeerRank(PAGES, 1)
         check_reads(far, own, theirs)
         theirs.close()
+
+
+def test_reads_go_on_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_peers, "agents_that_fit", lambda most: 2)
+    with peer(PAGES) as far, rank() as own:
+        theirs = PeerRank(PAGES, 1)
+        wanted = theirs.pools[Pool.KV][3:9].numpy().tobytes()
+        theirs.close()
+        commands = []
+        for ticket, first in enumerate((0, 10)):
+            rows = tuple(range(first, first + 6))
+            bundle = rows_of(far.offer(3, 6), tokens_of(6), rows, 2 + ticket)
+            commands.append(Fetch(ticket, "peer", (bundle,)))
+        own.executor.run(commands)
+        assert [one.lost for one in own.outcomes(2)] == [None, None]
+        for first in (0, 10):
+            found = [own.row(Pool.KV, row) for row in range(first, first + 6)]
+            assert b"".join(found) == wanted
 
 
 def test_both_read_from_each_other_in_one_process() -> None:
