@@ -241,9 +241,9 @@ def host_rows(made: Made, slack: int) -> tuple[HostPlan, dict[PoolId, Any]]:
     found = {}
     for pool, row in made.ids.items():
         made.executor.run([Store(pool, (row,), (1,))])
-        rows = copies._rows[Pool.host(pool)]
-        part = rows.part(next(rows.runs([1])), 0, row_bytes[pool])
-        found[pool] = part.numpy().view(np.uint8).copy()
+        (view,) = copies.views(Pool.host(pool), [1])
+        found[pool] = view[0].copy()
+        del view
     copies.close()
     return plan, found
 
