@@ -173,7 +173,10 @@ class Executor:
             ValueError: if the plan does not fit the pools.
             MemoryError: if there is no such memory, or it cannot be locked.
         """
-        self.host = HostCopies(self.parts(), plan)
+        elastic = [
+            pool for pool, one in self._arenas.items() if isinstance(one, ElasticArena)
+        ]
+        self.host = HostCopies(self.parts(), plan, elastic=elastic)
         return self.host
 
     def run(self, commands: Iterable[Command]) -> None:

@@ -26,6 +26,7 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host import bandwidth
 from hybrid_plugin.device.host import blocks as blocks_module
+from hybrid_plugin.device.host import copies as copies_module
 from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.device.host.queues import AtOnceQueues, Mark, Queue, queues_for
 from hybrid_plugin.device.host_arena import HostArena
@@ -251,6 +252,18 @@ def elastic() -> tuple[ElasticArena, HostArena]:
     place = host.reserve(3 * 4 * BLOCK)
     layers = place.memory.view(3, 16, BLOCK // 4)
     return ElasticArena(list(layers), place, host, 4), host
+
+
+def test_pools_that_are_mapped_block_by_block_keep_their_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copies_module, "direct_rows", lambda parts, least: parts)
+    arena, _ = elastic()
+    fixed = Arena([torch.zeros(4, 64, dtype=torch.int8)])
+    executor = Executor({Pool.KV: arena, Pool.STATE: fixed})
+    rows = {Pool.KV: 3 * BLOCK // 4, Pool.STATE: 64}
+    host = executor.attach_host(HostPlan(rows, BLOCK, 4))
+    assert list(host._direct) == [Pool.STATE]
 
 
 def test_pages_of_elastic_pools_come_back_to_other_granules() -> None:

@@ -11,14 +11,21 @@ once the model's queue has come to where the load was ordered.
     loads                    copy from the host ───────────┤                  │
     scatters                                               └─ scatter ────────┘
 
-Large rows need no ring on their way back (`direct`): the last queue copies them from
-the host to their places.  Every wait is for something issued before, so that none can
-wait for itself.  The host waits for nothing.
+Large rows of fixed pools need no ring on their way back (`direct`): the last queue
+copies them from the host to their places.  Every wait is for something issued before,
+so that none can wait for itself.  The host waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from itertools import chain
 
@@ -59,6 +66,7 @@ class HostCopies:
         *,
         rings: RingSizes | None = None,
         queues: Queues | None = None,
+        elastic: Collection[PoolId] = (),
         least_direct: int = LEAST_DIRECT,
     ) -> None:
         """Take the host memory of the plan, and the rings' memory of the device.
@@ -69,6 +77,8 @@ class HostCopies:
             plan: of the host's rows.
             rings: by default those for the kind of device.
             queues: by default those of the device.
+            elastic: pools of the device whose memory is mapped block by block: no
+                copy engine has been seen to copy across blocks.
             least_direct: as for `direct_rows`.
 
         Raises:
@@ -94,7 +104,8 @@ class HostCopies:
         self._direct = {
             pool: found
             for pool in plan.row_bytes
-            if (found := direct_rows(pools[pool], least=least_direct)) is not None
+            if pool not in elastic
+            and (found := direct_rows(pools[pool], least=least_direct)) is not None
         }
         """Rows of the device that are loaded without a ring, by pool."""
         self._locked = LockedMemory(plan.budget, device)
