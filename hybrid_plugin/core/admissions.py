@@ -317,8 +317,7 @@ class Admissions:
         self._tree.lock(kept)
         self._tree.unlock_state(node)
         if terms.counted:
-            self._tree.use_snapshot(node)
-            self._memory.promises.used(node, resumed=terms.resumed)
+            self._memory.note_use(node, resumed=terms.resumed)
         self._tree.unlock(node)
         if room.taken_over:  # the slot is the sequence's now
             evicted = self._tree.detach_snapshot(node)

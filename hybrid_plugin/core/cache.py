@@ -150,7 +150,9 @@ class HybridCache:
             host=self.host,
             rates=self.rates,
             running=self._sequences.__len__,
-            needs=lambda *wanted: self._admissions.room_for_restore(*wanted),
+            needs=lambda wanted, others: self._admissions.room_for_restore(
+                wanted, others
+            ),
         )
         self._admissions = Admissions(
             self.memory,

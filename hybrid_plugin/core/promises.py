@@ -104,7 +104,7 @@ class Promises:
             self._ending.put(promise, Rank(None, 0, promise.until), 0)
 
     def used(self, node: Node, *, resumed: bool) -> None:
-        """Note that a sequence resumed from the snapshot of `node`.
+        """Note that a sequence resumed from the snapshot of `node`, or builds on it.
 
         Its promise is kept, and so are those of the same conversation before it.
 

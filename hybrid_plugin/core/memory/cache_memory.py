@@ -424,6 +424,19 @@ class CacheMemory:
         """Tokens by admission and byte that evictions of late are expected to cost."""
         return self._lost / self._freed if self._freed else 0.0
 
+    def note_use(self, node: Node, *, resumed: bool) -> None:
+        """Note that a sequence resumed from the snapshot of `node`, or builds on it.
+
+        Args:
+            node: with a snapshot.
+            resumed: as for `Promises.used`.
+
+        Raises:
+            ValueError: for a node without a snapshot.
+        """
+        self.tree.use_snapshot(node)
+        self.promises.used(node, resumed=resumed)
+
     def take_back(self, evicted: Evicted) -> None:
         """Free the ids that left the tree, and count them."""
         self.pages.drop(evicted.pages)

@@ -235,8 +235,7 @@ class Restores:
         The sequence resumes from the one that is loaded.
         """
         if match.node is not None:
-            self._tree.use_snapshot(match.node)
-            self._memory.promises.used(match.node, resumed=False)
+            self._memory.note_use(match.node, resumed=False)
 
     def _lock(self, node: Node | None, length: int) -> Node | None:
         """Lock the KV of the first `length` tokens of the path to a node."""

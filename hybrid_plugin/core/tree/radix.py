@@ -331,7 +331,7 @@ class MambaRadixCache:
             self.rank(node)
 
     def use_snapshot(self, node: Node) -> None:
-        """Record that a sequence resumed from the snapshot of `node`."""
+        """Record that a sequence resumed from the snapshot, or builds on it."""
         snapshot = node.snapshot
         if snapshot is None:
             raise ValueError("the node has no snapshot")

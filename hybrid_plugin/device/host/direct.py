@@ -13,7 +13,7 @@ from hybrid_plugin.device.host.rows import HostRows
 
 LEAST_DIRECT = 128 << 10
 """Bytes of a copy, on average, from which on a copy engine is about as fast as with one
-large one: it needs a microsecond or two for each, in which a link moves that much."""
+large one, if it needs a microsecond or two for each: not measured."""
 
 
 @dataclass(frozen=True, slots=True)

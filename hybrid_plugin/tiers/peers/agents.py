@@ -22,7 +22,7 @@ from hybrid_plugin.tiers.peers.ranges import Range
 logger = logging.getLogger(__name__)
 
 _CORES = 4
-"""Cores for each agent, which keeps a thread busy beside the engine's."""
+"""Cores for each agent, which keeps a thread busy beside the engine's: not measured."""
 
 
 def agents_that_fit(most: int) -> int:

@@ -3,7 +3,7 @@
 
 Rows are ragged, and fewer than the graph was captured with; windows lie in rows wider
 than they are, as vLLM has them.  Outputs and states are, bit for bit, those of decoding
-the tokens one by one, but for the outputs of recorded chains.
+the tokens one by one, but for the outputs of recorded chains with one decay a head.
 """
 
 from __future__ import annotations
@@ -207,8 +207,11 @@ def test_folded_states_are_those_of_decoding(kind: str, dtype: torch.dtype) -> N
     expected, behind = one_by_one(layer, given)
     verified = tables.hold(given)
     replayed()
-    # Recorded chains are verified as products of matrices, which round otherwise.
-    assert (out[: sum(LENGTHS)] - expected).abs().max() <= _NEAR * expected.abs().max()
+    found = out[: sum(LENGTHS)]
+    if layer.wide_decay:
+        assert torch.equal(found, expected)
+    else:  # verified as products of matrices, which round otherwise
+        assert (found - expected).abs().max() <= _NEAR * expected.abs().max()
     for pool, old in zip(layer.pools(), before, strict=True):
         assert torch.equal(pool, old)
     records.recorded(verified.slots)
