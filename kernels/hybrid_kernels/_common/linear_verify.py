@@ -8,8 +8,10 @@ With the state ``S`` before a chain, the running product ``G_i`` of its decays a
     o_i = scale * (G_i S q_i + sum over j <= i of D_ij (q_i . k_j) u_j)
 
 so that all tokens take from the state in two matrix products, and none waits for the
-state after another.  `linear_step` runs the tokens one by one: it has the bits of
-`update`, which these sums have not, and takes trees.
+state after another.  What the tokens have to do with each other is put into one matrix
+before the state is there, so that one small product is left behind those two.
+`linear_step` runs the tokens one by one: it has the bits of `update`, which these sums
+have not, and takes trees.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
 # mypy: disable-error-code="untyped-decorator,import-untyped"
@@ -29,8 +31,13 @@ from hybrid_kernels._common.triangular import invert_blocks
 MOST = 8
 """Tokens of a row at most: with their queries, a side of a matrix instruction."""
 # Fixed, whatever the batch: a row's arithmetic must not depend on other rows.
-_BLOCK_V = 64
-_WARPS = 2
+_BLOCK_V = 32
+_WARPS = 1
+_STAGES = 2
+_AT_ONCE = 512
+"""Programs that a Hopper runs beside each other, about four a multiprocessor: until
+there are as many, a head's values are shared out, although each program then computes
+anew what they have in common.  Which program has a value changes no bits."""
 _PRECISION = "tf32x3"
 """Of products of float32; others are exact before they are summed."""
 
@@ -106,6 +113,8 @@ def _chain_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     LEVELS: tl.constexpr,
     HAS_BETA: tl.constexpr,
     SIGMOID_BETA: tl.constexpr,
@@ -118,9 +127,8 @@ def _chain_kernel(
     PRECISION: tl.constexpr,
 ):
     """The tokens of one row; what is recorded is as in `linear_step`."""
-    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     row = tl.program_id(1).to(tl.int64)
     main = tl.load(slots + row).to(tl.int64)
     if main < 0:
@@ -133,15 +141,8 @@ def _chain_kernel(
     at = entry + token
     is_key = place < BLOCK_L
     channel = tl.arange(0, BLOCK_K)
-    value = block * BLOCK_V + tl.arange(0, BLOCK_V)
     live = token < drafts
     in_k = channel < K
-    in_v = value < V
-
-    within = head.to(tl.int64) * pool_head
-    within += value[:, None] * pool_v + channel[None, :] * pool_k
-    of_state = in_v[:, None] & in_k[None, :]
-    b_state = tl.load(pool + main * pool_slot + within, mask=of_state, other=0.0)
 
     p_k = k + (head // group) * k_head
     p_k += at[:, None] * k_token + channel[None, :]
@@ -171,14 +172,9 @@ def _chain_kernel(
     alike = tl.dot(both, tl.trans(both), input_precision=PRECISION)
     alike *= unit[:, None] * unit[None, :]
     alike *= tl.exp(tl.where(upto, total[:, None] - total[None, :], 0.0))
-    mixed = tl.where(upto & (place >= BLOCK_L)[:, None], alike, 0.0)
-
-    b_o = _product(b_state, both, PRECISION) * (unit * tl.exp(total))[None, :]
-    of_value = in_v[:, None] & (live & is_key)[None, :]
-    p_v = v + at[None, :] * v_token + head * v_head + value[:, None]
-    b_u = tl.load(p_v, mask=of_value, other=0.0).to(tl.float32)
-    if SCALE_V:
-        b_u *= time[None, :]
+    # What an addition puts into each output, and what it is itself: a column each.
+    into = tl.where(upto & (place >= BLOCK_L)[:, None], alike, 0.0)
+    into = tl.trans(into)
     if HAS_BETA:
         p_beta = beta + at * beta_token + head * beta_head
         b_beta = tl.load(p_beta, mask=live & is_key, other=0.0).to(tl.float32)
@@ -187,31 +183,55 @@ def _chain_kernel(
         before = of_keys & (token[None, :] < token[:, None])
         below = tl.where(before, alike * b_beta[:, None], 0.0)
         solved = invert_blocks(below, 2 * BLOCK_L, LEVELS, PRECISION)
-        left = (b_u - b_o) * b_beta[None, :]
-        b_u = tl.dot(left, tl.trans(solved), input_precision=PRECISION)
-    b_o += tl.dot(b_u, tl.trans(mixed), input_precision=PRECISION)
+        weight = tl.trans(solved) * b_beta[:, None]
+        into = weight + tl.dot(weight, into, input_precision=PRECISION)
 
-    of_output = in_v[:, None] & (live & (place >= BLOCK_L))[None, :]
     if HAS_SKIP:
-        plain = tl.load(p_v, mask=of_output, other=0.0).to(tl.float32)
-        b_o += plain * tl.load(skip + head).to(tl.float32)
-    if HAS_GATE:
-        p_gate = gate + at[None, :] * gate_token + head * gate_head + value[:, None]
-        b_gate = tl.load(p_gate, mask=of_output, other=0.0).to(tl.float32)
-        b_o *= b_gate * sigmoid(b_gate)
-    p_out = out + at[None, :] * out_token + head * out_head + value[:, None]
-    tl.store(p_out, b_o.to(out.dtype.element_ty), mask=of_output)
-
+        b_skip = tl.load(skip + head).to(tl.float32)
     recorded = record + row * record_row + token * record_draft
-    o_u = (heads // group) * K + head * V
-    tl.store(recorded[None, :] + o_u + value[:, None], b_u, mask=of_value)
     # What all programs of a head have alike, one of them writes.
-    if block == 0:
+    if part == 0:
         if head % group == 0:
             p_key = recorded[:, None] + head // group * K + channel[None, :]
             tl.store(p_key, wide * unit[:, None], mask=of_key)
         o_decay = heads // group * K + heads * V + head
         tl.store(recorded + o_decay, tl.exp(b_g), mask=live & is_key)
+    recorded += (heads // group) * K + head * V
+
+    pool += main * pool_slot + head.to(tl.int64) * pool_head
+    from_state = unit * tl.exp(total)
+    # The programs of a head share out its values; each takes one block after another.
+    first = part * BLOCK_V
+    for start in tl.range(first, V, PARTS * BLOCK_V, num_stages=STAGES):
+        value = start + tl.arange(0, BLOCK_V)
+        in_v = value < V
+        p_state = pool + value[:, None] * pool_v + channel[None, :] * pool_k
+        b_state = tl.load(p_state, mask=in_v[:, None] & in_k[None, :], other=0.0)
+        of_value = in_v[:, None] & (live & is_key)[None, :]
+        p_v = v + at[None, :] * v_token + head * v_head + value[:, None]
+        b_v = tl.load(p_v, mask=of_value, other=0.0).to(tl.float32)
+        if SCALE_V:
+            b_v *= time[None, :]
+        b_o = _product(b_state, both, PRECISION) * from_state[None, :]
+        left = b_v
+        if HAS_BETA:
+            left -= b_o
+        made = tl.dot(left, into, input_precision=PRECISION)
+        b_u = b_v
+        if HAS_BETA:
+            b_u = made
+        tl.store(recorded[None, :] + value[:, None], b_u, mask=of_value)
+
+        b_o += made
+        of_output = in_v[:, None] & (live & (place >= BLOCK_L))[None, :]
+        if HAS_SKIP:
+            b_o += tl.load(p_v, mask=of_output, other=0.0).to(tl.float32) * b_skip
+        if HAS_GATE:
+            p_gate = gate + at[None, :] * gate_token + head * gate_head + value[:, None]
+            b_gate = tl.load(p_gate, mask=of_output, other=0.0).to(tl.float32)
+            b_o *= b_gate * sigmoid(b_gate)
+        p_out = out + at[None, :] * out_token + head * out_head + value[:, None]
+        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=of_output)
 
 
 def steps(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
@@ -234,6 +254,14 @@ def _are_short_chains(operands: Operands, drafts: Drafts) -> bool:
     return 1 < drafts.record.shape[1] <= MOST
 
 
+def _parts(programs: int, blocks: int) -> int:
+    """Into how many programs each of `programs` is divided, of `blocks` to do."""
+    parts = 1
+    while parts < blocks and 2 * parts * programs <= _AT_ONCE:
+        parts *= 2
+    return parts
+
+
 def _chains(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
     q, k, v, g = operands.q, operands.k, operands.v, operands.g
     beta, gate, dt_bias = operands.beta, operands.gate, operands.dt_bias
@@ -243,7 +271,8 @@ def _chains(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
     assert drafts.record is not None
     depth = k.shape[-1]
     block_v = max(16, min(_BLOCK_V, triton.next_power_of_2(width)))
-    _chain_kernel[(heads * triton.cdiv(width, block_v), drafts.count)](
+    parts = _parts(heads * drafts.count, triton.cdiv(width, block_v))
+    _chain_kernel[(heads * parts, drafts.count)](
         q,
         k,
         v,
@@ -277,6 +306,8 @@ def _chains(operands: Operands, drafts: Drafts, out: torch.Tensor) -> None:
         BLOCK_K=max(16, triton.next_power_of_2(depth)),
         BLOCK_V=block_v,
         BLOCK_L=MOST,
+        PARTS=parts,
+        STAGES=_STAGES,
         LEVELS=(drafts.record.shape[1] - 1).bit_length(),
         HAS_BETA=beta is not None,
         SIGMOID_BETA=operands.sigmoid_beta,
