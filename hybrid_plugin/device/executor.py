@@ -173,10 +173,7 @@ class Executor:
             ValueError: if the plan does not fit the pools.
             MemoryError: if there is no such memory, or it cannot be locked.
         """
-        elastic = [
-            pool for pool, one in self._arenas.items() if isinstance(one, ElasticArena)
-        ]
-        self.host = HostCopies(self.parts(), plan, elastic=elastic)
+        self.host = HostCopies(self.parts(), plan)
         return self.host
 
     def run(self, commands: Iterable[Command]) -> None:

@@ -26,30 +26,24 @@ from hybrid_plugin.device.arena import Arena, ElasticArena
 from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host import bandwidth
 from hybrid_plugin.device.host import blocks as blocks_module
-from hybrid_plugin.device.host import copies as copies_module
 from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.device.host.queues import AtOnceQueues, Mark, Queue, queues_for
 from hybrid_plugin.device.host_arena import HostArena
 from tests.core.support import page
 from tests.device.later import NAMES, LaterQueues
-from tests.device.traffic import DIRECT_WAITS, PLAN, RINGS, WAITS, Traffic, pools
+from tests.device.traffic import PLAN, RINGS, WAITS, Traffic, pools
 
 SEEDS = range(12)
 STEPS = 120
 
 
-def wrong_rows(
-    seed: int, deaf: tuple[str, str] | None = None, *, direct: bool = False
-) -> list[str]:
+def wrong_rows(seed: int, deaf: tuple[str, str] | None = None) -> list[str]:
     """What a model finds wrong whose copies run in an order that the seed decides."""
     rng = random.Random(seed)
     queues = LaterQueues(deaf)
     order = rng.sample(NAMES, len(NAMES))
     traffic = Traffic(
-        rng,
-        queues,
-        lambda: queues.run_some(rng, order, rng.randrange(40)),
-        direct=direct,
+        rng, queues, lambda: queues.run_some(rng, order, rng.randrange(40))
     )
     for _ in range(STEPS):
         traffic.step()
@@ -57,17 +51,15 @@ def wrong_rows(
             rng.shuffle(order)
     traffic.finish()
     heard = {(name, other) for name in NAMES for other in queues.all[name].heard}
-    waits = DIRECT_WAITS if direct else WAITS
-    assert heard - {(name, name) for name in NAMES} == set(waits)
+    assert heard - {(name, name) for name in NAMES} == set(WAITS)
     return traffic.wrong
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["rings", "direct"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_model_finds_what_commands_say_in_any_order_of_the_queues(
-    seed: int, direct: bool
+    seed: int,
 ) -> None:
-    assert wrong_rows(seed, direct=direct) == []
+    assert wrong_rows(seed) == []
 
 
 @pytest.mark.parametrize("wait", WAITS, ids="-".join)
@@ -75,15 +67,9 @@ def test_each_wait_is_needed(wait: tuple[str, str]) -> None:
     assert any(wrong_rows(seed, deaf=wait) for seed in SEEDS)
 
 
-@pytest.mark.parametrize("wait", DIRECT_WAITS, ids="-".join)
-def test_each_wait_is_needed_without_a_ring(wait: tuple[str, str]) -> None:
-    assert any(wrong_rows(seed, deaf=wait, direct=True) for seed in SEEDS)
-
-
-@pytest.mark.parametrize("direct", [False, True], ids=["rings", "direct"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_same_at_once(seed: int, direct: bool) -> None:
-    traffic = Traffic(random.Random(seed), AtOnceQueues(), lambda: None, direct=direct)
+def test_the_same_at_once(seed: int) -> None:
+    traffic = Traffic(random.Random(seed), AtOnceQueues(), lambda: None)
     for _ in range(3 * STEPS):
         traffic.step()
     traffic.finish()
@@ -252,18 +238,6 @@ def elastic() -> tuple[ElasticArena, HostArena]:
     place = host.reserve(3 * 4 * BLOCK)
     layers = place.memory.view(3, 16, BLOCK // 4)
     return ElasticArena(list(layers), place, host, 4), host
-
-
-def test_pools_that_are_mapped_block_by_block_keep_their_ring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(copies_module, "direct_rows", lambda parts, least: parts)
-    arena, _ = elastic()
-    fixed = Arena([torch.zeros(4, 64, dtype=torch.int8)])
-    executor = Executor({Pool.KV: arena, Pool.STATE: fixed})
-    rows = {Pool.KV: 3 * BLOCK // 4, Pool.STATE: 64}
-    host = executor.attach_host(HostPlan(rows, BLOCK, 4))
-    assert list(host._direct) == [Pool.STATE]
 
 
 def test_pages_of_elastic_pools_come_back_to_other_granules() -> None:

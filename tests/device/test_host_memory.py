@@ -19,7 +19,6 @@ from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.host import locked_memory
 from hybrid_plugin.device.host.blocks import HostBlocks
 from hybrid_plugin.device.host.copies import HostCopies
-from hybrid_plugin.device.host.direct import LEAST_DIRECT, direct_rows
 from hybrid_plugin.device.host.locked_memory import LockedMemory
 from hybrid_plugin.device.host.ranges import CopyRanges, Ranges, copier_for
 from hybrid_plugin.device.host.ring import RingSizes, StagingRing, rings_for
@@ -57,29 +56,10 @@ def test_a_run_begins_where_its_first_row_is() -> None:
 
 def test_neighbours_on_both_sides_are_one_range() -> None:
     found = Ranges()
-    for to, of, size in [(8, 100, 4), (12, 104, 4), (16, 0, 2), (30, 2, 2), (1, 1, 0)]:
+    for to, of, size in [(8, 100, 4), (12, 104, 4), (16, 0, 2), (30, 2, 2)]:
         found.add(to, of, size)
     assert found == Ranges([8, 16, 30], [100, 0, 2], [8, 2, 2])
     assert found.reversed() == Ranges([100, 0, 2], [8, 16, 30], [8, 2, 2])
-
-
-def test_rows_of_large_parts_are_copied_to_their_places() -> None:
-    memory = torch.zeros(64, dtype=torch.int8)
-    host = HostRows("host.kv", HostBlocks(memory, 16), 5, 3)
-    host.map([1])
-    first, second = (torch.zeros(9, 6, dtype=torch.int8) for _ in range(2))
-    parts = [first[:, :3], second[:, 1:3]]
-    assert direct_rows(parts, least=3) is None, "a part has 2.5 bytes on average"
-    assert direct_rows([first.t()], least=0) is None, "bytes of a row are apart"
-    found = direct_rows(parts, least=2)
-    assert found is not None
-    base = memory.data_ptr() + 16
-    one, other = first.data_ptr(), second.data_ptr() + 1
-    assert found.ranges(host, [3, 4], [7, 2]) == Ranges(
-        [one + 42, other + 42, one + 12, other + 12],
-        [base, base + 3, base + 5, base + 8],
-        [3, 2, 3, 2],
-    )
 
 
 class Driver:
@@ -127,9 +107,7 @@ def copier(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> CopyRanges:
 
 def test_a_gpu_copies_all_ranges_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(12080)
-    copy = copier(driver, monkeypatch)
-    copy(Ranges([1, 2], [3, 4], [5, 6]))
-    copy(Ranges())
+    copier(driver, monkeypatch)(Ranges([1, 2], [3, 4], [5, 6]))
     ((to, of, sizes, count, attributes, which, kinds, stream),) = driver.calls
     assert (to, of, sizes, count) == ([1, 2], [3, 4], [5, 6], 2)
     assert (which, kinds, stream) == ([0], 1, 17)
@@ -182,11 +160,10 @@ def test_rows_that_are_no_block(per: int, row_bytes: int) -> None:
     padding=st.integers(0, 40),
     piece=st.sampled_from([256, 512, 1024, 2048]),
     seed=st.integers(0, 99),
-    direct=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
 def test_rows_of_any_size_come_back_whole(
-    widths: list[int], padding: int, piece: int, seed: int, direct: bool
+    widths: list[int], padding: int, piece: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     parts = [
@@ -196,12 +173,7 @@ def test_rows_of_any_size_come_back_whole(
     expected = [part.clone() for part in parts]
     row = sum(widths) + padding
     plan = HostPlan({"kv": row}, 3 * row + 1, 3)
-    copies = HostCopies(
-        {"kv": parts},
-        plan,
-        rings=RingSizes(piece, 1, 1),
-        least_direct=0 if direct else LEAST_DIRECT,
-    )
+    copies = HostCopies({"kv": parts}, plan, rings=RingSizes(piece, 1, 1))
     rng = random.Random(seed)
     sources = rng.sample(range(9), 2)
     stored = rng.sample(range(1, 3), 2)

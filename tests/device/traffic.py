@@ -20,7 +20,6 @@ from hybrid_plugin.core.commands import (
 )
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.host.copies import HostCopies
-from hybrid_plugin.device.host.direct import LEAST_DIRECT
 from hybrid_plugin.device.host.queues import Queues
 from hybrid_plugin.device.host.ring import RingSizes
 
@@ -39,15 +38,6 @@ WAITS = [
     ("model", "scatters"),
 ]
 """Every queue that waits for another."""
-DIRECT_WAITS = [
-    ("stores", "model"),
-    ("model", "stores"),
-    ("stores", "scatters"),
-    ("scatters", "stores"),
-    ("scatters", "model"),
-    ("model", "scatters"),
-]
-"""The same where rows are loaded without a ring."""
 Row = tuple[PoolId, int]
 Sight = tuple[str, bytes, list[torch.Tensor]]
 """A row, what the model should find there, and what it found, part by part."""
@@ -78,8 +68,6 @@ class Traffic:
         queues: Queues,
         run_some: Callable[[], None],
         device: str = "cpu",
-        *,
-        direct: bool = False,
     ) -> None:
         """Start with pools of random content and no rows stored.
 
@@ -88,18 +76,11 @@ class Traffic:
             queues: that the copies run on.
             run_some: called behind each command.
             device: of the pools.
-            direct: whether all rows are loaded without a ring.
         """
         self.rng = rng
         self.queues = queues
         self.pools = pools(device)
-        self.copies = HostCopies(
-            self.pools,
-            PLAN,
-            rings=RINGS,
-            queues=queues,
-            least_direct=0 if direct else LEAST_DIRECT,
-        )
+        self.copies = HostCopies(self.pools, PLAN, rings=RINGS, queues=queues)
         self._run_some = run_some
         self.device: dict[Row, bytes] = {
             (pool, i): _bytes([part[i] for part in parts])

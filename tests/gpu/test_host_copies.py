@@ -19,7 +19,7 @@ from hybrid_plugin.device.executor import Executor
 from hybrid_plugin.device.host.copies import HostCopies
 from hybrid_plugin.device.host.locked_memory import LockedMemory
 from hybrid_plugin.device.host.queues import CudaQueues, Mark, Queue
-from tests.device.traffic import DIRECT_WAITS, WAITS, Traffic
+from tests.device.traffic import WAITS, Traffic
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -77,9 +77,7 @@ class DeafQueues:
         return self._queues.copies_over()
 
 
-def wrong_rows(
-    seed: int, ignored: tuple[str, str] | None = None, *, direct: bool = False
-) -> list[str]:
+def wrong_rows(seed: int, ignored: tuple[str, str] | None = None) -> list[str]:
     """What the model finds wrong where streams sleep at random."""
     rng = random.Random(seed)
     queues = DeafQueues(ignored)
@@ -92,7 +90,7 @@ def wrong_rows(
             cycles = rng.choice([20_000, 10_000_000])
             queue.issue(lambda: torch.cuda._sleep(cycles))
 
-    traffic = Traffic(rng, queues, sleep, "cuda", direct=direct)
+    traffic = Traffic(rng, queues, sleep, "cuda")
     for _ in range(150):
         traffic.step()
     traffic.finish()
@@ -100,20 +98,14 @@ def wrong_rows(
     return traffic.wrong
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["rings", "direct"])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_model_finds_what_commands_say(seed: int, direct: bool) -> None:
-    assert wrong_rows(seed, direct=direct) == []
+def test_the_model_finds_what_commands_say(seed: int) -> None:
+    assert wrong_rows(seed) == []
 
 
 @pytest.mark.parametrize("wait", WAITS, ids="-".join)
 def test_each_wait_is_needed(wait: tuple[str, str]) -> None:
     assert any(wrong_rows(seed, wait) for seed in range(20))
-
-
-@pytest.mark.parametrize("wait", DIRECT_WAITS, ids="-".join)
-def test_each_wait_is_needed_without_a_ring(wait: tuple[str, str]) -> None:
-    assert any(wrong_rows(seed, wait, direct=True) for seed in range(20))
 
 
 def slots(count: int = 6, size: int = 24 * MIB) -> tuple[HostCopies, torch.Tensor]:
@@ -148,7 +140,7 @@ def test_neither_the_host_nor_the_model_waits_for_a_load() -> None:
     copies, rows = slots()
     copies.run(Store(Pool.STATE, (1,), (1,)))
     torch.cuda.synchronize()
-    asleep(copies._queues.scatters, 20 * LONG)
+    asleep(copies._queues.loads, 20 * LONG)
     before = torch.cuda.Event()
     copies.run(Load(Pool.STATE, (1,), (4,), 1))
     rows[2].fill_(7)
@@ -303,7 +295,7 @@ def test_a_thread_of_the_host_waits_for_loads(waits: bool) -> None:
     copies, rows = slots()
     copies.run(Store(Pool.STATE, (3,), (2,)))
     torch.cuda.synchronize()
-    asleep(queues_of(copies).scatters, 5 * LONG)
+    asleep(queues_of(copies).loads, 5 * LONG)
     copies.run(Load(Pool.STATE, (2,), (5,), 7))
     if waits:
         in_a_thread(copies.copies_over())

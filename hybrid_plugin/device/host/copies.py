@@ -11,21 +11,13 @@ once the model's queue has come to where the load was ordered.
     loads                    copy from the host ───────────┤                  │
     scatters                                               └─ scatter ────────┘
 
-Large rows of fixed pools need no ring on their way back (`direct`): the last queue
-copies them from the host to their places.  Every wait is for something issued before,
-so that none can wait for itself.  The host waits for nothing.
+Every wait is for something issued before, so that none can wait for itself.  The host
+waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -47,7 +39,6 @@ from hybrid_plugin.core.commands import (
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.device.host.bandwidth import Bandwidth, measure
 from hybrid_plugin.device.host.blocks import HostBlocks
-from hybrid_plugin.device.host.direct import LEAST_DIRECT, DirectRows, direct_rows
 from hybrid_plugin.device.host.locked_memory import LockedMemory
 from hybrid_plugin.device.host.queues import Mark, Queues, queues_for
 from hybrid_plugin.device.host.ranges import Ranges, copier_for
@@ -66,8 +57,6 @@ class HostCopies:
         *,
         rings: RingSizes | None = None,
         queues: Queues | None = None,
-        elastic: Collection[PoolId] = (),
-        least_direct: int = LEAST_DIRECT,
     ) -> None:
         """Take the host memory of the plan, and the rings' memory of the device.
 
@@ -77,9 +66,6 @@ class HostCopies:
             plan: of the host's rows.
             rings: by default those for the kind of device.
             queues: by default those of the device.
-            elastic: pools of the device whose memory is mapped block by block: no
-                copy engine has been seen to copy across blocks.
-            least_direct: as for `direct_rows`.
 
         Raises:
             RuntimeError: for a GPU without cuda-bindings.
@@ -101,13 +87,6 @@ class HostCopies:
         }
         _compile(self._slabs.values(), device)
         self._copy = copier_for(device)
-        self._direct = {
-            pool: found
-            for pool in plan.row_bytes
-            if pool not in elastic
-            and (found := direct_rows(pools[pool], least=least_direct)) is not None
-        }
-        """Rows of the device that are loaded without a ring, by pool."""
         self._locked = LockedMemory(plan.budget, device)
         self._blocks = HostBlocks(self._locked.memory, plan.block_bytes)
         self._rows = {
@@ -221,30 +200,11 @@ class HostCopies:
     def _load(
         self, pool: PoolId, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
-        rows = self._rows[Pool.host(pool)]
+        rows, ring = self._rows[Pool.host(pool)], self._from_host
+        loads, scatters = self._queues.loads, self._queues.scatters
         start, to = _by_row(sources, destinations)
         rows.check(start)
-        self._queues.scatters.wait(self._queues.model().record())
-        direct = self._direct.get(pool)
-        if direct is None:
-            self._load_staged(pool, rows, start, to)
-        else:
-            self._load_directly(direct, rows, start, to)
-
-    def _load_directly(
-        self, parts: DirectRows, rows: HostRows, start: Sequence[int], to: Sequence[int]
-    ) -> None:
-        """Copy rows to where they belong, once the model's queue has come to it."""
-        queue, blocks = self._queues.scatters, rows.blocks_of(start)
-        self._blocks.before_reading(blocks, queue)
-        queue.issue(partial(self._copy, parts.ranges(rows, start, to)))
-        self._blocks.were_read(blocks, queue.record())
-
-    def _load_staged(
-        self, pool: PoolId, rows: HostRows, start: Sequence[int], to: Sequence[int]
-    ) -> None:
-        ring, loads = self._from_host, self._queues.loads
-        scatters = self._queues.scatters
+        scatters.wait(self._queues.model().record())
         ids = scatters.upload(torch.tensor(to, dtype=torch.int64))
         for slab, some in _portions(self._slabs[pool], len(to)):
             piece, blocks = ring.take(loads), rows.blocks_of(start[some])

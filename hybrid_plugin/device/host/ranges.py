@@ -32,8 +32,6 @@ class Ranges:
 
     def add(self, to: int, of: int, size: int) -> None:
         """Copy `size` bytes more."""
-        if not size:
-            return
         if self.sizes:
             last = self.sizes[-1]
             if self.to[-1] + last == to and self.of[-1] + last == of:
@@ -86,8 +84,6 @@ class _Batches:
 
     def __call__(self, ranges: Ranges) -> None:
         """See `CopyRanges`."""
-        if not ranges.sizes:
-            return
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if self._orders_many:
             self._order_many(ranges, stream)
