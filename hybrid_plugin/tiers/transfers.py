@@ -64,12 +64,8 @@ class HostMemory(Protocol):
             ValueError: for a row without memory.
         """
 
-    def stores_over(self) -> Callable[[], None]:
-        """What waits, in any thread, for all copies so far to all rows: these may be
-        read then."""
-
     def copies_over(self) -> Callable[[], None]:
-        """The same for copies from and to all rows: these may be written then."""
+        """What waits, in any thread, for all copies so far from and to all rows."""
 
 
 class Source(Protocol):
@@ -195,16 +191,15 @@ class RankTransfers:
         match command:
             case Write(ticket, rows):
                 sink, bundle = self._keeper(), self._bundle(rows)
-                stored = self._memory.stores_over()
-                self._begin(ticket, self._writer, stored, lambda: _write(sink, bundle))
+                self._begin(ticket, self._writer, lambda: _write(sink, bundle))
             case Fetch(ticket, name, many):
                 source, bundles = self._sources[name], [self._bundle(r) for r in many]
-                thread, copied = self._readers[name], self._memory.copies_over()
-                self._begin(ticket, thread, copied, lambda: _fetch(source, bundles))
+                thread = self._readers[name]
+                self._begin(ticket, thread, lambda: _fetch(source, bundles))
             case WriteRecord(ticket, name, text):
                 sink = self._keeper()
                 work = partial(_record, sink, name, text)
-                self._begin(ticket, self._writer, _nothing, work)
+                self._begin(ticket, self._writer, work)
             case Discard(keys):
                 # Behind all that came before; the thread itself only has the writes.
                 sink, before = self._keeper(), self._of_jobs()
@@ -276,15 +271,11 @@ class RankTransfers:
     # ---------------------------------------------------------------- internal
 
     def _begin(
-        self,
-        ticket: int,
-        thread: Executor,
-        copies: Callable[[], None],
-        work: Callable[[], Lost | int],
+        self, ticket: int, thread: Executor, work: Callable[[], Lost | int]
     ) -> None:
-        """Have a thread do work, once the copies are over that `copies` waits for."""
         if ticket in self._out:
             raise ValueError(f"ticket {ticket} is out already")
+        copies = self._memory.copies_over()
         self._out[ticket] = thread.submit(_outcome, ticket, copies, work)
 
     def _offer(self, ticket: int, bundle: Bundle) -> None:
@@ -302,8 +293,8 @@ class RankTransfers:
                 moved = size if lost is None else 0
                 end.set_result(Outcome(ticket, lost, moved, seconds))
 
-        stored = self._memory.stores_over()
-        lender.offer(ticket, bundle, stored).add_done_callback(note)
+        copies = self._memory.copies_over()
+        lender.offer(ticket, bundle, copies).add_done_callback(note)
 
     def _decline(self, keys: Sequence[str]) -> None:
         if self._decliner is None or self._refusing is None:
@@ -412,10 +403,6 @@ def _fault(error: Exception) -> Failure:
     """What whoever waits gets; the log has the traceback."""
     logger.exception("hybrid-plugin: a bundle is lost")
     return Failure(Reason.INTERNAL, repr(error))
-
-
-def _nothing() -> None:
-    """There are no copies to wait for."""
 
 
 def _bytes(bundle: Bundle) -> int:

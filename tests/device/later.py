@@ -98,14 +98,8 @@ class LaterQueues:
     def model(self) -> Queue:
         return self.all["model"]
 
-    def stores_over(self) -> Callable[[], None]:
-        return self._over("stores")
-
     def copies_over(self) -> Callable[[], None]:
-        return self._over("stores", "loads", "scatters")
-
-    def _over(self, *names: str) -> Callable[[], None]:
-        marks = [self.all[name].record() for name in names]
+        marks = [self.all[name].record() for name in ("stores", "loads")]
 
         def wait() -> None:
             while not all(mark.reached for mark in marks):

@@ -56,8 +56,8 @@ def test_what_comes_from_the_disk_is_what_the_core_takes_it_to_be(
 # ------------------------------------------------------- deliberate breakages
 
 
-def _stores_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LaterQueues, "stores_over", lambda self: lambda: None)
+def _copies_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LaterQueues, "copies_over", lambda self: lambda: None)
 
 
 def _checksums_do_not_count(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def breakage(
 @pytest.mark.parametrize(
     "breakage",
     [
-        _stores_are_not_waited_for,
+        _copies_are_not_waited_for,
         _checksums_do_not_count,
         _namespaces_are_one,
         _failures_are_not_told,

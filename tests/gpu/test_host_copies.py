@@ -70,9 +70,6 @@ class DeafQueues:
     def finish(self) -> None:
         self._queues.finish()
 
-    def stores_over(self) -> Callable[[], None]:
-        return self._queues.stores_over()
-
     def copies_over(self) -> Callable[[], None]:
         return self._queues.copies_over()
 
@@ -281,7 +278,7 @@ def test_a_thread_of_the_host_waits_for_stores() -> None:
     copies, _ = slots()
     asleep(queues_of(copies).model(), 5 * LONG)
     copies.run(Store(Pool.STATE, (3,), (2,)))
-    over = copies.stores_over()
+    over = copies.copies_over()
     (view,) = copies.views("host.state", [2])
     assert not view.any(), "nothing would have to be waited for"
     in_a_thread(over)

@@ -25,10 +25,8 @@ class Memory:
     def views(self, pool: str, rows: Sequence[int]) -> list[Any]:
         return [np.zeros((len(rows), 4), dtype=np.uint8)]
 
-    def stores_over(self) -> Callable[[], None]:
+    def copies_over(self) -> Callable[[], None]:
         return lambda: None
-
-    copies_over = stores_over
 
 
 class Slow:

@@ -44,8 +44,7 @@ class Memory:
             Pool.host(pool): np.zeros((8, size), np.uint8)
             for pool, size in ((Pool.KV, 32), (Pool.STATE, 24))
         }
-        self.stored, self.copied = threading.Event(), threading.Event()
-        self.stored.set()
+        self.copied = threading.Event()
         self.copied.set()
 
     def row_bytes(self, pool: str) -> int:
@@ -54,15 +53,11 @@ class Memory:
     def views(self, pool: str, rows: Sequence[int]) -> list[Any]:
         return [self.rows[pool][row : row + 1] for row in rows]
 
-    def stores_over(self) -> Callable[[], None]:
-        return lambda: _wait(self.stored)
-
     def copies_over(self) -> Callable[[], None]:
-        return lambda: _wait(self.copied)
+        def wait() -> None:
+            assert self.copied.wait(PATIENCE)
 
-
-def _wait(event: threading.Event) -> None:
-    assert event.wait(PATIENCE)
+        return wait
 
 
 class Keeper:
@@ -182,8 +177,7 @@ class Rank:
 
     @property
     def gates(self) -> list[threading.Event]:
-        memory = self.memory.stored, self.memory.copied
-        gates = [self.keeper.gate, self.disk.gate, self.peer.gate, *memory]
+        gates = [self.keeper.gate, self.disk.gate, self.peer.gate, self.memory.copied]
         return [*gates, self.declining.gate]
 
     def write(self, ticket: int, key: str, rows: tuple[int, ...] = (1, 2)) -> None:
@@ -251,13 +245,12 @@ def test_what_was_written_is_fetched(rank: Rank) -> None:
     assert rank.transfers.is_idle and rank.transfers.poll() == []
 
 
-def test_what_is_written_is_what_the_stores_before_leave(rank: Rank) -> None:
-    rank.memory.copied.clear()  # it does not wait for copies from the rows
-    rank.memory.stored.clear()
+def test_what_is_written_is_what_the_copies_before_leave(rank: Rank) -> None:
+    rank.memory.copied.clear()
     rank.write(1, "a")
     assert not rank.keeper.begun.wait(0.05)
     rank.memory.rows[Pool.host(Pool.KV)][1:3] = 7
-    rank.memory.stored.set()
+    rank.memory.copied.set()
     assert rank.outcomes(1)[1].is_ok
     assert set(rank.keeper.kept["a"]) == {7}
 
@@ -392,7 +385,7 @@ def test_what_is_discarded_does_not_wait_for_leases(rank: Rank) -> None:
 def test_what_cannot_be_run_is_an_error(rank: Rank) -> None:
     with pytest.raises(KeyError):
         rank.fetch(1, "elsewhere", "a")
-    rank.memory.stored.clear()
+    rank.memory.copied.clear()
     rank.write(1, "a")
     with pytest.raises(ValueError, match="ticket 1 is out"):
         rank.fetch(1, "disk", "a")

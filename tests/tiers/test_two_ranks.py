@@ -74,10 +74,8 @@ class Rank:
     def views(self, pool: str, rows: Sequence[int]) -> list[Any]:
         return [self.rows[pool][row : row + 1] for row in rows]
 
-    def stores_over(self) -> Any:
+    def copies_over(self) -> Any:
         return lambda: None
-
-    copies_over = stores_over
 
     def model(self, namespace: str, tokens: Tokens, start: int) -> Any:
         """What this rank has computed: other bytes than the other rank."""

@@ -147,7 +147,7 @@ class HostCopies:
     def views(self, pool: PoolId, rows: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """The memory of rows of a host pool, in their order, for reading and writing.
 
-        Whoever reads it waits for `stores_over` first, who writes it for `copies_over`.
+        Whoever reads or writes it waits for `copies_over` first.
 
         Returns:
             Contiguous `[rows, row bytes]` each, as few as can be; of these rows for as
@@ -158,10 +158,6 @@ class HostCopies:
             ValueError: for a row without memory.
         """
         return self._rows[pool].views(rows)
-
-    def stores_over(self) -> Callable[[], None]:
-        """What waits, in any thread, for all copies so far to rows."""
-        return self._queues.stores_over()
 
     def copies_over(self) -> Callable[[], None]:
         """What waits, in any thread, for all copies so far from and to rows."""

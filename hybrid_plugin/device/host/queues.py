@@ -43,7 +43,7 @@ class Queues(Protocol):
     loads: Queue
     """Copies from the host to the device."""
     scatters: Queue
-    """What fills the device's rows, from a ring or from the host."""
+    """What spreads over the device's rows what came from the host."""
 
     def model(self) -> Queue:
         """What the model's forward passes run on: the stream that is current."""
@@ -51,11 +51,8 @@ class Queues(Protocol):
     def finish(self) -> None:
         """Have the host wait for all work."""
 
-    def stores_over(self) -> Callable[[], None]:
-        """What has the host wait, in any thread, for the stores issued so far."""
-
     def copies_over(self) -> Callable[[], None]:
-        """The same for the copies both ways."""
+        """What has the host wait, in any thread, for the copies issued so far."""
 
 
 def queues_for(device: torch.device) -> Queues:
@@ -104,11 +101,9 @@ class AtOnceQueues:
     def finish(self) -> None:
         """See `Queues.finish`."""
 
-    def stores_over(self) -> Callable[[], None]:
+    def copies_over(self) -> Callable[[], None]:
         """They are over."""
         return _nothing
-
-    copies_over = stores_over
 
 
 class CudaQueue:
@@ -155,10 +150,9 @@ class CudaQueues:
         stream: Any = torch.cuda.Stream
         self._stores = CudaQueue(stream(device))
         self._loads = CudaQueue(stream(device))
-        self._scatters = CudaQueue(stream(device))
         self.stores: Queue = self._stores
         self.loads: Queue = self._loads
-        self.scatters: Queue = self._scatters
+        self.scatters: Queue = CudaQueue(stream(device))
 
     def model(self) -> Queue:
         """See `Queues.model`."""
@@ -168,16 +162,9 @@ class CudaQueues:
         """See `Queues.finish`."""
         torch.cuda.synchronize(self._device)
 
-    def stores_over(self) -> Callable[[], None]:
-        """See `Queues.stores_over`; a thread that waits takes no processor's time."""
-        return self._over(self._stores)
-
     def copies_over(self) -> Callable[[], None]:
-        """See `Queues.copies_over`."""
-        return self._over(self._stores, self._loads, self._scatters)
-
-    def _over(self, *queues: CudaQueue) -> Callable[[], None]:
-        marks = [queue.record(blocking=True) for queue in queues]
+        """See `Queues.copies_over`; a thread that waits takes no processor's time."""
+        marks = [queue.record(blocking=True) for queue in (self._stores, self._loads)]
 
         def wait() -> None:
             # Another device that is current would get a context of this process.
