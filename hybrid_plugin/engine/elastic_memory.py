@@ -6,7 +6,6 @@ Messages are without a prefix; adapters put their own before them.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from logging import Logger
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.elastic_plan import ElasticPlan
+from hybrid_plugin.engine import driver_bindings
 from hybrid_plugin.engine.memory_blocks import block_bytes
 
 if TYPE_CHECKING:  # plans are made without PyTorch
@@ -44,11 +44,7 @@ def obstacle(device_type: str) -> str | None:
         return "need Linux on a CPU; set elastic to false."
     if device_type != "cuda":
         return f"are not for devices of the type {device_type}; set elastic to false."
-    try:
-        found = importlib.util.find_spec("cuda.bindings")
-    except ImportError:
-        found = None
-    if found is None:
+    if not driver_bindings.are_installed():
         return "need NVIDIA's cuda-bindings; install it, or set elastic to false."
     return None
 

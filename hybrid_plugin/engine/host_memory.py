@@ -16,6 +16,7 @@ from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.layout import CacheLayout, TooLittleMemoryError
 from hybrid_plugin.core.tiers.host_plan import HostPlan, plan_host, rows_of
+from hybrid_plugin.engine import driver_bindings
 from hybrid_plugin.sizes import Multiple, gib
 
 _GROUPS = (
@@ -80,6 +81,27 @@ def describe(plan: HostPlan, page_size: int) -> str:
         f"memory on each rank, the KV of {plan.rows(Pool.KV) * page_size} tokens at "
         f"most: each block of {gib(plan.block_bytes)} holds {rows}"
     )
+
+
+def check_packages(options: HybridConfig, device: str) -> None:
+    """Check that this machine can order copies to host memory, if there is to be some.
+
+    Workers find out only once they have loaded the model.
+
+    Args:
+        options: of the plugin.
+        device: that the ranks compute on, as torch calls it: "cpu", "cuda", "cuda:1".
+
+    Raises:
+        ConfigError: naming the package that is missing.
+    """
+    if options.host_memory is None or not device.startswith("cuda"):
+        return
+    if not driver_bindings.are_installed():
+        raise ConfigError(
+            "host_memory needs the package cuda-bindings, by which a GPU's copies are "
+            "ordered: pip install cuda-bindings, or leave host_memory out."
+        )
 
 
 def check_room(wanted: int | Multiple, ranks: int, free: int) -> None:

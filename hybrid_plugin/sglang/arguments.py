@@ -183,6 +183,7 @@ def settle(server_args: Any, options: HybridConfig) -> None:
         obstacle = next(deterministic.obstacles(view, page_size), None)
         if obstacle is not None:
             raise cannot_serve(obstacle)
+    host_memory.check_packages(options, str(view.device))
     if options.host_memory is not None:
         ranks = max(view.tp_size * view.dp_size // view.nnodes, 1)
         host_memory.check_room(options.host_memory, ranks, host_memory.free_bytes())

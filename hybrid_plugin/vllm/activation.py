@@ -19,6 +19,7 @@ from hybrid_plugin.config import (
     environment_options,
     switched_off_by_environment,
 )
+from hybrid_plugin.engine import host_memory
 from hybrid_plugin.engine.refusals import cannot_serve
 from hybrid_plugin.vllm import (
     context_parallel,
@@ -155,6 +156,8 @@ def activate(vllm_config: VllmConfig) -> None:
         ConfigError: for bad options, or when the plugin was asked for by name
             and cannot serve this configuration.
     """
+    from vllm.platforms import current_platform
+
     options = read_options(vllm_config)
     idle = reason_to_stay_idle(vllm_config, options)
     if idle is not None:
@@ -175,6 +178,7 @@ def activate(vllm_config: VllmConfig) -> None:
     for given in options.outer_options:
         for obstacle in storable.obstacles(vllm_config, given):
             raise cannot_serve(obstacle)
+    host_memory.check_packages(options, str(current_platform.device_type))
     ranks.settle_replicas(vllm_config, options)
     _mark(vllm_config)
     for line in replaced:

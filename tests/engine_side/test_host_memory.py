@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from hybrid_plugin.config import ConfigError, HybridConfig
 from hybrid_plugin.engine import host_memory
 from hybrid_plugin.engine.host_memory import (
+    check_packages,
     check_room,
     free_bytes,
     plan_tier,
@@ -74,6 +77,29 @@ def test_room_is_asked_for_where_no_number_says_it(
     assert room_for(HybridConfig(), 2) is None
     assert room_for(HybridConfig(host_memory=Multiple(2.0)), 2) == 16 * GIB
     check_room(Multiple(1e9), 1, 1)
+
+
+def nothing_named_cuda(name: str) -> None:
+    raise ModuleNotFoundError(f"No module named {name.partition('.')[0]!r}")
+
+
+@pytest.mark.parametrize("find", [lambda name: None, nothing_named_cuda])
+def test_a_gpu_needs_the_driver_s_bindings(
+    find: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    some = HybridConfig(host_memory=GIB)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError) as refusal:
+            check_packages(some, device)
+    assert str(refusal.value) == (
+        "host_memory needs the package cuda-bindings, by which a GPU's copies are "
+        "ordered: pip install cuda-bindings, or leave host_memory out."
+    )
+    check_packages(some, "cpu")
+    check_packages(HybridConfig(), "cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_packages(some, "cuda")
 
 
 def test_a_machine_without_groups(tmp_path: Path) -> None:

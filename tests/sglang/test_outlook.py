@@ -73,6 +73,32 @@ def test_windows_are_served_where_sglang_gives_them_a_pool(
     assert foresee(tmp_path, LAGUNA, *flags).startswith(expected)
 
 
+WITHOUT_BINDINGS = """
+import sys
+from hybrid_plugin.engine import driver_bindings, host_memory
+from hybrid_plugin.sglang.outlook import foresee
+check, checked = host_memory.check_packages, []
+
+def on_a_gpu(options, device):
+    checked.append(device)
+    check(options, "cuda")
+
+host_memory.check_packages = on_a_gpu
+driver_bindings.are_installed = lambda: False
+found = foresee(sys.argv[1], sys.argv[2:], 1 << 30)
+print(found.prospect.value, found.reason, set(checked), sep=" | ")
+"""
+
+
+def test_what_host_memory_lacks_is_said_before_the_start(tmp_path: Path) -> None:
+    """As on a GPU whose environment has no cuda-bindings."""
+    options = '--hybrid-config={"host_memory": "1GiB"}'
+    found = run(WITHOUT_BINDINGS, tmp_path, LAGUNA, options)[-1]
+    prospect, reason, checked = found.split(" | ")
+    assert prospect == "refused" and checked == "{'cpu'}"
+    assert "host_memory needs the package cuda-bindings, " in reason
+
+
 NEMOTRON = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",

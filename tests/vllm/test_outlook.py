@@ -16,7 +16,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from hybrid_plugin.config import HybridConfig
 from hybrid_plugin.core.memory.layout import CacheLayout
+from hybrid_plugin.engine import driver_bindings, host_memory
 from hybrid_plugin.engine.outlook import Outlook, Prospect
 from hybrid_plugin.vllm import outlook, servable
 from tests.engines import draft_heads
@@ -232,6 +234,28 @@ def test_the_reason_is_that_of_the_start(
     monkeypatch.setattr(servable, "obstacles", lambda _: iter((reason,)))
     found = foreseen(tmp_path, NEMOTRON, SERVED[NEMOTRON])
     assert (found.prospect, found.reason) == (Prospect.REFUSED, reason)
+
+
+def test_what_host_memory_lacks_is_said_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose environment has no cuda-bindings."""
+    checked: list[str] = []
+    check = host_memory.check_packages
+
+    def on_a_gpu(options: HybridConfig, device: str) -> None:
+        checked.append(device)
+        check(options, "cuda")
+
+    monkeypatch.setattr(host_memory, "check_packages", on_a_gpu)
+    monkeypatch.setattr(driver_bindings, "are_installed", lambda: False)
+    model = str(write(tmp_path, NEMOTRON, SERVED[NEMOTRON]))
+    options = '--additional-config={"hybrid_plugin": {"host_memory": "1GiB"}}'
+    found = outlook.foresee(model, (*FLAGS, options), 1 << 30)
+    assert found.prospect is Prospect.REFUSED
+    assert "host_memory needs the package cuda-bindings, " in found.reason
+    assert set(checked) == {"cpu"}
+    assert outlook.foresee(model, FLAGS, 1 << 30).prospect is Prospect.SERVED
 
 
 @pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
