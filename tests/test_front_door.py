@@ -18,6 +18,7 @@ from hybrid_plugin.core.policy.in_batch_sharing import LOOK_AHEAD
 from hybrid_plugin.core.tiers.host_plan import HostPlan
 from hybrid_plugin.core.tiers.host_tier import HostTier
 from hybrid_plugin.core.tiers.restores import TransferRates
+from hybrid_plugin.core.tree.tokens import as_tokens
 from hybrid_plugin.engine.front_door import FrontDoor
 from tests.core.outer import FakeTier
 from tests.core.support import ByMinimum
@@ -429,3 +430,28 @@ def test_a_request_that_leaves_lets_a_fetch_go_on() -> None:
     to.cache.lower_tiers.done(2, True)
     assert to.must_wait_for_restore(Request("same", 12)), "from the host now"
     assert to.cache.lower_tiers.fetching == 0
+
+
+def test_what_was_fetched_for_a_request_stays_until_it_comes_or_is_over() -> None:
+    now = [0.0]
+    for ends in (False, True):
+        to, request = disk_door(now)
+        assert to.must_wait_for_restore(request)
+        to.cache.lower_tiers.done(2, True)
+        if ends:
+            to.end(request, 0)
+        assert to.cache.host is not None
+        while to.cache.host.memory.evict_pages(1_000):
+            pass
+        kept = to.cache.host.match(None, as_tokens(request.tokens()), 12).length
+        assert kept == (0 if ends else 8)
+    to, request = disk_door(now)
+    assert to.must_wait_for_restore(request)
+    to.cache.lower_tiers.done(2, True)
+    assert to.must_wait_for_restore(request), "it is on the host"
+    now[0] += 60.0
+    to.pass_time()
+    assert not to.must_wait_for_restore(request)
+    assert run(to, request) == 8
+    assert to.cache.host is not None
+    assert not any(level.used for level in to.cache.host.levels().values())

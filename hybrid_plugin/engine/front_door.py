@@ -175,14 +175,12 @@ class FrontDoor:
                 return True
             if waiting.restore.is_over:
                 return False
-            waiting.restore.waiters -= 1  # it takes too long
-            waiting.restore = None
+            self._await(waiting, None)  # it takes too long
         found = self._find(request, waiting.tokens, waiting.limit)
         restore = self.cache.lower_tiers.restore(found, waiting.restore)
         if restore is None:
             return False
-        waiting.restore = restore
-        restore.waiters += 1
+        self._await(waiting, restore)
         return not self.cache.lower_tiers.is_restored(restore)
 
     def expect(
@@ -218,8 +216,7 @@ class FrontDoor:
         found = self._find(request, waiting.tokens, waiting.limit)
         fetch = self.cache.lower_tiers.prefetch(found)
         if fetch is not None:
-            waiting.restore = fetch
-            fetch.waiters += 1
+            self._await(waiting, fetch)
         return None
 
     def seek(
@@ -404,8 +401,7 @@ class FrontDoor:
         waiting = self._waiting.pop(seq_id, None)
         if waiting is None:
             return
-        if waiting.restore is not None:
-            waiting.restore.waiters -= 1
+        self._await(waiting, None)
         if waiting.forget_offer is not None:
             waiting.forget_offer()
 
@@ -426,6 +422,17 @@ class FrontDoor:
             self.cache.pass_time(self._clock())
 
     # --------------------------------------------------------------- internal
+
+    def _await(self, waiting: _Waiting, awaited: Awaited | None) -> None:
+        """Have a request wait for something else than before, or for nothing.
+
+        What it waited for stays until then.
+        """
+        before, waiting.restore = waiting.restore, awaited
+        if awaited is not None:
+            self.cache.lower_tiers.join(awaited)
+        if before is not None:
+            self.cache.lower_tiers.leave(before)
 
     def _forget_offer(self, tier: PeerTier, offer: PeerOffer) -> None:
         if tier.forget(offer):

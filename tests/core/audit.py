@@ -150,6 +150,14 @@ def fetches_of(cache: HybridCache) -> list[Fetching]:
     )
 
 
+def kept_of(cache: HybridCache) -> list[HostSource]:
+    """What fetches have brought for sequences that have yet to come."""
+    outer = cache.lower_tiers._outer
+    kept = [] if outer is None else [one.kept for one in outer._fetches._kept]
+    assert None not in kept, "nothing is kept twice"
+    return [source for source in kept if source is not None]
+
+
 def writes_of(cache: HybridCache) -> list[Writing]:
     """Writes whose outcome was not reported."""
     outer = cache.lower_tiers._outer
@@ -185,7 +193,7 @@ def audit_host(cache: HybridCache, host: HostTier) -> None:
     sources = [one.source for one in restores_of(cache)]
     sources += [one.source for one in writes if not one.is_flushed]
     sources += saves_of(cache)
-    sources += offers_of(cache)
+    sources += offers_of(cache) + kept_of(cache)
     locks: Counter[Node] = Counter(source.node for source in sources)
     bases = Counter(one.base for one in fetches if one.base is not None)
     for node in tree.nodes():

@@ -130,7 +130,7 @@ class FakeEngine:
         if fetch is not None:
             assert fetch.length < request.known
             request.restore = fetch
-            fetch.waiters += 1
+            self.cache.lower_tiers.join(fetch)
 
     def _history(self, request: Request) -> list[int]:
         """Numbers of its prefixes, and of what steps compute beyond them."""
@@ -563,17 +563,28 @@ class FakeEngine:
             if request.restore.is_over:
                 return False
             self._forget_restore(request)  # a fetch takes too long
+        self._check_kept(request)
         found = self._look_up(request)
         restore = self.cache.lower_tiers.restore(found, after=request.restore)
         if restore is None:
             return False
         assert found.match.length < restore.length < request.known
         assert not restore.is_over or not self.running, "others are held up"
-        request.restore = restore
-        restore.waiters += 1
+        before, request.restore = request.restore, restore
+        self.cache.lower_tiers.join(restore)
+        if before is not None:
+            self.cache.lower_tiers.leave(before)
         if self.cache.lower_tiers.is_restored(restore):
             return False
         return self._waits(restore)
+
+    def _check_kept(self, request: Request) -> None:
+        """What was fetched for a request is there when it comes for it."""
+        fetch, host = request.restore, self.cache.host
+        if isinstance(fetch, Fetching) and not fetch.reason and not fetch.is_flushed:
+            assert host is not None, "it was fetched there"
+            kept = host.match(fetch.namespace, fetch.tokens, fetch.length)
+            assert kept.length == fetch.length, "what was fetched for it is gone"
 
     def _waits(self, awaited: Awaited) -> bool:
         comes = isinstance(awaited, Fetching)
@@ -582,7 +593,7 @@ class FakeEngine:
 
     def _forget_restore(self, request: Request) -> None:
         if request.restore is not None:
-            request.restore.waiters -= 1
+            self.cache.lower_tiers.leave(request.restore)
             request.restore = None
 
     def _check_refusal(self, request: Request, found: LookUp, end: int) -> None:

@@ -264,6 +264,56 @@ def test_what_was_fetched_is_restored_and_counted() -> None:
     audit(cache)
 
 
+def test_what_was_fetched_stays_until_who_waits_for_it_has_come() -> None:
+    cache = make()
+    chat_on_disk(cache)
+    begun = fetch(cache, NEXT)
+    cache.lower_tiers.join(begun)
+    cache.drain_commands()
+    cache.lower_tiers.done(2, True)
+    forget(cache)
+    assert used(cache) == {"host.kv": 3, "host.state": 1}
+    restore = cache.lower_tiers.restore(cache.look_up(NEXT), begun)
+    assert isinstance(restore, Restore) and restore.length == 12
+    cache.lower_tiers.join(restore)
+    cache.lower_tiers.leave(begun)
+    assert begun.kept is None
+    cache.lower_tiers.end_restores()
+    assert used(cache) == {"host.kv": 0, "host.state": 0}
+    audit(cache)
+
+
+def test_what_was_fetched_for_two_stays_for_the_second() -> None:
+    cache = make()
+    chat_on_disk(cache)
+    begun = fetch(cache, NEXT)
+    for _ in range(2):
+        cache.lower_tiers.join(begun)
+    cache.drain_commands()
+    cache.lower_tiers.done(2, True)
+    cache.lower_tiers.leave(begun)
+    forget(cache)
+    audit(cache)
+    assert host(cache).match(None, ids(*NEXT), len(NEXT)).length == 12
+    cache.lower_tiers.leave(begun)
+    forget(cache)
+    assert host(cache).match(None, ids(*NEXT), len(NEXT)).length == 0
+    audit(cache)
+
+
+def test_a_flush_forgets_what_somebody_has_yet_to_come_to() -> None:
+    cache = make()
+    chat_on_disk(cache)
+    begun = fetch(cache, NEXT)
+    cache.lower_tiers.join(begun)
+    cache.drain_commands()
+    cache.lower_tiers.done(2, True)
+    assert cache.flush()
+    assert used(cache) == {"host.kv": 0, "host.state": 0}
+    cache.lower_tiers.leave(begun)
+    audit(cache)
+
+
 def test_what_the_host_has_is_not_fetched() -> None:
     cache = make()
     chat_on_disk(cache)

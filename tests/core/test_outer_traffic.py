@@ -417,6 +417,20 @@ class FetchesWithoutALock(_Broken):
         fetches._begin = broken
 
 
+class LetsGoOfWhatItFetched(_Broken):
+    """Lets others take the place of what a sequence has yet to come to."""
+
+    def change(self, fetches: Any, writes: Any, host: Any) -> None:
+        fetches._keep = lambda fetch: None
+
+
+class KeepsWhatItFetched(_Broken):
+    """Has what was fetched in use for ever."""
+
+    def change(self, fetches: Any, writes: Any, host: Any) -> None:
+        fetches._let_go = lambda fetch: None
+
+
 class FetchesWithoutRoom(_Broken):
     """Takes rows that there are not."""
 
@@ -516,6 +530,8 @@ BROKEN = [
     ForgetsToFlush,
     NeverDiscards,
     FetchesWithoutALock,
+    LetsGoOfWhatItFetched,
+    KeepsWhatItFetched,
     FetchesWithoutRoom,
     TwoBudgets,
     SkipsTheStartOfAPage,

@@ -3,8 +3,9 @@
 
 A fetch owns the rows that it fills.  Only when all ranks have reported that they are
 filled do they enter the host's tree; from then on they are restored to the device like
-anything else there.  If a rank fails, the rows are free again, and the sequences that
-waited compute.
+anything else there.  While sequences have yet to come to them they stay: nothing was
+ever resumed from them, so they would be the first to make way for others.  If a rank
+fails, the rows are free again, and the sequences that waited compute.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from hybrid_plugin.core.commands import BundleRows, Fetch, PageRows, Pool, PoolId
 from hybrid_plugin.core.sequence import LookUp
 from hybrid_plugin.core.tiers.fetch_queue import FetchQueue
-from hybrid_plugin.core.tiers.host_tier import HostRows, HostTier
+from hybrid_plugin.core.tiers.host_tier import HostRows, HostSource, HostTier
 from hybrid_plugin.core.tiers.outer_tier import OuterTier, StoredBundle
 from hybrid_plugin.core.tiers.recent_finds import RecentFinds
 from hybrid_plugin.core.tiers.restores import TransferRates
@@ -50,11 +51,14 @@ class Fetching:
     elsewhere: float | None
     """`OuterTier.token_seconds`."""
     waiters: int = 0
-    """Sequences that have yet to come to it.  It goes on without any."""
+    """Sequences that have yet to come to it.  It goes on without any; what it brought
+    stays on the host as long as there are some."""
+    kept: HostSource | None = None
+    """What it brought, where it is over and sequences have yet to come."""
     is_over: bool = False
     """Whether the host has it, or nobody will bring it."""
     is_flushed: bool = False
-    """Whether nobody may find it when it is over."""
+    """Whether nobody may find what it brings or has brought."""
     reason: str = ""
     """Why nobody will bring it."""
 
@@ -112,6 +116,8 @@ class Fetches:
         self._queues = {tier.name: FetchQueue(tier.reads_at_once) for tier in tiers}
         self.running: dict[int, Fetching] = {}
         """By ticket, in the order in which they began."""
+        self._kept: list[Fetching] = []
+        """Those that are over, and whose rows wait for sequences."""
 
     # ------------------------------------------------------------------ begin
 
@@ -330,6 +336,15 @@ class Fetches:
         )
         if fetch.base is not None:
             self._host.tree.unlock(fetch.base)
+        if fetch.waiters:
+            self._keep(fetch)
+
+    def left(self, fetch: Fetching) -> None:
+        """Note that one sequence less has yet to come to a fetch."""
+        fetch.waiters -= 1
+        if not fetch.waiters and fetch.kept is not None:
+            self._kept.remove(fetch)
+            self._let_go(fetch)
 
     def failed(
         self, ticket: int, now: float, reason: str, bundle: int | None
@@ -356,11 +371,24 @@ class Fetches:
         return fetch.tier.fetch_failed(broken.key, reason)
 
     def flush(self) -> None:
-        """Have nobody find what running fetches bring."""
+        """Have nobody find what fetches bring, nor keep what they brought."""
+        kept, self._kept = self._kept, []
+        for fetch in kept:
+            self._let_go(fetch)
+            fetch.is_flushed = True
         for fetch in self.running.values():
             if fetch.base is not None:
                 self._host.tree.unlock(fetch.base)
             fetch.base, fetch.is_flushed = None, True
+
+    def _keep(self, fetch: Fetching) -> None:
+        fetch.kept = self._host.hold_all(fetch.namespace, fetch.tokens)
+        self._kept.append(fetch)
+
+    def _let_go(self, fetch: Fetching) -> None:
+        assert fetch.kept is not None, "it was kept"
+        self._host.let_go(fetch.kept)
+        fetch.kept = None
 
     def _end(self, ticket: int, now: float) -> Fetching:
         fetch = self.running.pop(ticket)

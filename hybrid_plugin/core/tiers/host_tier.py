@@ -321,6 +321,15 @@ class HostTier:
         )
         return self._hold(node, pages, windows)
 
+    def hold_all(self, namespace: Hashable, tokens: Tokens) -> HostSource:
+        """Keep all rows of a prefix of which the tier has the whole, with its end."""
+        match = self.match(namespace, tokens, len(tokens))
+        assert match.node is not None and match.length == len(tokens), (
+            "it has the whole"
+        )
+        windows = _snapshot(match.node).windows
+        return self.hold(match, 0, [list(range(len(rows))) for rows in windows])
+
     def hold_bundle(self, node: Node, start: int) -> HostSource:
         """Keep the rows of a bundle as they are while it is written.
 

@@ -98,11 +98,11 @@ class LowerTiers:
         Call it for a sequence that could be admitted now.  Where it returns something
         that is not over, the sequence waits, and is looked up again when it is: the
         time must pass (`HybridCache.pass_time`), outcomes must be reported (`done`), or
-        everything else must end.  If the sequence is counted in its `waiters`, ask by
-        `is_restored`.  Sequences that wait for the same prefix get the same.  What is
-        on the host is restored to the device; what is behind it is fetched to the host
-        first.  Either begins only if it is over before the tokens are computed, and
-        takes no memory of the device that the admission would not take.
+        everything else must end.  If the sequence is counted in its `waiters` (`join`),
+        ask by `is_restored`.  Sequences that wait for the same prefix get the same.
+        What is on the host is restored to the device; what is behind it is fetched to
+        the host first.  Either begins only if it is over before the tokens are
+        computed, and takes no memory of the device that the admission would not take.
 
         Args:
             found: its look-up, not older than the step.
@@ -141,6 +141,20 @@ class LowerTiers:
             return None
         now = self._pace.now
         return self._outer.fetch(found, now, restores.queued(now))
+
+    def join(self, awaited: Awaited) -> None:
+        """Count a sequence that has yet to come to something: it is there until then.
+
+        Call `leave` when it was admitted or is over, or waits for something else.
+        """
+        awaited.waiters += 1
+
+    def leave(self, awaited: Awaited) -> None:
+        """Count a sequence no more that `join` has counted."""
+        if isinstance(awaited, Fetching):
+            self._demanded().left(awaited)
+        else:
+            awaited.waiters -= 1
 
     def is_restored(self, awaited: Awaited) -> bool:
         """Whether a sequence that waited for something need not wait for it any more.

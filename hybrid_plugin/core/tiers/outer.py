@@ -111,6 +111,10 @@ class OuterTiers:
         """Whether sequences wait for a running fetch, and do not compute instead."""
         return now < self._fetches.awaited_until(fetch)
 
+    def left(self, fetch: Fetching) -> None:
+        """Note that one sequence less has yet to come to a fetch."""
+        self._fetches.left(fetch)
+
     def bring(self, found: LookUp, now: float) -> Fetching | None:
         """Begin to fetch a prefix that nobody waits for; see `Fetches.bring`."""
         return self._fetches.bring(found, now)
