@@ -14,6 +14,7 @@ script.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import sys
@@ -323,6 +324,11 @@ def apart(first: Answer, second: Answer) -> float:
     return max((abs(one[t] - other[t]) for t in one.keys() & other.keys()), default=9.0)
 
 
+def without_numbers(answers: Sequence[Answer]) -> int:
+    """How many answers have first tokens whose logprobs are no numbers."""
+    return sum(any(map(math.isnan, one.logprobs[0].values())) for one in answers)
+
+
 def judge(reference: Sequence[Answer], answers: Sequence[Answer]) -> Found:
     """How far answers are from the reference's."""
     found = compare(reference, answers, 0.0)
@@ -330,6 +336,7 @@ def judge(reference: Sequence[Answer], answers: Sequence[Answer]) -> Found:
         "differing": found.differing,
         "worst_gap": min(found.worst_gap, 99.0),
         "apart": max(map(apart, reference, answers)),
+        "without_numbers": without_numbers(answers),
         "wrong": list(found.wrong),
     }
 
@@ -457,7 +464,8 @@ def _compare(
             f"{name}, {phase}: first token {result['apart']:.3f} nats from stock "
             f"(vLLM's own ranks: {noise['apart']:.3f}); {result['differing']} of "
             f"{len(stock)} answers part, at worst {result['worst_gap']:.3f} nats "
-            f"(own: {noise['differing']}, {noise['worst_gap']:.3f}); restored "
+            f"(own: {noise['differing']}, {noise['worst_gap']:.3f}); without numbers "
+            f"{result['without_numbers']} (own: {noise['without_numbers']}); restored "
             f"{result['cached']} of {result['prompts']}"
         )
 
