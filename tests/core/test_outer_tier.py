@@ -104,6 +104,17 @@ def fetch(cache: HybridCache, tokens: Tokens) -> Fetching:
     return found
 
 
+def brought(cache: HybridCache, *, waiting: int) -> Fetching:
+    """A fetch that is over, to which so many sequences have yet to come."""
+    chat_on_disk(cache)
+    begun = fetch(cache, NEXT)
+    for _ in range(waiting):
+        cache.lower_tiers.join(begun)
+    cache.drain_commands()
+    cache.lower_tiers.done(2, True)
+    return begun
+
+
 def used(cache: HybridCache) -> dict[str, int]:
     return {pool: level.used for pool, level in host(cache).levels().items()}
 
@@ -266,11 +277,7 @@ def test_what_was_fetched_is_restored_and_counted() -> None:
 
 def test_what_was_fetched_stays_until_who_waits_for_it_has_come() -> None:
     cache = make()
-    chat_on_disk(cache)
-    begun = fetch(cache, NEXT)
-    cache.lower_tiers.join(begun)
-    cache.drain_commands()
-    cache.lower_tiers.done(2, True)
+    begun = brought(cache, waiting=1)
     forget(cache)
     assert used(cache) == {"host.kv": 3, "host.state": 1}
     restore = cache.lower_tiers.restore(cache.look_up(NEXT), begun)
@@ -285,12 +292,7 @@ def test_what_was_fetched_stays_until_who_waits_for_it_has_come() -> None:
 
 def test_what_was_fetched_for_two_stays_for_the_second() -> None:
     cache = make()
-    chat_on_disk(cache)
-    begun = fetch(cache, NEXT)
-    for _ in range(2):
-        cache.lower_tiers.join(begun)
-    cache.drain_commands()
-    cache.lower_tiers.done(2, True)
+    begun = brought(cache, waiting=2)
     cache.lower_tiers.leave(begun)
     forget(cache)
     audit(cache)
@@ -303,11 +305,7 @@ def test_what_was_fetched_for_two_stays_for_the_second() -> None:
 
 def test_a_flush_forgets_what_somebody_has_yet_to_come_to() -> None:
     cache = make()
-    chat_on_disk(cache)
-    begun = fetch(cache, NEXT)
-    cache.lower_tiers.join(begun)
-    cache.drain_commands()
-    cache.lower_tiers.done(2, True)
+    begun = brought(cache, waiting=1)
     assert cache.flush()
     assert used(cache) == {"host.kv": 0, "host.state": 0}
     cache.lower_tiers.leave(begun)
