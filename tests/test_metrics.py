@@ -10,10 +10,14 @@ import pytest
 from prometheus_client import REGISTRY
 
 from hybrid_plugin.core.cache import HybridCache
+from hybrid_plugin.core.commands import Pool
 from hybrid_plugin.core.memory.elastic import ElasticBroker
 from hybrid_plugin.core.memory.pools import PagePool, SlotPool
 from hybrid_plugin.core.policy.snapshot_positions import SnapshotPolicy
 from hybrid_plugin.core.stats import CacheStats, OuterStats
+from hybrid_plugin.core.tiers.host_plan import HostPlan
+from hybrid_plugin.core.tiers.host_tier import HostTier
+from hybrid_plugin.core.tiers.restores import TransferRates
 from hybrid_plugin.core.tree.events import EventLog
 from hybrid_plugin.engine import metrics as metrics_module
 from hybrid_plugin.engine.metrics import CacheMetrics, Growth, snapshot_of
@@ -55,6 +59,22 @@ def test_snapshot_has_every_level_and_total() -> None:
     assert not any(name.startswith("mapped") for name in found), (
         "the pools share no memory"
     )
+
+
+def test_time_that_was_waited_is_sent_in_microseconds() -> None:
+    plan = HostPlan({Pool.KV: 1, Pool.STATE: 4}, block_bytes=4, blocks=16)
+    cache = HybridCache(
+        PagePool(9),
+        SlotPool(5),
+        4,
+        SnapshotPolicy(4, 1_000_000),
+        eviction=Economical(),
+        host=HostTier(plan, 4, Economical()),
+        rates=TransferRates(1.0),
+    )
+    assert cache.host is not None
+    cache.host.stats.wait_seconds = 0.5
+    assert snapshot_of(cache)["host_wait_seconds"] == 500_000
 
 
 def test_snapshot_of_pools_that_share_memory() -> None:

@@ -89,10 +89,14 @@ class HostStats:
     loaded_bytes: int = 0
     loads_refused: int = 0
     """Look-ups whose prefix the host had, but for which the device had no room."""
+    wait_seconds: float = 0.0
+    """For how long a rank's device has waited for copies, as that rank says."""
 
     def as_dict(self) -> dict[str, int]:
-        """Every total by name, as `host_NAME`."""
-        return {f"host_{f.name}": getattr(self, f.name) for f in fields(self)}
+        """Every total that is a whole number by name, as `host_NAME`."""
+        found = {f"host_{f.name}": getattr(self, f.name) for f in fields(self)}
+        del found["host_wait_seconds"]
+        return found
 
 
 @dataclass(slots=True)

@@ -70,6 +70,8 @@ _TOTALS = {
     "host_loads": "Prefixes that were copied from host memory to the device.",
     "host_loaded_bytes": "Bytes that were copied from host memory to the device.",
     "host_loads_refused": "Prefixes on the host for which the device had no room.",
+    "host_wait_seconds": "Time a rank's device stood still for copies to and from host "
+    "memory.",
     "disk_queried_tokens": "Tokens of admitted prompts that neither the device nor the "
     "host had.",
     "disk_hit_tokens": "Tokens of admitted prompts restored from disk.",
@@ -131,7 +133,10 @@ _COUNTS = {
 }
 _LEVEL, _MAPPED, _AVERAGE, _COUNT = "level", "mapped", "average", "count"
 _REASON = "reason"
-_FRACTIONS = {"move_seconds": 1e-6, **dict.fromkeys(_AVERAGES, 1e-3)}
+_FRACTIONS = {
+    **dict.fromkeys(("move_seconds", "host_wait_seconds"), 1e-6),
+    **dict.fromkeys(_AVERAGES, 1e-3),
+}
 """What is sent as whole numbers of a smaller unit, and that unit."""
 _GIB = 1 << 30
 
@@ -169,6 +174,7 @@ def snapshot_of(cache: HybridCache) -> dict[str, int]:
     sent[f"{_COUNT}/draft_slots"] = cache.drafts_held
     host = HostStats() if cache.host is None else cache.host.stats
     totals = cache.stats.as_dict() | host.as_dict()
+    totals["host_wait_seconds"] = _whole("host_wait_seconds", host.wait_seconds)
     # With those that are 0: a rate needs a counter's beginning.
     reasons: dict[str, int] = {
         why: cache.stats.computed_tokens[why] for why in MissReason

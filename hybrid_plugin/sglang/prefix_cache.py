@@ -375,6 +375,8 @@ class HybridPrefixCache(BasePrefixCache):
     def _tell_of_moves(self) -> None:
         broker = self.cache.broker
         broker.stats.device_seconds = self._executor.moves.seconds
+        if self.cache.host is not None and self._executor.host is not None:
+            self.cache.host.stats.wait_seconds = self._executor.host.wait_seconds
         notice = broker.notice()
         if notice is not None and pipeline.speaks():
             logger.info("hybrid-plugin: %s.", notice)

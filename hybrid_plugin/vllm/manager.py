@@ -399,6 +399,8 @@ class HybridKVCacheManager:
     def new_measurements(self, report: Report) -> None:
         """Note what a worker has measured."""
         self.cache.broker.stats.device_seconds = report.move_seconds
+        if self.cache.host is not None:
+            self.cache.host.stats.wait_seconds = report.wait_seconds
         rates = self.cache.rates
         if rates is not None:
             rates.prefill_seconds_per_token = report.token_seconds

@@ -344,6 +344,7 @@ class RunsCommands:
         executor, passes = self._pools.executor, self._passes
         return Report(
             move_seconds=executor.moves.seconds,
+            wait_seconds=0.0 if executor.host is None else executor.host.wait_seconds,
             token_seconds=None if passes is None else passes.token_seconds(),
             load_bytes_per_second=self._load_rate,
             disk=self._ranks.disk,

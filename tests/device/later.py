@@ -45,7 +45,7 @@ class Later:
     def upload(self, ids: torch.Tensor) -> torch.Tensor:
         return ids.clone()
 
-    def record(self) -> LaterMark:
+    def record(self, *, timed: bool = False) -> LaterMark:
         mark = LaterMark(self.name)
 
         def reach() -> None:
@@ -58,6 +58,10 @@ class Later:
         self.heard.add(mark.queue)
         if not self._deaf(self.name, mark.queue):
             self._entries.append(mark)
+
+    def seconds_between(self, before: LaterMark, after: LaterMark) -> float | None:
+        assert before.reached or not after.reached
+        return 1.0 if after.reached else None
 
     @property
     def is_empty(self) -> bool:

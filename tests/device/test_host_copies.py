@@ -77,6 +77,31 @@ def test_the_same_at_once(seed: int) -> None:
     assert traffic.host, "rows were stored"
 
 
+def test_for_how_long_the_model_waits_is_known_once_it_is_over() -> None:
+    """A store of nine pages takes three pieces of a ring that has two."""
+    queues, memory = LaterQueues(), pools()
+    copies = HostCopies(memory, PLAN, rings=RINGS, queues=queues)
+    copies.run(Map("host.kv", (1,)))
+    copies.run(Store(Pool.KV, tuple(range(1, 10)), tuple(range(20, 29))))
+    copies.run(Load(Pool.KV, (20,), (11,), 1))
+    assert copies.wait_seconds == 0.0
+    queues.finish()
+    assert copies.wait_seconds == 1.0
+    copies.run(Await(1))
+    assert copies.wait_seconds == 1.0
+    queues.finish()
+    assert copies.wait_seconds == 2.0
+
+
+def test_where_all_is_done_at_once_nothing_waits() -> None:
+    copies = HostCopies(pools(), PLAN, rings=RINGS, queues=AtOnceQueues())
+    copies.run(Map("host.kv", (1,)))
+    copies.run(Store(Pool.KV, tuple(range(1, 10)), tuple(range(20, 29))))
+    copies.run(Load(Pool.KV, (20,), (11,), 1))
+    copies.run(Await(1))
+    assert copies.wait_seconds == 0.0
+
+
 ACROSS = (19, 20)
 """Rows of two blocks, which one piece holds."""
 

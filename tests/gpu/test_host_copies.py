@@ -46,12 +46,15 @@ class Deaf:
     def upload(self, ids: torch.Tensor) -> torch.Tensor:
         return self._queue.upload(ids)
 
-    def record(self) -> Mark:
-        return self.name, self._queue.record()
+    def record(self, *, timed: bool = False) -> Mark:
+        return self.name, self._queue.record(timed=timed)
 
     def wait(self, mark: Mark) -> None:
         if (self.name, mark[0]) != self._ignored:
             self._queue.wait(mark[1])
+
+    def seconds_between(self, before: Mark, after: Mark) -> float | None:
+        return self._queue.seconds_between(before[1], after[1])
 
 
 class DeafQueues:
@@ -119,6 +122,19 @@ def slots(count: int = 6, size: int = 24 * MIB) -> tuple[HostCopies, torch.Tenso
 
 def asleep(queue: Queue, cycles: int = LONG) -> None:
     queue.issue(lambda: torch.cuda._sleep(cycles))
+
+
+def test_for_how_long_the_model_waits_for_a_load_is_measured() -> None:
+    copies, _ = slots()
+    copies.run(Store(Pool.STATE, (1,), (3,)))
+    torch.cuda.synchronize()
+    before = copies.wait_seconds
+    asleep(copies._queues.loads)
+    copies.run(Load(Pool.STATE, (3,), (5,), 1))
+    copies.run(Await(1))
+    torch.cuda.synchronize()
+    assert copies.wait_seconds > before + 1e-3
+    copies.close()
 
 
 def test_the_source_may_be_rewritten_at_once() -> None:

@@ -45,6 +45,7 @@ from hybrid_plugin.device.host.ranges import Ranges, copier_for
 from hybrid_plugin.device.host.ring import RingSizes, StagingRing, rings_for
 from hybrid_plugin.device.host.rows import HostRows
 from hybrid_plugin.device.host.slabs import Slab, slabs
+from hybrid_plugin.device.host.waits import QueueWaits
 
 
 class HostCopies:
@@ -97,6 +98,7 @@ class HostCopies:
         }
         self._tickets: dict[int, Mark] = {}
         """Where the loads of each ticket end."""
+        self._waits = QueueWaits()
         # The rings may be memory that the current stream's work of before still uses.
         self._queues.finish()
 
@@ -116,7 +118,7 @@ class HostCopies:
                 self._load(pool, sources, destinations)
                 self._tickets[ticket] = self._queues.scatters.record()
             case Await(ticket):
-                self._queues.model().wait(self._tickets.pop(ticket))
+                self._waits.wait(self._queues.model(), self._tickets.pop(ticket))
             case Map(pool, granules):
                 self._rows[pool].map(granules)
             case Unmap(pool, granules):
@@ -133,6 +135,12 @@ class HostCopies:
         pool, row_bytes = next(iter(self._plan.row_bytes.items()))
         rows = self._plan.rows_per_block(pool)
         return measure(self.run, self._queues.finish, pool, rows, row_bytes)
+
+    @property
+    def wait_seconds(self) -> float:
+        """For how long the model's queue has waited for loads, and for room in the ring
+        to store: all waits that are over."""
+        return self._waits.seconds
 
     @property
     def region(self) -> tuple[int, int]:
@@ -183,7 +191,8 @@ class HostCopies:
         rows.check(to)
         ids = model.upload(torch.tensor(start, dtype=torch.int64))
         for slab, some in _portions(self._slabs[pool], len(to)):
-            piece, blocks = ring.take(model), rows.blocks_of(to[some])
+            piece = ring.take(model, self._waits.wait)
+            blocks = rows.blocks_of(to[some])
             model.issue(_gather(slab, piece, ids[some]))
             stores.wait(model.record())
             self._blocks.before_writing(blocks, stores)

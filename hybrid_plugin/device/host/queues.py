@@ -28,11 +28,18 @@ class Queue(Protocol):
     def upload(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids of the host as this queue's work sees them from here on."""
 
-    def record(self) -> Mark:
-        """Mark the end of what was issued so far."""
+    def record(self, *, timed: bool = False) -> Mark:
+        """Mark the end of what was issued so far.
+
+        Args:
+            timed: whether `seconds_between` will be asked of it.
+        """
 
     def wait(self, mark: Mark) -> None:
         """Have what is issued from now on wait for a mark."""
+
+    def seconds_between(self, before: Mark, after: Mark) -> float | None:
+        """What lies between two timed marks; None until it has come to the second."""
 
 
 class Queues(Protocol):
@@ -79,11 +86,15 @@ class AtOnce:
         """The ids are where they are read."""
         return ids
 
-    def record(self) -> Mark:
+    def record(self, *, timed: bool = False) -> Mark:
         """Everything before is over."""
 
     def wait(self, mark: Mark) -> None:
         """It is over."""
+
+    def seconds_between(self, before: Mark, after: Mark) -> float:
+        """Nothing waits."""
+        return 0.0
 
 
 class AtOnceQueues:
@@ -122,19 +133,25 @@ class CudaQueue:
         with torch.cuda.stream(self._stream):
             return to_device(ids, self._stream.device)
 
-    def record(self, *, blocking: bool = False) -> Mark:
+    def record(self, *, timed: bool = False, blocking: bool = False) -> Mark:
         """An event, which no one else records.
 
         Args:
+            timed: whether `seconds_between` will be asked of it.
             blocking: whether a thread of the host that waits for it sleeps.
         """
-        mark = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event
+        mark = event(enable_timing=timed, blocking=blocking)
         mark.record(self._stream)
         return mark
 
     def wait(self, mark: Mark) -> None:
         """The stream waits, not the host."""
         self._stream.wait_event(mark)
+
+    def seconds_between(self, before: Mark, after: Mark) -> float | None:
+        """See `Queue.seconds_between`; the host does not wait."""
+        return float(before.elapsed_time(after)) / 1e3 if after.query() else None
 
 
 class CudaQueues:

@@ -8,6 +8,7 @@ copy moves as many as a piece of it holds.  What was gathered may be rewritten a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +77,21 @@ class StagingRing:
         """Where a piece begins."""
         return self.memory.data_ptr() + piece * self.piece_bytes
 
-    def take(self, queue: Queue) -> int:
-        """The next piece, which a queue may write once its last use is over."""
+    def take(
+        self, queue: Queue, wait: Callable[[Queue, Mark], None] | None = None
+    ) -> int:
+        """The next piece, which a queue may write once its last use is over.
+
+        Args:
+            queue: that writes.
+            wait: has it wait for a mark; by default `Queue.wait` does.
+        """
         piece = self._next
         self._next = (piece + 1) % len(self._in_use)
         mark = self._in_use[piece]
-        if mark is not None:
+        if mark is not None and wait is not None:
+            wait(queue, mark)
+        elif mark is not None:
             queue.wait(mark)
         return piece
 
