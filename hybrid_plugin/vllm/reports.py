@@ -24,8 +24,6 @@ class Report:
 
     move_seconds: float = 0.0
     """Spent on moving memory between pools."""
-    wait_seconds: float = 0.0
-    """For which the device has waited for copies to and from host memory."""
     token_seconds: float | None = None
     """Of a token's prefill; None before it was measured, and without host memory."""
     load_bytes_per_second: float | None = None
@@ -41,6 +39,8 @@ class Report:
     outcomes: tuple[Outcome, ...] = ()
     """Of writes, fetches and offers, on which all ranks agree, since the last report.
     """
+    wait_seconds: float = 0.0
+    """For which the device has waited for copies to and from host memory."""
 
 
 def can_carry(output: Any) -> bool:

@@ -88,6 +88,7 @@ class Executor:
     """Has no device to run anything on."""
 
     moves = SimpleNamespace(seconds=0.0)
+    host: Any = None
     scratch: Any = None
 
     def __init__(self) -> None:

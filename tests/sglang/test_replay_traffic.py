@@ -47,6 +47,7 @@ class Device:
     """States that are sums, and what SGLang's workers do to them."""
 
     moves = SimpleNamespace(seconds=0.0)
+    host: Any = None
 
     def __init__(self) -> None:
         temporal = torch.zeros(1, SLOTS, 1, 1, 1)
