@@ -117,6 +117,17 @@ def test_obstacle_in_the_source(module: str | None, sentence: str | None) -> Non
     assert sentence is None or sentence in found[0]
 
 
+def test_models_with_index_keys_are_left_to_vllm() -> None:
+    """With drafts too: docs/recipes has a command with some, of GLM-5.3-Flash."""
+    config = configuration(None)
+    config.model_config.architecture = "Glm5NextForConditionalGeneration"
+    config.model_config.registry = ModelRegistry
+    assert list(servable.obstacles(config)) == [
+        "Glm5NextForConditionalGeneration keeps caches of the kind CircularBufferSpec, "
+        "which is not supported yet; HYBRID_PLUGIN=0 leaves the model to vLLM."
+    ]
+
+
 def configuration(
     module: str | None, kind: str = "auto", dtype: torch.dtype = torch.float32
 ) -> Any:
