@@ -15,6 +15,8 @@ Under `slow_prefills` computing seems to take longer than any read, and under
 Under `patient_with_stores` what a store has is always read, however slowly it answers.
 Under `short_prefills_are_ours` our kernels run passes of few tokens, and those that
 keep states, as they do beside a library that is faster for long ones.
+Under `experts_by_rank` vLLM's experts on a CPU leave out those of other ranks, which it
+takes for its own by default, and reads weights that are not there.
 Under `refuse_pages` an engine preempts, however slowly requests arrive, because a
 sequence that grows gets no page now and then.
 
@@ -81,6 +83,23 @@ def _refuse_pages() -> None:
         return grow(self, *args, **kwargs) if next(calls) % 97 else None
 
     HybridCache.grow = seldom  # type: ignore[method-assign]
+
+
+def _experts_by_rank() -> None:
+    """An expert of another rank counts as the first one here, with a weight of zero."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    apply = cpu_moe.CPUUnquantizedExperts.apply
+
+    def of_this_rank(self, **given):  # type: ignore[no-untyped-def]
+        chosen, places = given["topk_ids"], given["expert_map"]
+        if places is not None:
+            here = places[chosen.long()].to(chosen.dtype)
+            weights = given["topk_weights"].masked_fill(here < 0, 0)
+            given |= {"topk_ids": here.clamp(min=0), "topk_weights": weights}
+        return apply(self, **given)
+
+    cpu_moe.CPUUnquantizedExperts.apply = of_this_rank
 
 
 def _short_prefills_are_ours() -> None:
@@ -251,6 +270,7 @@ if "HYBRID_TEST_POOLS" in os.environ:
 {
     "zero_snapshots": _zero_snapshots,
     "grid_of_16": _grid_of_16,
+    "experts_by_rank": _experts_by_rank,
     "refuse_pages": _refuse_pages,
     "short_prefills_are_ours": _short_prefills_are_ours,
     "wrong_column": _wrong_column,
