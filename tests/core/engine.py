@@ -220,9 +220,11 @@ class FakeEngine:
     def _hear_of_io(self) -> None:
         """Report some of what the ranks have done."""
         if self.ranks is not None:
+            # Each time before more is heard, such as that a file of theirs is gone.
+            self._check_saves()
             for _ in range(self.ranks.rng.choice((0, 1, 1, 2))):
-                self.ranks.report(self.cache)
-                self._check_saves()
+                for _ in self.ranks.report(self.cache):
+                    self._check_saves()
 
     def save(self, tokens: Tokens, namespace: Hashable) -> None:
         """Have what can be resumed of a sequence in the outer tier."""

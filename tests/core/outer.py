@@ -9,7 +9,7 @@ gone, a fetch leaves garbage behind.  What they report is always true.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -358,14 +358,15 @@ class FakeRanks:
         elif isinstance(command, Fetch):
             self._fetch(command)
 
-    def report(self, cache: HybridCache) -> None:
-        """Tell the core of one outcome, in any order."""
+    def report(self, cache: HybridCache) -> Iterator[None]:
+        """Tell the core of one outcome, in any order; yields behind it."""
         if not self.reports:
             return
         ticket, ok, details = self.reports.pop(self.rng.randrange(len(self.reports)))
         del self.host.out[ticket]
         self.host.withdrawn.discard(ticket)
         cache.lower_tiers.done(ticket, ok, **details)
+        yield
 
     def _record(self, command: WriteRecord) -> None:
         if self._fails():

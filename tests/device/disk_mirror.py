@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,20 @@ class RealRanks(FakeRanks):
             pass  # what discards files waits for what reads them
         writer.step()
 
-    def report(self, cache: HybridCache) -> None:
-        """Tell the core what all ranks are done with."""
+    def report(self, cache: HybridCache) -> Iterator[None]:
+        """Tell the core what all ranks are done with; yields behind each outcome."""
         other = OtherRank(self.rng) if self.trouble else None
         for outcome in self._mirror.settle(other.reduce if other else _same):
             command = self.host.out.pop(outcome.ticket)
             if outcome.lost is None:
                 self._follow(command)
                 cache.lower_tiers.done(outcome.ticket, True, seconds=outcome.seconds)
+                yield
                 continue
             self.failed += 1
             reason, bundle = outcome.lost.failure.reason, outcome.lost.bundle
             cache.lower_tiers.done(outcome.ticket, False, reason=reason, bundle=bundle)
+            yield
 
     def _follow(self, command: Write | Fetch) -> None:
         """Change the fake rows as the real ones were changed."""

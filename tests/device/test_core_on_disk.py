@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,5 +124,5 @@ def breakage(
 )
 def test_catches(tmp_path: Path) -> None:
     with pytest.raises((AssertionError, ValueError, KeyError)):
-        for seed in range(24):
-            assert mirrored(tmp_path / str(seed), "fixed", seed).wrong == []
+        for seed, kind in itertools.product(range(24), ("fixed", "elastic")):
+            assert mirrored(tmp_path / f"{kind} {seed}", kind, seed).wrong == []
