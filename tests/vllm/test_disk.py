@@ -329,7 +329,7 @@ def ready(outcomes: list[Outcome]) -> Any:
     one: Any = Worker.__new__(Worker)
     moves = SimpleNamespace(seconds=0.0)
     one._pools = SimpleNamespace(
-        executor=SimpleNamespace(run=lambda commands: None, moves=moves)
+        executor=SimpleNamespace(run=lambda commands: None, moves=moves, host=None)
     )
     one._passes, one._load_rate, one._stepped_aside = None, None, None
     one._reported, one._outcomes = Report(), []
