@@ -94,9 +94,8 @@ class HostStats:
 
     def as_dict(self) -> dict[str, int]:
         """Every total that is a whole number by name, as `host_NAME`."""
-        found = {f"host_{f.name}": getattr(self, f.name) for f in fields(self)}
-        del found["host_wait_seconds"]
-        return found
+        names = [one.name for one in fields(self) if one.name != "wait_seconds"]
+        return {f"host_{name}": getattr(self, name) for name in names}
 
 
 @dataclass(slots=True)
