@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our model classes beside the engines' own: prompts, and steady decoding.
+"""Our model classes beside the engines' own: chats, a crowd, and steady decoding.
 
 Bamba on our class beside the engine's Granite-4 in the same sizes, whose layers are the
-same apart from its factors; in vLLM also Jamba on our class beside vLLM's.  The plugin
-serves all of them, with its automatic choice of kernels, so that nothing but the class
-differs.  Weights are dummies.  Engines take turns, as in `vllm_prefix`.
+same apart from its factors; Jamba on our class beside vLLM's own, and in SGLang, which
+has none, by itself.  The plugin serves these, with its automatic choice of kernels, so
+that nothing but the class differs.  The engine's own class runs once more without the
+plugin, with the engine's prefix cache.  Weights are dummies.  Engines take turns, as in
+`vllm_prefix`.
 
     python -m benchmarks.model_classes --engine vllm --out benchmarks/results/x
-    python -m benchmarks.model_classes --engine sglang --pairs bamba --out x
+    python -m benchmarks.model_classes --engine sglang --models bamba --out x
     python -m benchmarks.model_classes --on cpu --out x          # sizes for a CPU
 """
 
@@ -26,18 +28,20 @@ from benchmarks import rounds
 from benchmarks.drafts import sides
 from benchmarks.drafts.served import START_LIMIT_S, answer_until_closed
 from benchmarks.drafts.table import COLUMNS, STEADY
-from benchmarks.drafts.traffic import DECODE, SCALES, workloads
+from benchmarks.drafts.traffic import SCALES, workloads
 from benchmarks.elastic import stop_or_kill
 from benchmarks.elastic_engine import Limit
-from benchmarks.low_load.table import header, row, spread, times
+from benchmarks.low_load.table import failures, header, row, spread, times
 from benchmarks.low_load.table import rounds as rounds_of
-from benchmarks.model_shapes import CLASSES, PAIRS, Class, write
+from benchmarks.model_shapes import CLASSES, COMPARISONS, Class, write
 from benchmarks.passes import engines
 from benchmarks.prefix_sides import Side, machine, turns
 from benchmarks.prefix_workloads import VOCABULARY
+from benchmarks.rounds import check_known
 
-GPU_MIB, CPU_MIB = 6 << 10, 64
-CHATS = "chats"
+GPU_MIB, CPU_MIB = 10 << 10, 64
+"""On a GPU all of 128 sequences fit."""
+COMPARED = ("tokens/s", "TTFT p50 ms", "request ms", "step ms")
 
 
 class Run:
@@ -49,14 +53,9 @@ class Run:
         # Looking may take memory of the device: engines' processes are told.
         self.on = args.on or ("cpu" if machine()["device"] == "CPU" else "gpu")
         scale = SCALES[self.on]
-        self.pairs = [
-            pair for pair in args.pairs or PAIRS if args.engine in PAIRS[pair].engines
-        ]
-        self.workloads = [
-            name
-            for name in workloads(scale)
-            if name == CHATS or name.startswith(DECODE)
-        ]
+        self.models: list[str] = args.models or list(COMPARISONS)
+        self.workloads: list[str] = args.workloads or list(workloads(scale))
+        check_known(self.workloads, list(workloads(scale)), "--workloads")
         self.setup = sides.Setup(
             model="",
             cache_mib=GPU_MIB if self.on == "gpu" else CPU_MIB,
@@ -68,9 +67,8 @@ class Run:
 
     def arguments(self, one: Class) -> dict[str, Any]:
         """Of one side's engine, in its own words."""
-        found = sides.plain_arguments(self.args.engine, self.setup, self._side(one))
-        name = {"vllm": "model", "sglang": "model_path"}[self.args.engine]
-        return found | {name: str(self._folder(one))}
+        where, side = self._folder(one), self._side(one)
+        return sides.arguments_of(where, self.args.engine, self.setup, side)
 
     def serve(self, name: str) -> None:
         """Be one side's engine."""
@@ -91,10 +89,10 @@ class Run:
         return Side(name, command, variables)
 
     def measure(self) -> None:
-        """One pair after the other, in turns, until all is done or time is over."""
+        """One model after the other, in turns, until all is done or time is over."""
         end = time.monotonic() + self.args.seconds
-        for pair, its_end in rounds.shares(self.pairs, end):
-            self._measure(PAIRS[pair].sides, its_end)
+        for model, its_end in rounds.shares(self.models, end):
+            self._measure(COMPARISONS[model].sides(self.args.engine), its_end)
 
     def _measure(self, names: Sequence[str], end: float) -> None:
         with ExitStack() as stack:
@@ -113,6 +111,8 @@ class Run:
                 self._save(running)
 
     def _side(self, one: Class) -> sides.Configuration:
+        if not one.plugin:
+            return sides.Configuration(drafts=False)
         options = {"elastic": True, **one.options(self.args.engine)}
         return sides.of_plugin(options, drafts=False)
 
@@ -158,22 +158,21 @@ def table(results: dict[str, Any], order: Sequence[str]) -> Iterator[str]:
             if found := rounds_of(results, side, workload):
                 cells = [spread([c.value(r) for r in found], c.digits) for c in shown]
                 yield row([workload, side, *cells])
-    yield "\nOur class, to the engine's own:\n"
-    compared = ("tokens/s", "TTFT p50 ms", "request ms", "step ms")
-    yield from header(["workload", "side", *compared])
+    compared = [c for c in COLUMNS if c.name in COMPARED]
+    yield "\nOur class, to the engine's own with the plugin and alone:\n"
+    yield from header(["workload", "side", "to", *(c.name for c in compared)])
     for workload in order:
-        for pair in PAIRS.values():
-            if not results.keys() >= set(pair.sides):
-                continue
-            ours, theirs = (rounds_of(results, side, workload) for side in pair.sides)
-            if ours and theirs:
-                cells = [
-                    times(ours, theirs, column.value)
-                    for name in compared
-                    for column in COLUMNS
-                    if column.name == name
-                ]
-                yield row([workload, pair.sides[0], *cells])
+        for one in COMPARISONS.values():
+            for other in one.others:
+                if not results.keys() >= {one.ours, other}:
+                    continue
+                ours, theirs = (
+                    rounds_of(results, side, workload) for side in (one.ours, other)
+                )
+                if ours and theirs:
+                    cells = [times(ours, theirs, c.value) for c in compared]
+                    yield row([workload, one.ours, other, *cells])
+    yield from failures(results)
 
 
 def parse() -> argparse.Namespace:
@@ -182,7 +181,8 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", choices=sides.ENGINES, default="vllm")
-    parser.add_argument("--pairs", nargs="+", choices=PAIRS)
+    parser.add_argument("--models", nargs="+", choices=COMPARISONS)
+    parser.add_argument("--workloads", nargs="+", help="only these")
     parser.add_argument("--on", choices=("cpu", "gpu"), help="what is there")
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument(

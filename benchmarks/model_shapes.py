@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.prefix_models import COMMON
+
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Class:
     """What is smaller where there is no GPU."""
     ours_in: tuple[str, ...] = ()
     """Engines with a class of their own, in which ours is asked for."""
+    engines: tuple[str, ...] = ENGINES
+    """That have a class for it: their own, or ours."""
+    plugin: bool = True
+    """Whether the plugin serves it; the engine's own prefix cache does otherwise."""
 
     def options(self, engine: str) -> dict[str, Any]:
         """Of the plugin."""
@@ -35,12 +41,16 @@ class Class:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What is compared."""
+class Comparison:
+    """Our class, and those of an engine that it is compared with."""
 
-    sides: tuple[str, str]
-    """Our class, and the engine's own."""
-    engines: tuple[str, ...] = ("vllm", "sglang")
+    ours: str
+    others: tuple[str, ...]
+
+    def sides(self, engine: str) -> tuple[str, ...]:
+        """Those that an engine has a class for, ours first."""
+        every = (self.ours, *self.others)
+        return tuple(name for name in every if engine in CLASSES[name].engines)
 
 
 _ATTENTION_OF_BAMBA = (9, 18, 27)
@@ -125,24 +135,33 @@ _JAMBA = {
 }
 _SMALL_JAMBA = {**_SMALL, "intermediate_size": 256, "mamba_dt_rank": 8}
 
+_ALONE = "the engine alone"
 OUR_BAMBA, GRANITE = "Bamba, our class", "Granite-4 in Bamba's sizes, the engine's"
+GRANITE_ALONE = f"Granite-4 in Bamba's sizes, {_ALONE}"
 OUR_JAMBA, THEIR_JAMBA = "Jamba, our class", "Jamba, the engine's"
+JAMBA_ALONE = f"Jamba, {_ALONE}"
+_BAMBA_CLASS = Class(
+    "bamba", _BAMBA, {**_SMALL, **_SMALL_MAMBA_2, "intermediate_size": 256}
+)
+_GRANITE_CLASS = Class(
+    "granite",
+    _GRANITE,
+    {**_SMALL, **_SMALL_MAMBA_2, "shared_intermediate_size": 256},
+)
+_JAMBA_CLASS = Class("jamba", _JAMBA, _SMALL_JAMBA)
+# SGLang has no class for it.
+_THEIR_JAMBA = replace(_JAMBA_CLASS, engines=("vllm",))
 CLASSES = {
-    OUR_BAMBA: Class(
-        "bamba", _BAMBA, {**_SMALL, **_SMALL_MAMBA_2, "intermediate_size": 256}
-    ),
-    GRANITE: Class(
-        "granite",
-        _GRANITE,
-        {**_SMALL, **_SMALL_MAMBA_2, "shared_intermediate_size": 256},
-    ),
-    OUR_JAMBA: Class("jamba", _JAMBA, _SMALL_JAMBA, ours_in=("vllm",)),
-    THEIR_JAMBA: Class("jamba", _JAMBA, _SMALL_JAMBA),
+    OUR_BAMBA: _BAMBA_CLASS,
+    GRANITE: _GRANITE_CLASS,
+    GRANITE_ALONE: replace(_GRANITE_CLASS, plugin=False),
+    OUR_JAMBA: replace(_JAMBA_CLASS, ours_in=("vllm",)),
+    THEIR_JAMBA: _THEIR_JAMBA,
+    JAMBA_ALONE: replace(_THEIR_JAMBA, plugin=False),
 }
-PAIRS = {
-    "bamba": Pair((OUR_BAMBA, GRANITE)),
-    # SGLang has no class for it.
-    "jamba": Pair((OUR_JAMBA, THEIR_JAMBA), engines=("vllm",)),
+COMPARISONS = {
+    "bamba": Comparison(OUR_BAMBA, (GRANITE, GRANITE_ALONE)),
+    "jamba": Comparison(OUR_JAMBA, (THEIR_JAMBA, JAMBA_ALONE)),
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks import sglang_prefix, vllm_prefix
@@ -137,11 +138,11 @@ SCRATCH = {"vllm": vllm_prefix.SCRATCH, "sglang": sglang_prefix.SCRATCH}
 
 def arguments(engine: str, setup: Setup, side: Configuration) -> dict[str, Any]:
     """Of one side's engine, in its own words."""
-    found = plain_arguments(engine, setup, side)
     where = shapes.folder(setup.model, SCRATCH[engine])
+    found = arguments_of(where, engine, setup, side)
     if setup.model == shapes.BUNDLED:
         found["load_format"] = "auto"
-    return found | {_MODEL[engine]: str(where)} | dict(side.flags)
+    return found
 
 
 def versions(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,9 +150,12 @@ def versions(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: facts[name] for name in ENGINES if name in facts}
 
 
-def plain_arguments(engine: str, setup: Setup, side: Configuration) -> dict[str, Any]:
-    """Of one side's engine, but for its model."""
-    return _vllm(setup, side) if engine == "vllm" else _sglang(setup, side)
+def arguments_of(
+    where: Path, engine: str, setup: Setup, side: Configuration
+) -> dict[str, Any]:
+    """Of one side's engine, for the model whose configuration lies there."""
+    plain = _vllm(setup, side) if engine == "vllm" else _sglang(setup, side, where)
+    return plain | {_MODEL[engine]: str(where)} | dict(side.flags)
 
 
 _MODEL = {"vllm": "model", "sglang": "model_path"}
@@ -233,7 +237,7 @@ def _speculative_config(setup: Setup) -> dict[str, Any]:
 # -------------------------------------------------------------------------- SGLang
 
 
-def _sglang(setup: Setup, side: Configuration) -> dict[str, Any]:
+def _sglang(setup: Setup, side: Configuration, where: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -260,7 +264,7 @@ def _sglang(setup: Setup, side: Configuration) -> dict[str, Any]:
     if side.drafts:
         found |= _algorithm(setup)
     if side.options is None or not side.options["elastic"]:
-        found |= _pools(setup, side)
+        found |= _pools(setup, side, where)
     return found
 
 
@@ -278,12 +282,11 @@ def _algorithm(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _pools(setup: Setup, side: Configuration) -> dict[str, int]:
+def _pools(setup: Setup, side: Configuration, where: Path) -> dict[str, int]:
     """Of sides whose pools are fixed: as many sequences as fit with their scratch.
 
     The plugin divides its bytes itself, and is only told how many may run.
     """
-    where = shapes.folder(setup.model, SCRATCH["sglang"])
     # Without being told SGLang keeps states in float32.
     dtype = setup.state_dtype if setup.on_gpu else "float32"
     state, token = shapes.bytes_of(where, dtype)

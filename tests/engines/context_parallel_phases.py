@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -284,7 +284,7 @@ def serve(model: Path, setup: Setup, asked: dict[str, Asked]) -> Found:
     engine = Engine(
         model,
         {"enabled": True, **setup.options},
-        {**DEALT, **setup.arguments},
+        setup.arguments,
         graphs=setup.graphs,
     )
     try:
@@ -341,11 +341,16 @@ def judge(reference: Sequence[Answer], answers: Sequence[Answer]) -> Found:
     }
 
 
-def problems(name: str, found: Found) -> list[str]:
+def problems(setup: Setup, found: Found, ranks: int) -> list[str]:
     """What is wrong with what an engine answered and restored, a phrase each.
 
-    Answers may be as far from stock's as those without hits are, and as vLLM's own on
-    ranks that share out KV, with a margin.
+    Answers may be as far from stock's as those without hits are, and as vLLM's own are
+    from each other (`noise`), with a margin.
+
+    Args:
+        setup: of the engine.
+        found: what came of it.
+        ranks: that share out the rows of a page.
     """
     if "error" in found:
         return [found["error"]]
@@ -363,17 +368,16 @@ def problems(name: str, found: Found) -> list[str]:
     ]
     wrong += [
         f"{phase}: apart is {phases[phase]['apart']:.3f}, and would pass for right"
-        for phase in (WRONG if SERVED[name].tells_pages else WRONG[:1])
+        for phase in (WRONG if setup.tells_pages else WRONG[:1])
         if phase in phases and phases[phase]["apart"] < bounds["apart"]
     ]
-    ranks = DEALT.get("decode_context_parallel_size", 1)
     if found["page_size"] != found["rows"] * ranks:
         wrong.append(f"{found['rows']} rows are no page of {found['page_size']} tokens")
     if found["capacity"] != (found["pages"] - 1) * found["page_size"]:
         wrong.append(f"{found['pages']} pages hold no {found['capacity']} tokens")
     if any(found["used"].values()):
         wrong.append(f"pools lend to nobody: {found['used']}")
-    tells = _forgotten_problems if SERVED[name].forgets else _hit_problems
+    tells = _forgotten_problems if setup.forgets else _hit_problems
     return wrong + list(tells(found))
 
 
@@ -412,7 +416,9 @@ def main(folder: Path, names: Sequence[str]) -> int:
     for name in names:
         try:
             asked[name] = {}
-            found[name] = serve(models[SERVED[name].kind], SERVED[name], asked[name])
+            setup = SERVED[name]
+            setup = replace(setup, arguments={**DEALT, **setup.arguments})
+            found[name] = serve(models[setup.kind], setup, asked[name])
             _say(f"{name}: {found[name]}")
         except Exception:
             _say(f"{name} FAILED\n{traceback.format_exc()}")
@@ -431,8 +437,25 @@ def main(folder: Path, names: Sequence[str]) -> int:
             _say(f"{kind} was NOT COMPARED\n{traceback.format_exc()}")
             for name, _, _ in phases:
                 found[name]["error"] = "vLLM without a cache failed"
-    for name in names:
-        found[name]["wrong"] = problems(name, found[name])
+    ranks = DEALT.get("decode_context_parallel_size", 1)
+    return reported({name: SERVED[name] for name in names}, found, ranks)
+
+
+def reported(
+    setups: Mapping[str, Setup], found: Mapping[str, Found], ranks: int
+) -> int:
+    """Say what is wrong with each engine, and print all as a line of JSON.
+
+    Args:
+        setups: by name.
+        found: what came of each.
+        ranks: as in `problems`.
+
+    Returns:
+        1 if something is wrong, 0 otherwise.
+    """
+    for name, setup in setups.items():
+        found[name]["wrong"] = problems(setup, found[name], ranks)
         for one in found[name]["wrong"]:
             _say(f"{name} IS WRONG: {one}")
         if not found[name]["wrong"]:
@@ -452,22 +475,37 @@ def _compare(
         _say(f"vLLM's own ranks FAILED\n{traceback.format_exc()}")
         dealt_said = stock_said
     for index, (name, phase, one) in enumerate(phases):
-        stock = stock_said[index]
-        result = judge(stock, one.answers) | {
-            "cached": [answer.cached_tokens for answer in one.answers],
-            "prompts": [len(prompt) for prompt in one.prompts],
-            "noise": judge(stock, dealt_said[index]),
-        }
+        result = judged(one, stock_said[index], dealt_said[index])
         found[name].setdefault("phases", {})[phase] = result
-        noise = result["noise"]
-        _say(
-            f"{name}, {phase}: first token {result['apart']:.3f} nats from stock "
-            f"(vLLM's own ranks: {noise['apart']:.3f}); {result['differing']} of "
-            f"{len(stock)} answers part, at worst {result['worst_gap']:.3f} nats "
-            f"(own: {noise['differing']}, {noise['worst_gap']:.3f}); without numbers "
-            f"{result['without_numbers']} (own: {noise['without_numbers']}); restored "
-            f"{result['cached']} of {result['prompts']}"
-        )
+        _say(f"{name}, {phase}: {described(result)}")
+
+
+def judged(one: Asked, stock: Sequence[Answer], own: Sequence[Answer]) -> Found:
+    """How far the answers of a phase are from stock's.
+
+    Args:
+        one: phase.
+        stock: what vLLM answers without a cache.
+        own: the same, computed otherwise: how far vLLM is from itself.
+    """
+    return judge(stock, one.answers) | {
+        "cached": [answer.cached_tokens for answer in one.answers],
+        "prompts": [len(prompt) for prompt in one.prompts],
+        "noise": judge(stock, own),
+    }
+
+
+def described(result: Found) -> str:
+    """What came of a phase, for a reader."""
+    noise = result["noise"]
+    return (
+        f"first token {result['apart']:.3f} nats from stock (vLLM's own: "
+        f"{noise['apart']:.3f}); {result['differing']} of {len(result['cached'])} "
+        f"answers part, at worst {result['worst_gap']:.3f} nats (own: "
+        f"{noise['differing']}, {noise['worst_gap']:.3f}); without numbers "
+        f"{result['without_numbers']} (own: {noise['without_numbers']}); restored "
+        f"{result['cached']} of {result['prompts']}"
+    )
 
 
 def _said(
@@ -485,11 +523,16 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":
+def set_environment() -> None:
+    """Before vLLM is imported: the engine's core is looked at in this process."""
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+if __name__ == "__main__":
+    set_environment()
     os.environ[untried.TRIED] = untried.CONTEXT
     # This process may have used the device before ranks are forked from it.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
