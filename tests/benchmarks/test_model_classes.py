@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model classes beside each other: which engines have which, and what is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.model_classes import table
+from benchmarks.model_shapes import (
+    CLASSES,
+    COMPARISONS,
+    GRANITE,
+    GRANITE_ALONE,
+    JAMBA_ALONE,
+    OUR_BAMBA,
+    OUR_JAMBA,
+    THEIR_JAMBA,
+)
+
+NAMES = {"architectures", "model_type", "rope_parameters"}
+"""Not sizes."""
+ROUND: dict[str, Any] = {
+    "prompt_tokens": 100,
+    "cached_tokens": 50,
+    "ttft_ms_p50": 10.0,
+    "ttft_ms_p95": 20.0,
+    "request_ms_mean": 100.0,
+    "tokens_per_s": 1000.0,
+    "at_once": 1,
+    "decoding": 1.0,
+    "acceptance": None,
+    "step_ms": 5.0,
+    "failed": 0,
+    "seed": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "sides"),
+    [
+        ("bamba", "vllm", (OUR_BAMBA, GRANITE, GRANITE_ALONE)),
+        ("bamba", "sglang", (OUR_BAMBA, GRANITE, GRANITE_ALONE)),
+        ("jamba", "vllm", (OUR_JAMBA, THEIR_JAMBA, JAMBA_ALONE)),
+        ("jamba", "sglang", (OUR_JAMBA,)),
+    ],
+)
+def test_engines_are_asked_for_classes_that_they_have(
+    model: str, engine: str, sides: tuple[str, ...]
+) -> None:
+    assert COMPARISONS[model].sides(engine) == sides
+
+
+def test_sides_of_a_model_have_equal_sizes() -> None:
+    for one in COMPARISONS.values():
+        ours = CLASSES[one.ours].shape
+        for other in one.others:
+            theirs = CLASSES[other].shape
+            shared = ours.keys() & theirs.keys() - NAMES
+            assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
+
+
+def test_our_class_is_compared_with_each_that_ran() -> None:
+    def of(step_ms: float) -> dict[str, Any]:
+        return {"workloads": {"decode 1": [{**ROUND, "step_ms": step_ms}]}}
+
+    results = {OUR_BAMBA: of(6.0), GRANITE: of(5.0), GRANITE_ALONE: {"failed": True}}
+    lines = list(table(results, ["chats", "decode 1"]))
+    compared = lines[lines.index(next(li for li in lines if "Our class" in li)) + 3 :]
+    assert compared == [
+        f"| decode 1 | {OUR_BAMBA} | {GRANITE} | 1.00x | 1.00x | 1.00x | 1.20x |",
+        f"\n{GRANITE_ALONE}: its engine did not start.",
+    ]
