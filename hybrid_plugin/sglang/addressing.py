@@ -27,6 +27,10 @@ _CHECKED = frozenset(
 )
 """Mamba-2 configurations of SGLang whose kernels are known to compute in 64 bits."""
 
+REACHES_ALL = "hybrid_plugin_reaches_all_states"
+"""Attribute of the class of a configuration whose model runs only kernels that do, such
+as those of the model registry."""
+
 
 def is_beyond(tensor: torch.Tensor) -> bool:
     """Whether an element of the tensor lies behind `LIMIT` others."""
@@ -43,7 +47,8 @@ def addressable_bytes(model: Any, params: Any) -> int | None:
     """
     if hybrid_gdn_config(model) or hybrid_kda_config(model):
         return None
-    if type(model.hf_config).__name__ in _CHECKED:
+    config = type(model.hf_config)
+    if config.__name__ in _CHECKED or getattr(config, REACHES_ALL, False):
         return None
     return LIMIT * min(params.dtype.conv.itemsize, params.dtype.temporal.itemsize)
 

@@ -28,7 +28,7 @@ from sglang.srt.utils.hf_transformers import common
 from transformers import BambaConfig
 
 from hybrid_plugin.config import ENABLE_VARIABLE, OPTIONS_VARIABLE, ConfigError
-from hybrid_plugin.sglang import activation
+from hybrid_plugin.sglang import activation, addressing
 from hybrid_plugin.upstream.hookpoints import HookPoint
 
 OURS = "BambaForCausalLM"
@@ -42,6 +42,7 @@ BAMBA: dict[str, Any] = {
     "mamba_d_state": 16,
     "dtype": "float32",
 }
+JAMBA: dict[str, Any] = {"architectures": ["JambaForCausalLM"], "dtype": "float32"}
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +232,38 @@ def test_a_configuration_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     assert params.dtype.conv == params.dtype.temporal == torch.float32
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "bfloat16")
     assert config.mamba2_cache_params.dtype.conv == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+def test_recurrent_states_have_the_type_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    """SGLang puts its argument into the environment, in every process."""
+    monkeypatch.delenv("SGLANG_MAMBA_SSM_DTYPE", raising=False)
+    if dtype is not None:
+        monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", dtype)
+    wanted = getattr(torch, dtype or "float32")
+    for model_type, fields in (("bamba", BAMBA), ("jamba", JAMBA)):
+        config = configs.config_class(model_type)(**fields)
+        assert config.mamba2_cache_params.dtype.temporal == wanted
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_elastic_pools_have_slots_beyond_32_bits(
+    monkeypatch: pytest.MonkeyPatch, entry: Any
+) -> None:
+    """Kernels of ours count in 64 bits: nothing but the memory bounds the slots."""
+    for name in ("hybrid_gdn_config", "hybrid_kda_config"):
+        monkeypatch.setattr(addressing, name, lambda _: None)
+    params = SimpleNamespace(
+        dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.bfloat16)
+    )
+    cls = configs.config_class(entry.model_type)
+    (base,) = cls.__bases__  # as SGLang's own classes have it
+    for kind, reach in ((cls, None), (base, addressing.LIMIT * 2)):
+        config = object.__new__(kind)  # some need what a checkpoint says
+        model = SimpleNamespace(hf_config=config)
+        assert addressing.addressable_bytes(model, params) == reach
 
 
 def test_a_configuration_is_pickled_by_name() -> None:
