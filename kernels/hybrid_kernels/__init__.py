@@ -23,7 +23,7 @@ tensor is met.
 `selective_scan`
     Mamba-1.
 `gated_norm`
-    the norm behind a layer, and the gate of its output.
+    the norm behind a layer, and the gate of its output, in either order.
 `speculative`
     parent indices of draft trees.
 `stops`

@@ -205,6 +205,7 @@ def norms(dtype: torch.dtype, width: int, extra: bool) -> None:
     weight = torch.ones(width, dtype=torch.float32 if extra else dtype)
     activation = "sigmoid" if extra else "silu"
     gated_norm.rms_norm(x, gate, weight, 1e-6, activation=activation, out=x)
+    gated_norm.norm_of_gated(x, gate, weight.expand(6, width), 1e-6, out=x)
 
 
 def main() -> None:

@@ -47,6 +47,16 @@ def define(
     return x / root * weight * opened
 
 
+def define_norm_of_gated(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """In float64, group by group; weights are the group's own."""
+    x, gate, weight = (t.double().cpu() for t in (x, gate, weight))
+    gated = x * gate / (1 + torch.exp(-gate))
+    root = (gated.pow(2).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt()
+    return gated / root * weight
+
+
 def draw(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.randn(shape).to(device, dtype)
 
@@ -180,3 +190,98 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     }
     with pytest.raises(ValueError, match=message):
         gated_norm.rms_norm(**(given | change))
+
+
+# ------------------------------------------------------------------ the gate first
+
+
+@shapes
+@types
+def test_a_gate_may_come_first(
+    backend: str, tokens: int, heads: int, width: int, dtype: torch.dtype
+) -> None:
+    x, gate = (
+        draw(tokens, heads, width, dtype=dtype, device=backend) for _ in range(2)
+    )
+    weight = draw(heads, width, dtype=dtype, device=backend)
+    before = x.clone(), gate.clone()
+    out = gated_norm.norm_of_gated(x, gate, weight, EPS)
+    assert out.dtype == dtype
+    assert torch.equal(x, before[0]) and torch.equal(gate, before[1])
+    # Rounded twice.
+    bound = 2 * BOUNDS[dtype]
+    assert_near("out", out, define_norm_of_gated(x, gate, weight), bound)
+
+
+def test_the_norm_of_what_is_gated_is_rounded_before_its_weight(backend: str) -> None:
+    x, gate = (draw(3, 2, 64, dtype=HALF, device=backend) for _ in range(2))
+    weight = torch.full((2, 64), 1 + 2**-7, dtype=torch.float32, device=backend)
+    plain = gated_norm.norm_of_gated(x, gate, torch.ones_like(weight), EPS)
+    out = torch.empty_like(x, dtype=torch.float32)
+    assert gated_norm.norm_of_gated(x, gate, weight, EPS, out=out) is out
+    assert torch.equal(out, plain.float() * weight)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("width", [128, 96])
+def test_strides_of_what_is_gated_first_are_any(
+    backend: str, transposed: bool, width: int
+) -> None:
+    shape = (3, 6, width)
+    x, gate = (draw(*shape, dtype=HALF, device=backend) for _ in range(2))
+    weight = draw(6, 2 * width, dtype=HALF, device=backend)[:, width:]
+    wanted = gated_norm.norm_of_gated(x, gate, weight, EPS)
+    parts = [inside(*shape, transposed, backend) for _ in range(3)]
+    (wide_x, _), (wide_gate, _), (out, room) = parts
+    wide_x.copy_(x)
+    wide_gate.copy_(gate)
+    gated_norm.norm_of_gated(wide_x, wide_gate, weight, EPS, out=out)
+    torch.testing.assert_close(out, wanted, rtol=2**-7, atol=0.0)
+    assert room.isnan().sum() == room.numel() - out.numel()
+
+
+@pytest.mark.parametrize("onto", ["x", "gate"])
+def test_what_is_gated_first_may_be_written_over(backend: str, onto: str) -> None:
+    tensors = {n: draw(3, 6, 64, dtype=HALF, device=backend) for n in ("x", "gate")}
+    weight = draw(6, 64, dtype=HALF, device=backend)
+    wanted = gated_norm.norm_of_gated(**tensors, weight=weight, eps=EPS)
+    gated_norm.norm_of_gated(**tensors, weight=weight, eps=EPS, out=tensors[onto])
+    assert torch.equal(tensors[onto], wanted)
+
+
+def test_rows_gated_first_have_the_same_bits_in_any_batch(backend: str) -> None:
+    x, gate = (draw(9, 2, 600, dtype=HALF, device=backend) for _ in range(2))
+    weight = draw(2, 600, dtype=HALF, device=backend)
+    every = gated_norm.norm_of_gated(x, gate, weight, EPS)
+    for rows in (slice(1), slice(3, 7), slice(8, 9)):
+        alone = gated_norm.norm_of_gated(x[rows], gate[rows], weight, EPS)
+        assert torch.equal(alone, every[rows])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 64), (3, 0, 64)])
+def test_nothing_gated_first_makes_nothing(
+    backend: str, shape: tuple[int, ...]
+) -> None:
+    x, weight = torch.zeros(shape, device=backend), torch.ones(shape[1:]).to(backend)
+    assert gated_norm.norm_of_gated(x, x, weight, EPS).shape == shape
+
+
+@pytest.mark.parametrize("change", ["the norm first", "one norm of all groups"])
+def test_another_order_shows(backend: str, change: str) -> None:
+    """Negative control of the bounds."""
+    x, gate = (draw(2, 3, 128, dtype=torch.float32, device=backend) for _ in range(2))
+    weight = draw(3, 128, dtype=torch.float32, device=backend)
+    out = gated_norm.norm_of_gated(x, gate, weight, EPS)
+    if change == "the norm first":
+        wrong = define(x, gate, weight, "silu")
+    else:
+        flat = (t.reshape(*t.shape[:-2], 1, -1) for t in (x, gate, weight))
+        wrong = define_norm_of_gated(*flat).view(x.shape)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_near("out", out, wrong, BOUNDS[HALF])
+
+
+def test_weights_of_one_group_for_all_are_refused() -> None:
+    x = torch.zeros(3, 4, 64)
+    with pytest.raises(ValueError, match="weight has shape"):
+        gated_norm.norm_of_gated(x, x, torch.ones(64), EPS)

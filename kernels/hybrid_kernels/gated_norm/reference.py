@@ -29,3 +29,16 @@ def rms_norm(
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     opened = ACTIVATIONS[activation](gate.float())
     out.copy_(values * scale * weight.float() * opened)
+
+
+def norm_of_gated(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    """See `hybrid_kernels.gated_norm.norm_of_gated`."""
+    gated = x.float() * functional.silu(gate.float())
+    scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    out.copy_((gated * scale).to(x.dtype).float() * weight.float())

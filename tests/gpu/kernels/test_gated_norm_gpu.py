@@ -8,7 +8,13 @@ import torch
 from hybrid_kernels import gated_norm
 
 from tests.kernels.common import assert_near
-from tests.kernels.test_gated_norm import BOUNDS, EPS, HALF, define
+from tests.kernels.test_gated_norm import (
+    BOUNDS,
+    EPS,
+    HALF,
+    define,
+    define_norm_of_gated,
+)
 
 HEADS, WIDTH, COLUMNS = 32, 128, 8192
 """Of Qwen3.5's layers, and what lies before the gates in a token's row."""
@@ -32,6 +38,23 @@ def test_rows_are_those_of_the_definition(tokens: int, activation: str) -> None:
     wanted = define(x, gate, weight, activation)
     gated_norm.rms_norm(x, gate, weight, EPS, activation=activation, out=x)
     assert_near("out", x, wanted, BOUNDS[HALF])
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("tokens", SIZES)
+def test_a_gate_may_come_first(tokens: int, groups: int) -> None:
+    """In as many channels as Bamba 9B has, or twice as many."""
+    width = 8192 if groups == 1 else 2048
+    made = torch.randn(tokens, COLUMNS + groups * width, device="cuda").to(HALF)
+    gate = made[:, COLUMNS:].unflatten(-1, (groups, width))
+    x = torch.randn(tokens, groups, width, device="cuda").to(HALF)
+    weight = torch.randn(groups, width, device="cuda").to(HALF)
+    out = gated_norm.norm_of_gated(x, gate, weight, EPS)
+    wanted = define_norm_of_gated(x, gate, weight)
+    assert_near("out", out, wanted, 2 * BOUNDS[HALF])
+    part = slice(tokens - 1, tokens)
+    last = gated_norm.norm_of_gated(x[part], gate[part].contiguous(), weight, EPS)
+    assert torch.equal(last, out[part])
 
 
 def test_rows_have_the_same_bits_in_any_batch() -> None:
