@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from hybrid_models.kit import Placed, own_part_of_keys, part
+from hybrid_models.kit import Elementwise, Placed, own_part_of_keys, part
 from hybrid_models.tiling import tile
 
 Build: TypeAlias = Callable[..., nn.Module]
@@ -31,6 +31,7 @@ class EngineLayers:
     qkv: Build
     norm: Build
     centred_norm: Build
+    silu_gated: Build
     linear_options: Mapping[str, Any] = field(default_factory=dict)
     """That each linear layer is given besides."""
 
@@ -135,6 +136,10 @@ class EngineKit:
         """The engine's, of Gemma if centred."""
         layers = self._layers
         return (layers.centred_norm if centred else layers.norm)(size, eps=eps)
+
+    def silu_gated(self) -> Elementwise:
+        """The engine's."""
+        return self._layers.silu_gated()
 
     def _linear(self, name: str, *, bias: bool) -> dict[str, Any]:
         """What every linear layer is given."""

@@ -59,6 +59,9 @@ class Placed:
     state_dtype: torch.dtype
 
 
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+"""Of tokens ``[T, ...]``, each by itself."""
+
 Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Of a router's output ``[T, ...]``: weights ``[T, top]``, float32, and numbers of
 experts, as many."""
@@ -207,7 +210,15 @@ class Kit(Placement, Protocol):
 
     def norm(self, size: int, eps: float, *, centred: bool = False) -> nn.Module:
         """RMS norm of the last dimension; `centred`: its weight is one less than the
-        factor, as in Gemma."""
+        factor, as in Gemma.
+
+        Given a second tensor as well, it normalises the sum of both, and returns that
+        norm and the sum.  Engines do so in one kernel, and may write into both tensors.
+        """
+
+    def silu_gated(self) -> Elementwise:
+        """``[T, 2 * n]`` to the product ``[T, n]`` of SiLU of the first half and the
+        second half."""
 
     def rope(
         self,

@@ -16,7 +16,15 @@ from typing import Any, ClassVar
 import torch
 from hybrid_models.architecture import Architecture
 from hybrid_models.blocks.expansion import expanded
-from hybrid_models.kit import LatentShape, Mix, Rope, Routing, StateTensor, part
+from hybrid_models.kit import (
+    Elementwise,
+    LatentShape,
+    Mix,
+    Rope,
+    Routing,
+    StateTensor,
+    part,
+)
 from hybrid_models.tiling import tile
 from hybrid_models.weights import EXPERTS, load
 from torch import nn
@@ -158,7 +166,13 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.full((size,), torch.nan))
         self._eps, self._centred = eps, centred
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is not None:
+            total = x + residual
+            # Engines may write into both.
+            x.fill_(torch.nan)
+            residual.fill_(torch.nan)
+            return self(total), total
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self._eps)
         weight = self.weight.float()
         return (x.float() * scale * (1 + weight if self._centred else weight)).to(
@@ -408,6 +422,13 @@ class PlainKit:
 
     def norm(self, size: int, eps: float, *, centred: bool = False) -> nn.Module:
         return Norm(size, eps, centred)
+
+    def silu_gated(self) -> Elementwise:
+        def gated(both: torch.Tensor) -> torch.Tensor:
+            gate, up = both.chunk(2, dim=-1)
+            return functional.silu(gate) * up
+
+        return gated
 
     def rope(
         self,

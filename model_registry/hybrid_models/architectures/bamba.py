@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_models.architecture import Architecture
 from hybrid_models.blocks.attention import Attention, AttentionShape
 from hybrid_models.blocks.mlp import GatedMLP
+from hybrid_models.blocks.residual import PreNormArchitecture, add_and_norm
 from hybrid_models.kit import Kit, Placement, StateTensor
 from hybrid_models.mixers.mamba2 import Mamba2, Mamba2Shape
 from hybrid_models.weights import GATE_UP, QKV, Names
 
 
-class Bamba(Architecture):
+class Bamba(PreNormArchitecture):
     """`BambaForCausalLM`."""
 
     NAMES = Names(
@@ -70,13 +70,17 @@ class Layer(nn.Module):
         else:
             self.mamba = Mamba2(mamba2_shape(config), kit, number, f"{name}.mamba")
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` to the same."""
-        x = self.input_layernorm(hidden)
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `PreNormArchitecture` has it."""
+        x, hidden = add_and_norm(self.input_layernorm, hidden, added)
         mixed = self.self_attn(positions, x) if self.has_attention else self.mamba(x)
-        hidden = hidden + mixed
-        result: torch.Tensor = hidden + self.feed_forward(self.pre_ff_layernorm(hidden))
-        return result
+        x, hidden = add_and_norm(self.pre_ff_layernorm, hidden, mixed)
+        return hidden, self.feed_forward(x)
 
 
 def mamba2_shape(config: Any) -> Mamba2Shape:

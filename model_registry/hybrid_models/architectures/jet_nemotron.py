@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from hybrid_models.architecture import Architecture, numbers
+from hybrid_models.architecture import numbers
 from hybrid_models.blocks.attention import Attention, AttentionShape
 from hybrid_models.blocks.gated_norm import GatedHeadNorm
 from hybrid_models.blocks.mlp import GatedMLP
 from hybrid_models.blocks.projection import project
+from hybrid_models.blocks.residual import PreNormArchitecture, add_and_norm
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
 from hybrid_models.weights import GATE_UP, QKV, Names
@@ -54,7 +55,7 @@ class Config(PretrainedConfig):  # type: ignore[no-untyped-call]
         self.layer_types = kinds
 
 
-class JetNemotron(Architecture):
+class JetNemotron(PreNormArchitecture):
     """`JetNemotronForCausalLM`."""
 
     # Layers of both kinds have projections of these names in modules of one name.
@@ -118,15 +119,19 @@ class Layer(nn.Module):
             self.self_attn = JetBlock(config, kit, number, place)
         self.mlp = GatedMLP(kit, hidden, config.intermediate_size, name=f"{name}.mlp")
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` to the same."""
-        x = self.input_layernorm(hidden)
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `PreNormArchitecture` has it."""
+        x, hidden = add_and_norm(self.input_layernorm, hidden, added)
         mixed = (
             self.self_attn(positions, x) if self.has_attention else self.self_attn(x)
         )
-        hidden = hidden + mixed
-        result: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return result
+        x, hidden = add_and_norm(self.post_attention_layernorm, hidden, mixed)
+        return hidden, self.mlp(x)
 
 
 class JetBlock(nn.Module):

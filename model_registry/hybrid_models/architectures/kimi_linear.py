@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_models.architecture import Architecture
 from hybrid_models.blocks.experts import BalancedMLP
 from hybrid_models.blocks.latent_attention import LatentAttention, LatentAttentionShape
 from hybrid_models.blocks.mlp import GatedMLP
+from hybrid_models.blocks.residual import PreNormArchitecture, add_and_norm
 from hybrid_models.kit import Kit, LatentShape, Placement, Routing, StateTensor
 from hybrid_models.mixers.gated_delta_net import DeltaShape
 from hybrid_models.mixers.kimi_delta import KimiDelta
@@ -30,7 +30,7 @@ OF_LATER_MODELS = (
 """Fields of the configuration that Kimi K3 sets, and that nothing here reads."""
 
 
-class KimiLinear(Architecture):
+class KimiLinear(PreNormArchitecture):
     """`KimiLinearForCausalLM`."""
 
     NAMES = Names(
@@ -99,13 +99,17 @@ class Layer(nn.Module):
             )
         self.mlp = feed_forward(config, kit, number, f"{name}.mlp")
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` to the same."""
-        x = self.input_layernorm(hidden)
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `PreNormArchitecture` has it."""
+        x, hidden = add_and_norm(self.input_layernorm, hidden, added)
         x = self.self_attn(x) if self.is_linear else self.self_attn(positions, x)
-        hidden = hidden + x
-        result: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return result
+        x, hidden = add_and_norm(self.post_attention_layernorm, hidden, x)
+        return hidden, self.mlp(x)
 
 
 def feed_forward(config: Any, kit: Kit, number: int, name: str) -> nn.Module:

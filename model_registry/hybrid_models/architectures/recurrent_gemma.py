@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hybrid_models.architecture import Architecture, numbers
+from hybrid_models.architecture import numbers
 from hybrid_models.blocks.attention import Attention, AttentionShape
 from hybrid_models.blocks.mlp import GatedMLP
+from hybrid_models.blocks.residual import PreNormArchitecture, add_and_norm
 from hybrid_models.kit import Kit, Placement, StateTensor
 from hybrid_models.mixers.rg_lru import RGLRU, RecurrentShape
 from hybrid_models.weights import GATE_UP, QKV, Names
 
 
-class RecurrentGemma(Architecture):
+class RecurrentGemma(PreNormArchitecture):
     """`RecurrentGemmaForCausalLM`."""
 
     NAMES = Names(
@@ -93,17 +94,21 @@ class Layer(nn.Module):
             activation=partial(functional.gelu, approximate="tanh"),
         )
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` to the same."""
-        x = self.temporal_pre_norm(hidden)
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `PreNormArchitecture` has it."""
+        x, hidden = add_and_norm(self.temporal_pre_norm, hidden, added)
         mixed = (
             self.temporal_block(positions, x)
             if self.has_attention
             else self.temporal_block(x)
         )
-        hidden = hidden + mixed
-        result: torch.Tensor = hidden + self.mlp_block(self.channel_pre_norm(hidden))
-        return result
+        x, hidden = add_and_norm(self.channel_pre_norm, hidden, mixed)
+        return hidden, self.mlp_block(x)
 
 
 def recurrent_shape(config: Any) -> RecurrentShape:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import xLSTMConfig
 
-from hybrid_models.architecture import Architecture
 from hybrid_models.blocks.mlp import GatedMLP
 from hybrid_models.blocks.projection import project
+from hybrid_models.blocks.residual import PreNormArchitecture, add_and_norm
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import sharded
 from hybrid_models.weights import Names
@@ -44,7 +44,7 @@ Config.__name__ = xLSTMConfig.__name__
 _KERNELS = ("chunkwise_kernel", "sequence_kernel", "step_kernel")
 
 
-class XLSTM(Architecture):
+class XLSTM(PreNormArchitecture):
     """`xLSTMForCausalLM`.
 
     Checkpoints have projections one by one, or, with a `weight_mode` of "fused", those
@@ -127,11 +127,16 @@ class Layer(nn.Module):
         self.norm_ffn = kit.norm(hidden, eps)
         self.ffn = GatedMLP(kit, hidden, inner_size(config), name=f"{name}.ffn")
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Tokens ``[T, hidden]`` to the same."""
-        hidden = hidden + self.mlstm_layer(self.norm_mlstm(hidden))
-        result: torch.Tensor = hidden + self.ffn(self.norm_ffn(hidden))
-        return result
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `PreNormArchitecture` has it."""
+        x, hidden = add_and_norm(self.norm_mlstm, hidden, added)
+        x, hidden = add_and_norm(self.norm_ffn, hidden, self.mlstm_layer(x))
+        return hidden, self.ffn(x)
 
 
 @dataclass(frozen=True, slots=True)

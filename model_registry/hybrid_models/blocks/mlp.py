@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hybrid_models.blocks.projection import project
-from hybrid_models.kit import Kit
+from hybrid_models.kit import Elementwise, Kit
 
 
 class GatedMLP(nn.Module):
@@ -27,7 +25,7 @@ class GatedMLP(nn.Module):
         *,
         name: str,
         bias: bool = False,
-        activation: Callable[[torch.Tensor], torch.Tensor] = functional.silu,
+        activation: Elementwise = functional.silu,
     ) -> None:
         """Build it with `inner` channels over all ranks."""
         super().__init__()
@@ -35,9 +33,19 @@ class GatedMLP(nn.Module):
             hidden, [inner, inner], name=f"{name}.gate_up_proj", bias=bias
         )
         self.down_proj = kit.row(inner, hidden, name=f"{name}.down_proj", bias=bias)
-        self._activation = activation
+        is_silu = activation is functional.silu  # which engines multiply in one kernel
+        self._gated = kit.silu_gated() if is_silu else _gated_by(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, hidden]`` to the same."""
-        gate, up = project(self.gate_up_proj, x).chunk(2, dim=-1)
-        return project(self.down_proj, self._activation(gate) * up)
+        return project(self.down_proj, self._gated(project(self.gate_up_proj, x)))
+
+
+def _gated_by(activation: Elementwise) -> Elementwise:
+    """The same of another activation as `Kit.silu_gated`."""
+
+    def gated(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gated

@@ -77,6 +77,11 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     ),
     HookPoint(f"{_LAYERS}.layernorm:RMSNorm.__init__", ("hidden_size", "eps")),
     HookPoint(f"{_LAYERS}.layernorm:GemmaRMSNorm.__init__", ("hidden_size", "eps")),
+    HookPoint(f"{_LAYERS}.layernorm:RMSNorm.forward_cuda", ("self", "x", "residual")),
+    HookPoint(
+        f"{_LAYERS}.layernorm:GemmaRMSNorm.forward_cuda", ("self", "x", "residual")
+    ),
+    HookPoint(f"{_LAYERS}.activation:SiluAndMul.forward_cuda", ("self", "x")),
     HookPoint(
         f"{_LAYERS}.rotary_embedding.factory:get_rope",
         (

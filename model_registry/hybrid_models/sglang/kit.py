@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_reduce
+from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
@@ -47,6 +48,7 @@ LAYERS = EngineLayers(
     qkv=QKVParallelLinear,
     norm=RMSNorm,
     centred_norm=GemmaRMSNorm,
+    silu_gated=SiluAndMul,
 )
 
 

@@ -84,6 +84,16 @@ LAYER_HOOKS: tuple[Contract, ...] = (
         "vllm.model_executor.layers.layernorm:GemmaRMSNorm.__init__",
         ("hidden_size", "eps"),
     ),
+    *(
+        HookPoint(
+            f"vllm.model_executor.layers.layernorm:{name}.forward_cuda",
+            ("self", "x", "residual"),
+        )
+        for name in ("RMSNorm", "GemmaRMSNorm")
+    ),
+    HookPoint(
+        "vllm.model_executor.layers.activation:SiluAndMul.forward_cuda", ("self", "x")
+    ),
     HookPoint(
         "vllm.model_executor.layers.rotary_embedding:get_rope",
         ("head_size", "max_position", "is_neox_style", "rope_parameters"),

@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -65,6 +66,7 @@ LAYERS = EngineLayers(
     qkv=QKVParallelLinear,
     norm=RMSNorm,
     centred_norm=GemmaRMSNorm,
+    silu_gated=SiluAndMul,
     linear_options={"return_bias": False},
 )
 
