@@ -77,7 +77,8 @@ allocate; it never waits for the device. It takes
     out               written if given.
 
 ``update`` runs one new token per sequence and advances its state in place. With
-`out` given it allocates nothing; it can be captured in a CUDA graph.
+`out` given it allocates nothing; it can be captured in a CUDA graph. It writes every
+row of `out`, those of padding too.
 
 ``verify`` runs `L` draft tokens per sequence and leaves the main state as it is. What
 it keeps is either a slot for the state after each draft, or a record from which

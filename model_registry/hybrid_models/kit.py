@@ -106,7 +106,8 @@ class Mix(Protocol):
             state_pass: the sequences.
             inputs: what the layer gave, ``[T, ...]`` each.
             pools: ``[slots, *shape]`` for each `StateTensor`, with any strides.
-            out: ``[T, width]``; written but for padding at the end, which is zero.
+            out: ``[T, width]``; written but for padding at the end, which is zero.  In
+                a pass of single tokens alone, padding has slots, and is written too.
         """
 
 

@@ -192,6 +192,23 @@ def test_a_slot_without_a_sequence_may_repeat_as_padding(
 
 
 @layers
+@pytest.mark.parametrize("triton", [False, True], ids=["reference", "triton"])
+def test_a_step_writes_rows_of_padding_as_well(
+    layer: Layer, device: str, on_triton: Switch, triton: bool
+) -> None:
+    """What is given to be written holds NaN."""
+    device = device if triton else "cpu"
+    rows, pool = on(device, layer.make(3)), layer.states(2).to(device)
+    slots = torch.tensor([-1, 1, -1], device=device)
+    with on_triton() if triton else nullcontext():
+        wanted = layer.update(rows, pool=pool.clone(), slots=slots)
+        out = torch.full_like(wanted, torch.nan)
+        layer.update(rows, pool=pool, slots=slots, out=out)
+    assert out.isfinite().all()
+    assert torch.equal(out, wanted)
+
+
+@layers
 @trees
 def test_triton_steps_equal_reference(
     layer: Layer, device: str, on_triton: Switch, parents: torch.Tensor | None

@@ -280,7 +280,8 @@ class States(nn.Module):
         ]
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        out = inputs[0].new_zeros(inputs[0].shape[0], self._width)
+        # Nothing here is padded.
+        out = inputs[0].new_full((len(inputs[0]), self._width), torch.nan)
         assert self._rank.state_pass is not None
         pools = self._rank.pools[self._layer]
         self._mix(self._rank.state_pass, inputs, pools, out)
