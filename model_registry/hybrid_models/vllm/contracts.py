@@ -86,14 +86,11 @@ LAYER_HOOKS: tuple[Contract, ...] = (
     ),
     *(
         HookPoint(
-            f"vllm.model_executor.layers.layernorm:{name}.forward_cuda",
-            ("self", "x", "residual"),
+            f"vllm.model_executor.layers.layernorm:{name}", mentions=("residual",)
         )
         for name in ("RMSNorm", "GemmaRMSNorm")
     ),
-    HookPoint(
-        "vllm.model_executor.layers.activation:SiluAndMul.forward_cuda", ("self", "x")
-    ),
+    HookPoint("vllm.model_executor.layers.activation:SiluAndMul"),
     HookPoint(
         "vllm.model_executor.layers.rotary_embedding:get_rope",
         ("head_size", "max_position", "is_neox_style", "rope_parameters"),
