@@ -19,7 +19,7 @@ import torch
 from hybrid_models.catalogue import CATALOGUE
 from hybrid_models.engine_kit import EngineKit
 from hybrid_models.kit import Placed, own_part_of_keys
-from hybrid_models.vllm import adapters, contracts, registration
+from hybrid_models.vllm import adapters, contracts, registration, states
 from hybrid_models.vllm.kit import LAYERS, VllmKit
 from hybrid_models.vllm.states import pass_of
 from hybrid_models.weights import EXPERTS, TILES
@@ -167,8 +167,9 @@ def test_registering_imports_no_layers() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_a_pass() -> None:
-    metadata = SimpleNamespace(
+def metadata_of_a_pass() -> Any:
+    """Two single tokens, the second one padding, and prompts of three and four."""
+    return SimpleNamespace(
         num_decodes=2,
         num_decode_tokens=2,
         num_prefills=2,
@@ -178,13 +179,51 @@ def test_a_pass() -> None:
         query_start_loc_p=torch.tensor([0, 3, 7], dtype=torch.int32),
         has_initial_states_p=torch.tensor([True, False]),
     )
-    found = pass_of(metadata)
+
+
+def test_a_pass() -> None:
+    found = pass_of(metadata_of_a_pass())
     assert found.tokens == 9 and found.decodes == 2
     assert found.decode_slots.tolist() == [5, -1]
     assert found.prefills is not None
     assert found.prefills.slots.tolist() == [7, 9]
     assert found.prefills.cu_seqlens.tolist() == [0, 3, 7]
     assert found.prefills.has_initial.tolist() == [True, False]
+
+
+def test_layers_share_the_pass_of_a_context_and_leave_zeros_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes: list[Any] = []
+
+    def mix(state_pass: Any, inputs: Any, pools: Any, out: torch.Tensor) -> None:
+        passes.append(state_pass)
+        out[: state_pass.tokens] = 1
+
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={})
+    )
+    layers = [
+        states.StateLayer([], mix, width=3, name=name, vllm_config=config)
+        for name in ("first", "second", "of another group")
+    ]
+    one, other = metadata_of_a_pass(), metadata_of_a_pass()
+    metadata = dict(zip(("first", "second"), (one, one), strict=True))
+    metadata["of another group"] = other
+    for _ in range(2):
+        context = SimpleNamespace(attn_metadata=metadata)
+        monkeypatch.setattr(states, "get_forward_context", lambda c=context: c)
+        for layer in layers:
+            out = torch.full((11, 3), torch.nan)
+            layer.run([], out)
+            assert out[:9].eq(1).all() and out[9:].eq(0).all()
+    first, second, third, again, *_ = passes
+    assert first is second and third is not first and again is not first
+    context = SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(states, "get_forward_context", lambda: context)
+    out = torch.full((11, 3), torch.nan)
+    layers[0].run([], out)
+    assert out.eq(0).all() and len(passes) == 6
 
 
 @pytest.fixture

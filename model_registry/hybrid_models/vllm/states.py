@@ -27,6 +27,10 @@ except ImportError:  # a vLLM whose graphs do not break
         return function
 
 
+_PASSES = "hybrid_models_passes"
+"""Attribute of vLLM's context."""
+
+
 class StateLayer(nn.Module, MambaBase):
     """Keeps `tensors` of each sequence, and has `mix` run passes on them.
 
@@ -69,16 +73,39 @@ class StateLayer(nn.Module, MambaBase):
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Inputs ``[T, ...]`` to ``[T, width]``."""
-        out = inputs[0].new_zeros(inputs[0].shape[0], self.width)
+        out = inputs[0].new_empty(inputs[0].shape[0], self.width)
         torch.ops.vllm.hybrid_models_states(list(inputs), out, self.name)
         return out
 
     def run(self, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """What the operation does: a pass, if there is one."""
-        metadata = get_forward_context().attn_metadata
-        if isinstance(metadata, dict):
-            state_pass = pass_of(metadata[self.name])
-            self.mix(state_pass, inputs, self.kv_cache, out)
+        context = get_forward_context()
+        if not isinstance(context.attn_metadata, dict):
+            out.zero_()
+            return
+        state_pass = _pass_in(context, context.attn_metadata[self.name])
+        out[state_pass.tokens :].zero_()  # of no rows, it is no kernel
+        self.mix(state_pass, inputs, self.kv_cache, out)
+
+
+def _pass_in(context: Any, metadata: Any) -> StatePass:
+    """The pass, made by the first of the layers whose metadata it is.
+
+    Making it takes a few kernels.  It is kept with vLLM's context, of which each pass
+    has a new one: metadata may stay while a graph is captured, and what was made before
+    would not be made again when the graph runs.
+
+    Args:
+        context: vLLM's `ForwardContext`.
+        metadata: as for `pass_of`.
+    """
+    made: dict[int, StatePass] | None = getattr(context, _PASSES, None)
+    if made is None:
+        made = {}
+        setattr(context, _PASSES, made)
+    if id(metadata) not in made:
+        made[id(metadata)] = pass_of(metadata)
+    return made[id(metadata)]
 
 
 def pass_of(metadata: Any) -> StatePass:
