@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from hybrid_kernels import gated_norm
@@ -14,6 +14,8 @@ from hybrid_models.kit import Kit, part
 from hybrid_models.sharding import plain, sharded
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+_NAMES: Mapping[Activation, str] = {functional.silu: "silu", torch.sigmoid: "sigmoid"}
+"""What the kernel calls an activation."""
 
 
 class GatedNorm(nn.Module):
@@ -61,7 +63,8 @@ class GatedNorm(nn.Module):
 class GatedHeadNorm(nn.Module):
     """``norm(x) * weight * act(gate)``, in float32, head by head.
 
-    All heads have the same weight.
+    All heads have the same weight.  One kernel rounds once; with a compiler, or another
+    activation, the weight multiplies what is rounded.
     """
 
     def __init__(
@@ -76,9 +79,23 @@ class GatedHeadNorm(nn.Module):
         super().__init__()
         self.weight = sharded(kit, [head], whole=[True], of=of)
         self._head, self._eps, self._activation = head, eps, activation
+        self._name = _NAMES.get(activation)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Tokens ``[T, heads * head]`` to the same."""
+        if self._name is None or torch.compiler.is_compiling():
+            return self._by_steps(x, gate)
+        x_heads, gate_heads = (
+            one.view(len(one), x.shape[-1] // self._head, self._head)
+            for one in (x, gate)
+        )
+        found = gated_norm.rms_norm(
+            x_heads, gate_heads, self.weight.detach(), self._eps, activation=self._name
+        )
+        return found.view(x.shape)
+
+    def _by_steps(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """The same in PyTorch's operations."""
         heads = x.float().view(len(x), -1, self._head)
         scale = torch.rsqrt(heads.square().mean(dim=-1, keepdim=True) + self._eps)
         normed = (self.weight * (heads * scale).to(x.dtype)).view_as(x)
