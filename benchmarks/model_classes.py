@@ -92,7 +92,9 @@ class Run:
         """One model after the other, in turns, until all is done or time is over."""
         end = time.monotonic() + self.args.seconds
         for model, its_end in rounds.shares(self.models, end):
-            self._measure(COMPARISONS[model].sides(self.args.engine), its_end)
+            every = COMPARISONS[model].sides(self.args.engine)
+            chosen = self.args.only or every
+            self._measure([name for name in every if name in chosen], its_end)
 
     def _measure(self, names: Sequence[str], end: float) -> None:
         with ExitStack() as stack:
@@ -182,6 +184,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--engine", choices=sides.ENGINES, default="vllm")
     parser.add_argument("--models", nargs="+", choices=COMPARISONS)
+    parser.add_argument("--only", nargs="+", choices=CLASSES, help="sides to run")
     parser.add_argument("--workloads", nargs="+", help="only these")
     parser.add_argument("--on", choices=("cpu", "gpu"), help="what is there")
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")

@@ -22,8 +22,10 @@ def see(reuse: ReuseModel, kind: str, age: int, now: int, *, used: bool) -> None
 def test_before_anything_was_seen() -> None:
     reuse = model(0.5)
     assert reuse.chance("a") == pytest.approx(0.5, abs=0.05)
-    rates = [reuse.rate("a", age) for age in (0, 1, 2, 4, 8, 16, 32)]
+    rates = [reuse.rate("a", age) for age in (2, 4, 8, 16, 32)]
     assert rates == sorted(rates, reverse=True), "the longer unused, the less likely"
+    at_once = reuse.rate("a", 0)
+    assert 0.9 * rates[0] < at_once < rates[0], "it may take a while to be used"
 
 
 def test_what_is_never_used_is_worth_less_each_time() -> None:
@@ -81,6 +83,25 @@ def test_what_was_evicted_early_does_not_count_as_useless() -> None:
         see(reuse, "a", 9, now, used=True)
         see(reuse, "a", 4, now, used=False)
     assert reuse.chance("a") > 0.9
+
+
+def test_young_content_that_goes_unused_says_little_about_later_ages() -> None:
+    """Where many requests run at once, no conversation goes on within a few of them."""
+    reuse = model()
+    fresh = reuse.rate("fresh", 16)
+    for now in range(80):
+        see(reuse, "a", 6, now, used=False)
+    assert reuse.rate("a", 16) > fresh / 5
+
+
+def test_a_class_of_which_nothing_comes_or_goes_is_seen_unused() -> None:
+    reuse = model()
+    for _ in range(4):
+        reuse.enter("a", 0, 0)
+    fresh = reuse.rate("a", 128)
+    for now in range(130):
+        see(reuse, "other", 1, now, used=True)
+    assert reuse.rate("a", 128) < fresh / 4
 
 
 def test_classes_are_apart() -> None:

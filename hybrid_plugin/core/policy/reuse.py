@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybrid_plugin.core.policy.certain_use import index_if_certain
 from hybrid_plugin.core.policy.exposure import (
@@ -36,16 +37,28 @@ REMEMBERED = 2000
 """Admissions after which an observation counts 1/e, because traffic changes."""
 ASSUMED_OBSERVATIONS = 2.0
 """Number of observations that the assumed chance of a use counts as."""
-SMOOTHING = 4.0
+SMOOTHING = 8.0
 """Number of observations that a smooth rate counts as in each interval: without it, the
 few observations of an interval would rank content at random."""
 ASSUMED_INTERVALS = 6
 """Number of intervals over which the assumed uses are spread."""
 EXPONENTS = (0.0, 0.5, 1.0)
 """Powers of the age with which rates of use are assumed to fall."""
+ONSETS = (2, 3, 4, 5, 6)
+"""Intervals in which uses are assumed to begin where they do not begin at once: before
+a client goes on, others are admitted, the more of them the more run at once."""
+ONSET_EXPONENT = 1.5
+"""Power of the age with which rates are assumed to fall behind it."""
+_BEFORE_ONSET = 1e-3
+"""Chance of a use in an interval before it, to that in its first one: unlikely, and no
+more."""
 _REFRESH = 8
 """New observations after which the rates of a class are computed again, and the share
 of all that they have to be: an eighth more hardly changes a rate."""
+_LASTING = 32
+"""Admissions, and as many as those observations, after which they are computed again at
+the latest: content that is there was not used meanwhile, even if nothing else was seen.
+"""
 _FADING = REMEMBERED // _REFRESH
 """Admissions in which as large a share of all observations fades."""
 _NEGLIGIBLE = 1e-3
@@ -53,16 +66,41 @@ _NEGLIGIBLE = 1e-3
 _LENGTHS = tuple(
     float(interval_start(i + 1) - interval_start(i)) for i in range(INTERVALS)
 )
-_POWERS = tuple(
-    tuple(length**-exponent for length in _LENGTHS) for exponent in EXPONENTS
+
+
+class _Law(NamedTuple):
+    """How rates of use depend on the age, up to a factor."""
+
+    shape: tuple[float, ...]
+    """The rate in each interval."""
+    logarithms: tuple[float, ...]
+    assumed_time: float
+    """For which content is assumed to have been seen: the sum of the shape over it."""
+
+
+def _law(shape: Sequence[float], first: int) -> _Law:
+    """A law whose assumed uses are spread over intervals from the `first` on."""
+    intervals = slice(first, first + ASSUMED_INTERVALS)
+    time = sum(map(operator.mul, _LENGTHS[intervals], shape[intervals]))
+    return _Law(tuple(shape), tuple(map(math.log, shape)), ASSUMED_OBSERVATIONS * time)
+
+
+_POWER_LAWS = tuple(
+    _law([length**-exponent for length in _LENGTHS], 0) for exponent in EXPONENTS
 )
-_LOGARITHMS = tuple(tuple(math.log(power) for power in powers) for powers in _POWERS)
-_ASSUMED_TIMES = tuple(
-    ASSUMED_OBSERVATIONS
-    * sum(map(operator.mul, _LENGTHS[:ASSUMED_INTERVALS], shape[:ASSUMED_INTERVALS]))
-    for shape in _POWERS
-)
-"""By exponent, the time for which content is assumed to have been seen."""
+
+
+def _late_law(onset: int) -> _Law:
+    """The law of uses that begin in an interval."""
+    before = [_BEFORE_ONSET / length for length in _LENGTHS[:onset]]
+    first = _LENGTHS[onset]
+    behind = [
+        (length / first) ** -ONSET_EXPONENT / first for length in _LENGTHS[onset:]
+    ]
+    return _law([*before, *behind], onset)
+
+
+_LAWS = (*_POWER_LAWS, *map(_late_law, ONSETS))
 
 
 def _zeros() -> list[float]:
@@ -84,6 +122,8 @@ class _Observations:
     exposure: Exposure = field(default_factory=Exposure)
     last: int = 0
     """Admission until which observations have faded."""
+    computed: int = 0
+    """Admission at which the rates were computed."""
     new: int = _REFRESH
     """Observations since then, and pieces of content that came."""
     enough: float = 0.0
@@ -112,24 +152,21 @@ class _Observations:
         """Compute the rates."""
         self.forget(now)
         uses, held = self.uses, self.exposure.held
-        smooth = _average_of_power_laws(uses, held, self.assumed)
-        seen, unused = ASSUMED_INTERVALS, 1.0
-        evidence = 0.0
-        for i, length in enumerate(_LENGTHS):
-            # Uses expected of one piece of content that is there for the interval.
-            expected = min(smooth[i] * length, 1.0)
-            time = held[i] + SMOOTHING * length
-            self.rates[i] = rate = (uses[i] + SMOOTHING * expected) / time
+        self.rates = _rates(_LAWS, uses, held, self.assumed)
+        seen, evidence = ASSUMED_INTERVALS, 0.0
+        for i, (rate, length) in enumerate(zip(self.rates, _LENGTHS, strict=True)):
             self.chances[i] = chance = 1.0 - math.exp(-rate * length)
             self.times[i] = chance / rate
             if held[i] > _NEGLIGIBLE:
                 seen = max(seen, i + 1)
                 evidence += held[i] / length
-        for chance in self.chances[:seen]:
-            unused *= 1.0 - chance
-        self.chance = 1.0 - unused
+        # The assumed chance is that of the first intervals, in which later onsets would
+        # leave less of it.
+        likely = _rates(_POWER_LAWS, uses, held, self.assumed)[:seen]
+        self.chance = 1.0 - math.exp(-sum(map(operator.mul, likely, _LENGTHS)))
         self.indices = _unknown()
         self.new, self.enough = 0, max(_REFRESH, evidence / _REFRESH)
+        self.computed = now
 
     def index(self, interval: int) -> float:
         """The Gittins index at the start of an interval."""
@@ -153,40 +190,61 @@ class _Observations:
         return float(here * (self.index(other) / here) ** abs(part))
 
 
-def _average_of_power_laws(
-    uses: list[float], held: list[float], assumed: float
+def _rates(
+    laws: Sequence[_Law], uses: list[float], held: list[float], assumed: float
 ) -> list[float]:
-    """Rates of use by interval that fall with a power of the age.
-
-    Requests for a shared document come at a constant rate, a conversation is the less
-    likely to go on the longer it rests.  Exponents are weighed by how likely each makes
-    what was seen (Bayesian model averaging; uses are a Poisson process).
+    """Uses by admission in each interval, of what was seen there and of all laws.
 
     Args:
+        laws: as in `_average`, and so are the other arguments.
+    """
+    rates = []
+    smooth = _average(laws, uses, held, assumed)
+    for rate, used, time, length in zip(smooth, uses, held, _LENGTHS, strict=True):
+        # Uses expected of one piece of content that is there for the interval.
+        expected = min(rate * length, 1.0)
+        rates.append((used + SMOOTHING * expected) / (time + SMOOTHING * length))
+    return rates
+
+
+def _average(
+    laws: Sequence[_Law], uses: list[float], held: list[float], assumed: float
+) -> list[float]:
+    """Rates of use by interval, an average over laws.
+
+    Requests for a shared document come at a constant rate, a conversation is the less
+    likely to go on the longer it rests: rates fall with a power of the age.  Where many
+    requests run at once, no conversation goes on before many others were admitted.
+    Without laws that begin later, content that cannot have been used yet would look as
+    if it never were, and be evicted before it could show otherwise.  Laws are weighed
+    by how likely each makes what was seen (Bayesian model averaging; uses are a Poisson
+    process).
+
+    Args:
+        laws: to average.
         uses: seen, by interval.
         held: admissions that content was there, by interval.
-        assumed: uses of one piece of content in each of the first intervals.
+        assumed: uses of one piece of content in each of a law's first intervals.
     """
     seen = sum(uses)
     total = seen + ASSUMED_OBSERVATIONS * ASSUMED_INTERVALS * assumed
     scales, likelihoods = [], []
-    for shape, logarithms, assumed_time in zip(
-        _POWERS, _LOGARITHMS, _ASSUMED_TIMES, strict=True
-    ):
-        time = sum(map(operator.mul, held, shape))
-        scale = total / (time + assumed_time)
+    for law in laws:
+        time = sum(map(operator.mul, held, law.shape))
+        scale = total / (time + law.assumed_time)
         scales.append(scale)
         likelihoods.append(
             seen * math.log(scale)
-            + sum(map(operator.mul, uses, logarithms))
+            + sum(map(operator.mul, uses, law.logarithms))
             - scale * time
         )
     best = max(likelihoods)
     weights = [math.exp(likelihood - best) for likelihood in likelihoods]
     whole = sum(weights)
-    first, second, third = (w * s / whole for w, s in zip(weights, scales, strict=True))
+    factors = [w * s / whole for w, s in zip(weights, scales, strict=True)]
     return [
-        first * a + second * b + third * c for a, b, c in zip(*_POWERS, strict=True)
+        sum(map(operator.mul, factors, values))
+        for values in zip(*(law.shape for law in laws), strict=True)
     ]
 
 
@@ -289,7 +347,8 @@ class ReuseModel:
 
     def _fresh(self, kind: Hashable) -> _Observations:
         seen = self._of(kind, self._now)
-        if seen.new >= seen.enough:
+        lasting = max(_LASTING, seen.enough)
+        if seen.new >= seen.enough or self._now - seen.computed >= lasting:
             seen.refresh(self._now)
         return seen
 
