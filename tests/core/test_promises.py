@@ -125,7 +125,12 @@ def test_a_ttl_that_is_over_changes_nothing_any_more() -> None:
     cache = cache_of()
     ask(cache, 0, ttl=30.0, at=0.0)
     for turn in range(1, 4):
+        # Of ages at which the older is worth less, even before anything was seen.
+        for _ in range(4):
+            cache.tree.begin_admission()
         ask(cache, 1000 * turn, at=5.0 * turn)
+    for _ in range(4):
+        cache.tree.begin_admission()
     cache.pass_time(29.9)
     assert by_worth(cache) == [1000, 2000, 3000, 0]
     (node,) = [n for n in cache.tree.snapshots() if first_token(n) == 0]
@@ -133,7 +138,8 @@ def test_a_ttl_that_is_over_changes_nothing_any_more() -> None:
     assert cache.stats.promises_broken == 1
     policy = cache.tree.eviction
     assert isinstance(policy, Economical)
-    rate = policy.reuse.rate(unused_class(SnapshotKind.TURN_END, None), 3)
+    age = 3 * 5 + 4
+    rate = policy.reuse.rate(unused_class(SnapshotKind.TURN_END, None), age)
     assert node in list(cache.tree.snapshots())
     worth = policy.worth(cache.tree._snapshots.rank(node), cache.tree.clock)
     assert worth == pytest.approx(rate * 11 / (11 + 4)), "it is ranked again"
