@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features that are written and not yet tested where they run: refused but in tests.
 
-A feature for several GPUs cannot be shown on a CPU.  Until its tests have passed on
+A feature for GPUs alone cannot be shown on a CPU.  Until its tests have passed on
 GPUs it is refused, whatever the options say.  Those tests name it in an environment
 variable, which all processes of an engine inherit.
 """
@@ -18,6 +18,8 @@ STAGES: Final = "stages"
 """Pipeline parallelism on GPUs."""
 CONTEXT: Final = "context-parallelism"
 """Decode context parallelism."""
+SCALES: Final = "kv-scales"
+"""KV with scales beside it, on GPUs."""
 
 
 def is_refused(feature: str) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine import untried
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,10 @@ _NO_CACHE = frozenset(
     {"KVCacheSpec", "AttentionSpec", "EncoderOnlyAttentionSpec", "CrossAttentionSpec"}
 )
 """Specs that say nothing about the decoder's cache."""
+
+_SCALED_BEGINNINGS = ("nvfp4", "turboquant")
+_SCALED_ENDS = ("_per_token_head",)
+"""Of names of KV types in vLLM that have scales in the pages."""
 
 
 class UnservableError(ConfigError):
@@ -75,6 +80,11 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             "vLLM's attention on CPUs misreads KV of this type; drop --kv-cache-dtype."
         )
+    if _has_untried_scales(vllm_config) and untried.is_refused(untried.SCALES):
+        yield (
+            "KV with scales beside it is not served on GPUs yet; choose fp8 for "
+            "--kv-cache-dtype."
+        )
 
 
 def _is_misread(vllm_config: VllmConfig) -> bool:
@@ -94,6 +104,15 @@ def _is_misread(vllm_config: VllmConfig) -> bool:
     of_model = str(vllm_config.model_config.dtype).removeprefix("torch.")
     backend = AttentionBackendEnum.CPU_ATTN.get_class()
     return kind != of_model and not backend.supports_kv_cache_dtype(kind)
+
+
+def _has_untried_scales(vllm_config: VllmConfig) -> bool:
+    """Whether pages of a GPU have scales for tokens or blocks of numbers."""
+    from vllm.platforms import current_platform
+
+    kind = vllm_config.cache_config.cache_dtype
+    has_scales = kind.endswith(_SCALED_ENDS) or kind.startswith(_SCALED_BEGINNINGS)
+    return has_scales and not current_platform.is_cpu()
 
 
 def unknown_kinds(module: str | None) -> list[str]:

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -30,6 +31,7 @@ from hybrid_plugin.core.memory.attention_windows import (
     SlidingWindow,
 )
 from hybrid_plugin.core.memory.layout import PoolSizes
+from hybrid_plugin.engine import untried
 from hybrid_plugin.engine.outlook import Prospect
 from hybrid_plugin.vllm import (
     activation,
@@ -159,6 +161,32 @@ def test_types_of_kv_that_a_cpu_misreads(
     found = list(servable.obstacles(configuration(None, kind, dtype)))
     sentence = "vLLM's attention on CPUs misreads KV of this type; "
     assert found == ([f"{sentence}drop --kv-cache-dtype."] if misread else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_scales"),
+    [
+        ("auto", False),
+        ("fp8", False),
+        ("fp8_ds_mla", False),
+        ("int8_per_token_head", True),
+        ("nvfp4", True),
+        ("turboquant_k8v4", True),
+    ],
+)
+def test_kv_with_scales_is_refused_on_gpus_until_its_test_has_passed(
+    monkeypatch: pytest.MonkeyPatch, kind: str, has_scales: bool
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.delenv(untried.TRIED, raising=False)
+    sentence = (
+        "KV with scales beside it is not served on GPUs yet; choose fp8 for "
+        "--kv-cache-dtype."
+    )
+    found = list(servable.obstacles(configuration(None, kind)))
+    assert found == ([sentence] if has_scales else [])
+    monkeypatch.setenv(untried.TRIED, untried.SCALES)
+    assert not list(servable.obstacles(configuration(None, kind)))
 
 
 # ------------------------------------------------------- known once it is built
