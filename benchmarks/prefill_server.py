@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill server restores of prompts, and then of chats, without a GPU.
+"""What a prefill server restores of prompts and then of chats, and in how many steps.
 
 vLLM's engine and scheduler with its own cache or the plugin's, at a model's shapes and
 equal bytes, and no model (`no_model`): every request asks for one token, as a prefill
@@ -67,11 +67,12 @@ def serve(name: str, cache_gib: int) -> None:
     ask = prefilled(engine.ask)
     for number in range(ROUNDS):
         for workload, run in workloads(GPU).items():
+            steps = engine.steps
             replies = engine.drive(run(ask, random.Random(number)))
             prompts = sum(reply.prompt_tokens for reply in replies)
             cached = sum(reply.cached_tokens for reply in replies)
             row = {"workload": workload, "round": number, "restored": cached / prompts}
-            say(row)
+            say(row | {"steps": engine.steps - steps})
 
 
 def rows_of(name: str, cache_gib: int) -> list[Row]:
@@ -84,17 +85,22 @@ def rows_of(name: str, cache_gib: int) -> list[Row]:
 def table(rows: Sequence[Row]) -> str:
     """A line for each size and workload, with all rounds of both sides."""
     sides = list(dict.fromkeys(row["side"] for row in rows))
+    heads = [f"{side}, {what}" for side in sides for what in ("restored %", "steps")]
     lines = [
-        f"| GiB | workload | {' | '.join(f'{side}, %' for side in sides)} |",
-        "|---|---|" + "---|" * len(sides),
+        f"| GiB | workload | {' | '.join(heads)} |",
+        "|---|---|" + "---|" * 2 * len(sides),
     ]
-    cells: dict[tuple[int, str], dict[str, list[str]]] = {}
+    cells: dict[tuple[int, str], dict[str, list[Row]]] = {}
     for row in rows:
         of = cells.setdefault((row["cache_gib"], row["workload"]), {})
-        of.setdefault(row["side"], []).append(f"{100 * row['restored']:.1f}")
+        of.setdefault(row["side"], []).append(row)
     for (gib, workload), found in cells.items():
-        values = " | ".join(", ".join(found.get(side, [])) for side in sides)
-        lines.append(f"| {gib} | {workload} | {values} |")
+        values = []
+        for side in sides:
+            rounds = found.get(side, [])
+            values.append(", ".join(f"{100 * row['restored']:.1f}" for row in rounds))
+            values.append(", ".join(str(row["steps"]) for row in rounds))
+        lines.append(f"| {gib} | {workload} | {' | '.join(values)} |")
     return "\n".join(lines)
 
 

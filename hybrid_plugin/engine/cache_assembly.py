@@ -13,6 +13,7 @@ from hybrid_plugin.core.memory.cache_pools import CachePools, FixedPools
 from hybrid_plugin.core.memory.layout import CacheLayout
 from hybrid_plugin.core.memory.pools import NoSlots, PagePool, SlotPool
 from hybrid_plugin.core.memory.window_tables import WindowGroup
+from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
 from hybrid_plugin.core.policy.costs import pass_tokens_of
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.message_boundaries import Delimiters
@@ -67,6 +68,7 @@ def build_cache(
         page_size=layout.page_size,
         policy=policy,
         eviction=eviction_for(layout, device_type, passes_are_shared=passes_are_shared),
+        concurrency=ConcurrencyTradeoff(pass_tokens=pass_tokens_of(device_type)),
         records_drafts=records_drafts,
         host=host_tier_for(plan, device_type),
         # Nothing is on the host before workers have measured.

@@ -95,6 +95,7 @@ def full_cache(lost_per_byte: float) -> HybridCache:
     cache.finish("earlier", span(500, 506), 6)
     assert cache.slots.free == 0
     cache.memory._lost, cache.memory._freed = lost_per_byte, 1.0
+    cache.concurrency.pass_tokens = 0
     return cache
 
 
@@ -114,6 +115,13 @@ def test_it_waits_for_the_snapshot_that_goes_next() -> None:
     cache.concurrency.answer = 10  # long answers gain more
     assert admit(cache, "late", span(600, 605)) is not None
     assert cache.slots.snapshots == 0
+
+
+def test_a_pass_that_all_prefills_share_is_a_gain_without_any_answer() -> None:
+    """As on a server that only prefills."""
+    cache = full_cache(lost_per_byte=0.0)
+    cache.concurrency.pass_tokens = 1024
+    assert admit(cache, "late", span(600, 605)) is not None
 
 
 def test_it_starts_where_what_goes_is_worth_nothing() -> None:
@@ -167,20 +175,23 @@ def test_what_is_evicted_sets_the_price() -> None:
     ("lost", "running", "answer", "waits"),
     [
         (1.0, 0, 0, False),
-        (1.0, 1, 0, True),
+        (257.0, 1, 0, True),
+        (255.0, 1, 0, False),
         (1e9, 64, None, False),
-        (2.0, 16, 1, False),
-        (2.1, 16, 1, True),
-        (2.1, 16, 2, False),
+        (3.0, 16, 1, False),
+        (3.1, 16, 1, True),
+        (3.1, 16, 2, False),
         (0.0, 64, 1, False),
     ],
 )
 def test_what_one_more_sequence_is_worth(
     lost: float, running: int, answer: float | None, waits: bool
 ) -> None:
-    """The gain of one more is `answer` steps of 512 tokens over `running` squared."""
+    """The gain of one more is a pass that prefills, of 256 tokens here, and `answer`
+    steps of 512, over `running` squared."""
     assert STEP_TOKENS == 512
-    assert ConcurrencyTradeoff(answer).should_wait(lost, running) == waits
+    tradeoff = ConcurrencyTradeoff(answer, pass_tokens=256)
+    assert tradeoff.should_wait(lost, running) == waits
 
 
 def test_answers_are_averaged() -> None:

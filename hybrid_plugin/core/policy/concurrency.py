@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_plugin.core.policy.costs import STEP_TOKENS
+from hybrid_plugin.core.policy.costs import PASS_TOKENS, STEP_TOKENS
 
 _REMEMBERED = 32
 """Number of finished sequences over which the answer length is averaged."""
@@ -15,12 +15,17 @@ _REMEMBERED = 32
 class ConcurrencyTradeoff:
     """Compares what an admission would evict with the gain of a larger batch.
 
-    A decode step takes about as long for any number of sequences.  With n of them, one
-    more reduces the device time per sequence by 1/n² of its decode steps.
+    A decode step takes about as long for any number of sequences, and so does what the
+    host needs to launch a pass that prefills.  With n sequences, one more reduces the
+    device time per sequence by 1/n² of its decode steps and of such a pass.  A server
+    that only prefills has nothing but that pass: prompts that waited for each other
+    there would have one each.
     """
 
     answer: float | None = None
     """Average number of decode steps of a sequence; None before the first one ended."""
+    pass_tokens: float = PASS_TOKENS
+    """Tokens whose prefill takes as long as a pass of few tokens."""
 
     def ended(self, answer: int) -> None:
         """Record the end of a sequence that decoded for `answer` steps."""
@@ -37,4 +42,4 @@ class ConcurrencyTradeoff:
         """
         if self.answer is None or not running:
             return False
-        return lost * running**2 > self.answer * STEP_TOKENS
+        return lost * running**2 > self.answer * STEP_TOKENS + self.pass_tokens
