@@ -46,7 +46,11 @@ EXPONENTS = (0.0, 0.5, 1.0)
 """Powers of the age with which rates of use are assumed to fall."""
 ONSETS = (2, 3, 4, 5, 6)
 """Intervals in which uses are assumed to begin where they do not begin at once: before
-a client goes on, others are admitted, the more of them the more run at once."""
+a client goes on, others are admitted, the more of them the more run at once.  These
+and `ONSET_EXPONENT` restored most in `benchmarks/cache_curves.py` and
+`benchmarks/prefill_server.py`; with later ones too much stays for which nobody comes
+back.
+"""
 ONSET_EXPONENT = 1.5
 """Power of the age with which rates are assumed to fall behind it."""
 _BEFORE_ONSET = 1e-3
