@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drafts.sides import ENGINES
 from benchmarks.prefix_models import COMMON
-
-ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prefill_decode.traffic import GPU, workloads
+from benchmarks.prefill_decode.traffic import GPU, text, workloads
 from benchmarks.prefix_models import write_model
 from benchmarks.prefix_sides import machine, say, write
-from benchmarks.prefix_workloads import VOCABULARY, Ask, Reply
+from benchmarks.prefix_workloads import Ask, Reply
 from benchmarks.vllm_bookkeeping import SCRATCH, Row, engine_arguments, said_by
 from benchmarks.vllm_prefix import DEFAULT, PLUGIN
 
@@ -33,8 +33,6 @@ ROUNDS = 3
 GIBS = (8, 10, 12, 15)
 DECODING = 30
 """Steps of the prefill server at least while another one answers."""
-_FIRST_TOKEN = 10
-"""Lower ones may be special."""
 
 
 def prefilled(ask: Ask) -> Ask:
@@ -44,8 +42,7 @@ def prefilled(ask: Ask) -> Ask:
         reply = await ask(prompt, 1)
         for _ in range(DECODING):
             await asyncio.sleep(0)
-        rng = random.Random(len(prompt))
-        tokens = [rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(max_tokens)]
+        tokens = text(random.Random(len(prompt)), GPU, max_tokens)
         return replace(reply, tokens=tuple(tokens))
 
     return asked

@@ -12,8 +12,7 @@ from benchmarks.no_model.bookkeeper import Bookkeeper
 from benchmarks.prefill_decode.traffic import CHATS, GPU, workloads
 from benchmarks.prefill_server import MODEL, prefilled, table
 from hybrid_plugin.core.policy import reuse
-from hybrid_plugin.core.policy.concurrency import ConcurrencyTradeoff
-from hybrid_plugin.core.policy.costs import STEP_TOKENS
+from hybrid_plugin.core.policy.costs import PASS_TOKENS
 
 ROUNDS = 3
 CACHE = 12 << 30
@@ -23,9 +22,14 @@ MOST_STEPS = 30
 """Stock vLLM takes as many."""
 
 
-def chats() -> list[tuple[float, int]]:
-    """Of each round, the share that is restored, and steps."""
+def chats(pass_tokens: float = PASS_TOKENS) -> list[tuple[float, int]]:
+    """Of each round, the share that is restored, and steps.
+
+    Args:
+        pass_tokens: what admissions take a pass that prefills to cost.
+    """
     cache = make_cache(MODEL, CACHE, elastic=True, waits=True, longest=GPU.longest + 1)
+    cache.concurrency.pass_tokens = pass_tokens
     engine, found = Bookkeeper(cache), []
     for number in range(ROUNDS):
         for name, workload in workloads(GPU).items():
@@ -38,22 +42,13 @@ def chats() -> list[tuple[float, int]]:
     return found
 
 
-def without_passes(tradeoff: ConcurrencyTradeoff, lost: float, running: int) -> bool:
-    """`ConcurrencyTradeoff.should_wait` where only decode steps count."""
-    answer = tradeoff.answer
-    return answer is not None and lost * running**2 > answer * STEP_TOKENS
-
-
 def test_chats_are_kept_although_prompts_before_them_never_came_back() -> None:
     assert min(restored for restored, _ in chats()) > LEAST
 
 
-def test_prompts_do_not_wait_for_each_other_until_each_has_a_pass_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompts_do_not_wait_for_each_other_until_each_has_a_pass_of_its_own() -> None:
     assert max(steps for _, steps in chats()) <= MOST_STEPS
-    monkeypatch.setattr(ConcurrencyTradeoff, "should_wait", without_passes)
-    assert max(steps for _, steps in chats()) > 2 * MOST_STEPS
+    assert max(steps for _, steps in chats(pass_tokens=0)) > 2 * MOST_STEPS
 
 
 def test_uses_that_may_begin_late_are_what_keeps_them(
