@@ -24,6 +24,8 @@ tensor is met.
     Mamba-1.
 `gated_norm`
     the norm behind a layer, and the gate of its output, in either order.
+`part_norm`
+    norms of the parts of a row, such as Mamba-1's time steps, B and C.
 `speculative`
     parent indices of draft trees.
 `stops`

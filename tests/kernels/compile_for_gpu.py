@@ -31,7 +31,14 @@ import layers
 import torch
 import triton.backends.nvidia
 import triton.runtime
-from hybrid_kernels import gated_delta_rule, gated_norm, replay, state_copy, stops
+from hybrid_kernels import (
+    gated_delta_rule,
+    gated_norm,
+    part_norm,
+    replay,
+    state_copy,
+    stops,
+)
 from hybrid_kernels._common import operation
 from triton.backends.compiler import GPUTarget
 
@@ -206,13 +213,15 @@ def norms(dtype: torch.dtype, width: int, extra: bool) -> None:
     activation = "sigmoid" if extra else "silu"
     gated_norm.rms_norm(x, gate, weight, 1e-6, activation=activation, out=x)
     gated_norm.norm_of_gated(x, gate, weight.expand(6, width), 1e-6, out=x)
+    parts = torch.split(weight, [width - 16, 8, 8])
+    part_norm.rms_norms(rows.to(dtype)[:, width:][:, :width], parts, 1e-6)
 
 
 def main() -> None:
     """Compile for the shape named on the command line."""
     triton.runtime.driver.set_active(Driver())
     triton.runtime.JITFunction.__getitem__ = compile_only
-    for module in (operation, gated_norm, replay, state_copy, stops):
+    for module in (operation, gated_norm, part_norm, replay, state_copy, stops):
         module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
     if not DISASSEMBLER.exists():
         print("no disassembler")

@@ -23,7 +23,14 @@ import torch
 
 from .bounds import Bounds, checked, entered
 
-ON_GPU = ("_common.operation", "gated_norm", "replay", "state_copy", "stops")
+ON_GPU = (
+    "_common.operation",
+    "gated_norm",
+    "part_norm",
+    "replay",
+    "state_copy",
+    "stops",
+)
 """Modules that ask whether Triton should run an operation."""
 
 

@@ -16,6 +16,7 @@ from hybrid_kernels import selective_scan
 from torch import nn
 
 from hybrid_models.blocks.convolution import Convolution
+from hybrid_models.blocks.part_norm import norm_parts
 from hybrid_models.blocks.projection import Select, in_place, project
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
@@ -77,7 +78,7 @@ class Mamba1(nn.Module):
         self.dt_bias = sharded(kit, [inner], dtype=torch.float32)
         self.A = sharded(kit, [inner], (state,), dtype=torch.float32, of=minus_exp)
         self.D = sharded(kit, [inner], dtype=torch.float32)
-        self._has_norms = shape.norm_eps is not None
+        self._norm_eps = shape.norm_eps
         if shape.norm_eps is not None:
             self.dt_layernorm = kit.norm(shape.dt_rank, shape.norm_eps)
             self.b_layernorm = kit.norm(state, shape.norm_eps)
@@ -102,10 +103,13 @@ class Mamba1(nn.Module):
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Time steps ``[T, I]``, B and C ``[T, K]``, of what the convolution gives."""
-        dt, b, c = torch.split(project(self.x_proj, x), self._selected, dim=-1)
-        dt, b, c = dt.contiguous(), b.contiguous(), c.contiguous()
-        if self._has_norms:
-            dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+        made = project(self.x_proj, x)
+        if self._norm_eps is None:
+            dt, b, c = torch.split(made, self._selected, dim=-1)
+            dt = dt.contiguous()
+        else:
+            norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
+            dt, b, c = norm_parts(made, norms, self._norm_eps)
         return project(self.dt_proj, dt), b, c
 
     def _mix(

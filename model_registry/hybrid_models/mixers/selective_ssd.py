@@ -15,6 +15,7 @@ from hybrid_kernels import ssd
 from torch import nn
 
 from hybrid_models.blocks.convolution import Convolution
+from hybrid_models.blocks.part_norm import norm_parts
 from hybrid_models.blocks.projection import Select, in_place, project
 from hybrid_models.kit import Kit, Placement, StateTensor, part
 from hybrid_models.sharding import minus_exp, sharded
@@ -92,7 +93,7 @@ class SelectiveSSD(nn.Module):
         self.D = sharded(kit, [shape.heads], dtype=torch.float32)
         self.dt_bias = sharded(kit, [shape.heads], dtype=torch.float32)
         self.out_proj = kit.row(inner, hidden, name=f"{name}.out_proj")
-        self._selected = [state, state, rank]
+        self._eps = shape.eps
         self._goes_by_rows = kit.goes_by_rows
         self.states = kit.states(
             layer,
@@ -113,10 +114,9 @@ class SelectiveSSD(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Time steps ``[T, H]``, B and C ``[T, 1, K]``, of what the convolution
         gives."""
-        parts = torch.split(project(self.bcdt_proj, x), self._selected, dim=-1)
-        b, c, dt = (one.contiguous() for one in parts)
-        b, c = self.b_norm(b).unsqueeze(1), self.c_norm(c).unsqueeze(1)
-        return project(self.dt_proj, self.dt_norm(dt)), b, c
+        norms = self.b_norm, self.c_norm, self.dt_norm
+        b, c, dt = norm_parts(project(self.bcdt_proj, x), norms, self._eps)
+        return project(self.dt_proj, dt), b.unsqueeze(1), c.unsqueeze(1)
 
     def _mix(
         self,
