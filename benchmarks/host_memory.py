@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,9 @@ def tiers(args: argparse.Namespace, on: str) -> Tiers:
     model = args.model or (TINY if small else "qwen3-next")
     cache_mib = args.cache_mib or (CPU_MIB if small else GPU_MIB)
     scale = traffic.CPU if small else traffic.GPU
+    scale = replace(
+        scale, agents=args.agents or scale.agents, turns=args.turns or scale.turns
+    )
     return Tiers(
         model=model,
         cache_mib=cache_mib,
@@ -194,6 +197,14 @@ def parse() -> argparse.Namespace:
         "--host-gb",
         type=float,
         help=f"of host memory, 10^9 bytes each ({GPU_HOST_GB}; {CPU_HOST_GB})",
+    )
+    parser.add_argument(
+        "--agents", type=int, help=f"({traffic.GPU.agents}; {traffic.CPU.agents})"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        help=f"of each agent ({traffic.GPU.turns}; {traffic.CPU.turns})",
     )
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
     parser.add_argument(

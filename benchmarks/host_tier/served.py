@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic_engine import Limit, whole_or_nothing
-from benchmarks.host_tier.traffic import ALONE, BESIDE, RETURN, Scale, workloads
+from benchmarks.host_tier.traffic import (
+    AGENTS,
+    ALONE,
+    BESIDE,
+    RETURN,
+    Scale,
+    Step,
+    steps,
+    workloads,
+)
 from benchmarks.low_load.observed import LAST_RESULTS_S
 from benchmarks.passes import log
 from benchmarks.passes.engines import Running
@@ -121,6 +130,30 @@ def of_requests(asked: Sequence[Asked]) -> dict[str, float]:
     }
 
 
+def of_agents(replies: Sequence[Reply], steps: Sequence[Step]) -> dict[str, float]:
+    """Times to the first token of agents that come back.
+
+    Nothing of what an agent begins with but its system prompt has been computed before,
+    so that its first step says little about a cache.
+
+    Args:
+        replies: of the workload `agents`.
+        steps: what they are replies to.
+    """
+    began: set[int] = set()
+    back = []
+    for reply, step in zip(replies, steps, strict=True):
+        if step.agent in began:
+            back.append(1000 * reply.ttft_s)
+        began.add(step.agent)
+    back.sort()
+    return {
+        "back": len(back),
+        "back_ttft_ms_p50": round(statistics.median(back), 2),
+        "back_ttft_ms_p95": round(back[int(0.95 * (len(back) - 1))], 2),
+    }
+
+
 def of_prefixes(replies: Sequence[Reply], prefixes: int) -> dict[str, Any]:
     """Times to the first token of prefixes that come, and that come back.
 
@@ -208,6 +241,8 @@ async def _outcome(
     }
     passes = log.read(written, timed.began, timed.ended)
     found = asdict(outcome) | of_requests(timed.asked) | of_passes(passes)
+    if name == AGENTS:
+        found |= of_agents(timed.replies, steps(random.Random(seed), scale))
     if name == RETURN:
         found |= of_prefixes(timed.replies, scale.prefixes)
     if name in (ALONE, BESIDE):

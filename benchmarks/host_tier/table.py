@@ -67,6 +67,8 @@ COLUMNS: Mapping[str, Columns] = {
         "from the host %": (_from_host, 1),
         "TTFT p50 ms": (field("ttft_ms_p50"), 1),
         "TTFT p95 ms": (field("ttft_ms_p95"), 1),
+        "back: TTFT p50 ms": (field("back_ttft_ms_p50"), 1),
+        "back: p95": (field("back_ttft_ms_p95"), 1),
         "request ms": (field("request_ms_mean"), 0),
         "wall s": (field("wall_s"), 2),
         "decode pass ms": (field("decode_pass_ms_p50"), 2),
@@ -97,6 +99,8 @@ COMPARED: Mapping[str, Mapping[str, Value]] = {
     AGENTS: {
         "TTFT p50": field("ttft_ms_p50"),
         "TTFT p95": field("ttft_ms_p95"),
+        "back: TTFT p50": field("back_ttft_ms_p50"),
+        "back: p95": field("back_ttft_ms_p95"),
         "request": field("request_ms_mean"),
         "wall": field("wall_s"),
     },

@@ -90,10 +90,13 @@ def test_engines_offload_on_gpus_only(engine: str) -> None:
 
 
 def test_a_cpu_has_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["host_memory", "--on", "cpu", "--host-gb", "0.5"])
+    asked = ["--on", "cpu", "--host-gb", "0.5", "--agents", "7", "--turns", "9"]
+    monkeypatch.setattr("sys.argv", ["host_memory", *asked])
     found = host_memory.tiers(host_memory.parse(), "cpu")
     assert (found.model, found.cache_mib) == (host_memory.TINY, host_memory.CPU_MIB)
     assert found.host_bytes == 5 * 10**8 and not found.on_gpu
+    assert (found.scale.agents, found.scale.turns) == (7, 9)
+    assert found.scale.clients == traffic.CPU.clients
     given, _ = settings("vllm", LARGE, found)
     assert given["max_model_len"] >= found.scale.longest
     assert "compilation_config" not in given
@@ -264,6 +267,16 @@ def test_prefixes_are_told_apart_from_what_came_between() -> None:
     }
 
 
+def test_agents_that_come_back_are_told_from_their_first_steps() -> None:
+    order = [traffic.Step(agent, (), 1) for agent in (3, 5, 3, 5, 3)]
+    times = (9.0, 8.0, 0.25, 0.5, 0.125)
+    replies = [reply(1, one) for one in times]
+    found = served.of_agents(replies, order)
+    assert found == {"back": 3, "back_ttft_ms_p50": 250.0, "back_ttft_ms_p95": 250.0}
+    with pytest.raises(ValueError, match="shorter"):
+        served.of_agents(replies, order[:-1])
+
+
 def test_passes_with_prompts_do_not_count_as_decodes() -> None:
     passes = [
         Pass(0.0, 0.1, 1.0, 50, 1, 2),
@@ -291,6 +304,8 @@ def told(seed: int, wall: float, **more: Any) -> dict[str, Any]:
         "cached_tokens": 50,
         "ttft_ms_p50": 10.0,
         "ttft_ms_p95": 20.0,
+        "back_ttft_ms_p50": 12.0,
+        "back_ttft_ms_p95": 24.0,
         "request_ms_mean": 100.0,
         "wall_s": wall,
         "host": {},
@@ -344,6 +359,8 @@ def test_the_table_tells_what_came_from_the_host() -> None:
         "20.0",
         "10.0",
         "20.0",
+        "12.0",
+        "24.0",
         "100",
         "2.50",
         "",
@@ -359,7 +376,7 @@ def test_the_table_tells_what_came_from_the_host() -> None:
 def test_ratios_are_to_host_memory_over_equal_rounds() -> None:
     text = table.table(RESULTS, [AGENTS, RETURN])
     ratios = text[text.index(f"| {HOSTED}, to |") :]
-    assert "| vLLM | 1.00x | 1.00x | 1.00x | 0.62x |" in ratios
+    assert "| vLLM | 1.00x | 1.00x | 1.00x | 1.00x | 1.00x | 0.62x |" in ratios
     assert "| vLLM | 0.10x |" in ratios
 
 
