@@ -921,6 +921,24 @@ ATTENTION_HOOKS: tuple[Contract, ...] = (
     ),
 )
 """For the same option."""
+_TRITON_ATTENTION = "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl"
+SCALES = f"{_TRITON_ATTENTION}._ensure_scale_caches"
+SCALE_HOOKS: tuple[Contract, ...] = (
+    HookPoint(
+        SCALES,
+        ("self", "kv_cache"),
+        closed=True,
+        mentions=(
+            "_k_scale_cache",
+            "_v_scale_cache",
+            "fill_",
+            "as_strided",
+            "untyped_storage",
+            "storage_offset",
+        ),
+    ),
+)
+"""For KV with a scale for each token in elastic pools."""
 ATTENTION_IN_GRAPHS: tuple[Contract, ...] = (
     HookPoint(
         ATTENTION_BUILD,
@@ -1542,6 +1560,7 @@ HOOKS: tuple[Contract, ...] = (
     *ATTENTION_HOOKS,
     *PREFILL_GRAPH_HOOKS,
     *ATTENTION_IN_GRAPHS,
+    *SCALE_HOOKS,
     *PEER_HOOKS,
     *HIT_CHECK_HOOKS,
     *CONTEXT_PARALLEL_HOOKS,

@@ -18,6 +18,7 @@ from hybrid_plugin.vllm.contracts import (
     KDA_FORWARD,
     LIGHTNING_FORWARD,
     MAMBA2_FORWARD,
+    SCALES,
     SHORT_CONV_FORWARD,
     V2_POSTPROCESS,
     V2_SAMPLE,
@@ -124,6 +125,7 @@ NEEDED = {
             mentions=("max_query_len",),
         ),
     ),
+    "patches.patch_scales": Need(HookPoint(SCALES, mentions=("fill_",))),
     "patches.patch_prefill_graphs": Need(
         HookPoint(
             f"{BUILDERS[Mixer.GATED_DELTA_NET][0]}.build_for_cudagraph_capture",

@@ -473,6 +473,40 @@ def manager_factory(create: Callable[..., Any]) -> Iterator[None]:
         module.KVCacheManager = original  # type: ignore[attr-defined]
 
 
+def patch_scales() -> None:
+    """Symptom: a pass on KV with a scale for each token ends in an illegal access.
+
+    Cause: Triton's attention makes views of the scales when it first sees a cache, and
+    writes 1 into all of them; of elastic pools not all pages have memory.
+    Fix: have it make the views of a tensor without memory, and lay them over the cache.
+    Nothing is written: memory that a pool gets is zero, and of a page only what was
+    written counts.
+    Delete when: scales are not written before their tokens.
+
+    Raises:
+        ConfigError: for hook points that this vLLM moved.
+    """
+    require(contracts.SCALE_HOOKS)
+
+    def ensure(original: Callable[..., None], attention: Any, kv_cache: Any) -> None:
+        import torch
+
+        if attention._k_scale_cache is not None:
+            return
+        storage = kv_cache.untyped_storage()
+        room = torch.empty(storage.nbytes(), dtype=torch.int8, device="meta")
+        shape = kv_cache.size(), kv_cache.stride(), kv_cache.storage_offset()
+        original(attention, room.view(kv_cache.dtype).as_strided(*shape))
+        scales = torch.empty(0, dtype=torch.float32, device=kv_cache.device)
+        scales.set_(storage)
+        for name in ("_k_scale_cache", "_v_scale_cache"):
+            made = getattr(attention, name)
+            view = made.size(), made.stride(), made.storage_offset()
+            setattr(attention, name, scales.as_strided(*view))
+
+    wrap(contracts.SCALES, ensure)
+
+
 # ---------------------------------------------- patches for kernels of our own
 
 

@@ -106,13 +106,21 @@ def _is_misread(vllm_config: VllmConfig) -> bool:
     return kind != of_model and not backend.supports_kv_cache_dtype(kind)
 
 
+def has_scales(vllm_config: VllmConfig) -> bool:
+    """Whether pages of a GPU have a scale for each token and head."""
+    from vllm.platforms import current_platform
+
+    kind = vllm_config.cache_config.cache_dtype
+    return kind.endswith(_SCALED_ENDS) and not current_platform.is_cpu()
+
+
 def _has_untried_scales(vllm_config: VllmConfig) -> bool:
     """Whether pages of a GPU have scales for tokens or blocks of numbers."""
     from vllm.platforms import current_platform
 
     kind = vllm_config.cache_config.cache_dtype
-    has_scales = kind.endswith(_SCALED_ENDS) or kind.startswith(_SCALED_BEGINNINGS)
-    return has_scales and not current_platform.is_cpu()
+    in_blocks = kind.startswith(_SCALED_BEGINNINGS) and not current_platform.is_cpu()
+    return in_blocks or has_scales(vllm_config)
 
 
 def unknown_kinds(module: str | None) -> list[str]:

@@ -159,6 +159,8 @@ class RunsCommands:
             available -= rings_for(self.device).bytes
         if not elastic.is_wanted(self.vllm_config):
             return available
+        if servable.has_scales(self.vllm_config):
+            patches.patch_scales()
         memory = elastic.take_memory(self.vllm_config, available, self.device)
         self._pools.share(memory)
         return memory.held + memory.block_bytes
