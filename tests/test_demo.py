@@ -8,7 +8,8 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,14 @@ from hybrid_plugin.tools.demo import server as demo_server
 from hybrid_plugin.tools.demo.client import Answer, Client, _Reader
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
 from hybrid_plugin.tools.demo.engines import Launch, Levels, VllmEngine, speculating
-from hybrid_plugin.tools.demo.measure import Peaks, Result, percentile, summarise
+from hybrid_plugin.tools.demo.measure import (
+    Peaks,
+    Result,
+    Run,
+    Target,
+    percentile,
+    summarise,
+)
 from hybrid_plugin.tools.demo.patience import LEAST_LIMIT_S, PROBES, Patience
 from hybrid_plugin.tools.demo.progress import PERIOD_S, Display
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
@@ -38,6 +46,8 @@ from hybrid_plugin.tools.demo.workloads import (
     Question,
     Workload,
     all_workloads,
+    burst,
+    burst_of,
     shared_prompt,
 )
 from hybrid_plugin.tools.prometheus_text import Metrics
@@ -101,6 +111,42 @@ def test_tree_branches_in_the_middle() -> None:
 def test_burst_shares_nothing() -> None:
     starts = {c.questions[0].text[:60] for c in BURST.conversations}
     assert len(starts) == 64
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "requests"), [(0, 16), (400, 16), (1000, 27), (9000, 64)]
+)
+def test_burst_takes_as_long_on_any_machine(tokens_per_s: float, requests: int) -> None:
+    found = burst_of(tokens_per_s)
+    assert found == burst(requests)
+    assert found.conversations == BURST.conversations[:requests]
+
+
+def test_the_burst_is_sized_by_what_stock_computed_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """1,500 tokens a second in the tree, in which the plugin computed 600."""
+    ran: list[tuple[str, str, int]] = []
+
+    def played(target: Target, workload: Workload, tick: Callable[[], None]) -> Run:
+        ran.append((target.server.name, workload.label, workload.requests))
+        hits = 2400 if target.plugin else 1500
+        result = Result(workload.requests, 0, 3000, hits, 1.0, 2.0, 1.0, 0, 1, 1, 1, 0)
+        return Run(result, [[Answer()] for _ in workload.conversations])
+
+    monkeypatch.setattr(demo_run.measure, "measure", played)
+    monkeypatch.setattr(demo_run, "running", lambda targets, _: nullcontext(targets))
+    monkeypatch.setattr(VllmEngine, "version", lambda self: "1.2")
+    console = Console(file=io.StringIO(), width=200)
+    out = tmp_path / "demo.json"
+    demo = demo_run.Demo(VllmEngine(16 << 20), tmp_path, out, console=console)
+    assert demo.run()
+    both = ("stock", "plugin")
+    sizes = {"warm-up": 8, "shared": 40, "chats": 60, "tree": 36, "burst": 40}
+    assert [count for _, _, count in ran] == [
+        count for count in sizes.values() for _ in both
+    ]
+    assert [name for name, *_ in ran] == [*both] * len(sizes)
 
 
 # -------------------------------------------------------------------------- sums

@@ -14,11 +14,16 @@ from rich.console import Console
 from hybrid_plugin.tools.demo import measure, picture
 from hybrid_plugin.tools.demo.compare import Tally, compare_conversation
 from hybrid_plugin.tools.demo.engines import Engine
-from hybrid_plugin.tools.demo.measure import Run, Target
+from hybrid_plugin.tools.demo.measure import Result, Run, Target
 from hybrid_plugin.tools.demo.progress import Display
 from hybrid_plugin.tools.demo.report import Outcome, to_json, to_table
 from hybrid_plugin.tools.demo.server import DemoError, Server, free_port
-from hybrid_plugin.tools.demo.workloads import Workload, all_workloads, shared_prompt
+from hybrid_plugin.tools.demo.workloads import (
+    Workload,
+    burst_of,
+    shared_prompt,
+    sharing_workloads,
+)
 
 BUNDLED_MODEL = Path("tests", "assets", "tiny-qwen3-next")
 
@@ -30,7 +35,8 @@ class Demo:
     engine: Engine
     model: Path
     out: Path
-    workloads: Sequence[Workload] = field(default_factory=all_workloads)
+    workloads: Sequence[Workload] = field(default_factory=sharing_workloads)
+    """Before the burst, whose size follows from how long they take."""
     console: Console = field(default_factory=Console)
 
     def run(self) -> bool:
@@ -74,7 +80,9 @@ class Demo:
         display = Display(self.console)
         for target in targets:
             self._run(shared_prompt(requests=8), "warm-up", target, display)
-        return [self._outcome(w, targets, display) for w in self.workloads]
+        outcomes = [self._outcome(w, targets, display) for w in self.workloads]
+        last = burst_of(computed_per_s(outcomes[-1].stock))
+        return [*outcomes, self._outcome(last, targets, display)]
 
     @staticmethod
     def _run(workload: Workload, title: str, target: Target, display: Display) -> Run:
@@ -93,6 +101,11 @@ class Demo:
             map(compare_conversation, stock.answers, plugin.answers), start=Tally()
         )
         return Outcome(workload, stock.result, plugin.result, tally)
+
+
+def computed_per_s(result: Result) -> float:
+    """Tokens of prompts that a server computed in a second, among other things."""
+    return (result.prompt_tokens - result.cached_tokens) / max(result.seconds, 1e-3)
 
 
 @contextmanager

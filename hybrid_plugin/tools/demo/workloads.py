@@ -34,6 +34,14 @@ SENTENCES = (
 )
 
 
+BURST_TOKENS = 1100
+"""Of a prompt of the burst."""
+BURST_S = 30
+"""On each server: the whole demo is to take a few minutes."""
+LEAST_AT_ONCE, MOST_AT_ONCE = 16, 64
+"""Five to seven of these prompts fit."""
+
+
 @dataclass(frozen=True)
 class Question:
     """A user's message, and how a right answer begins."""
@@ -197,7 +205,7 @@ def _limb(heading: str, seed: int) -> str:
     return f"{heading} {Facts(seed).filler(150)}\n"
 
 
-def burst(requests: int = 64, tokens: int = 1100) -> Workload:
+def burst(requests: int = MOST_AT_ONCE, tokens: int = BURST_TOKENS) -> Workload:
     """Everybody at once, each with a long prompt of their own."""
     conversations = []
     for seed in range(1000, 1000 + requests):
@@ -216,6 +224,20 @@ def burst(requests: int = 64, tokens: int = 1100) -> Workload:
     )
 
 
+def burst_of(tokens_per_s: float) -> Workload:
+    """A burst that takes `BURST_S` where prompts are computed at this rate.
+
+    It has enough requests to wait for room on any machine.
+    """
+    requests = int(BURST_S * tokens_per_s / BURST_TOKENS)
+    return burst(min(max(requests, LEAST_AT_ONCE), MOST_AT_ONCE))
+
+
+def sharing_workloads() -> Sequence[Workload]:
+    """Those whose prompts have something in common, in order."""
+    return (shared_prompt(), chats(), prompt_tree())
+
+
 def all_workloads() -> Sequence[Workload]:
     """The four workloads of the demo, in order."""
-    return (shared_prompt(), chats(), prompt_tree(), burst())
+    return (*sharing_workloads(), burst())
