@@ -45,6 +45,8 @@ _NO_CACHE = frozenset(
 _SCALED_BEGINNINGS = ("nvfp4", "turboquant")
 _SCALED_ENDS = ("_per_token_head",)
 """Of names of KV types in vLLM that have scales in the pages."""
+_SHOWN_SCALES = "int8_per_token_head"
+"""Of which answers behind hits were compared on a GPU."""
 
 
 class UnservableError(ConfigError):
@@ -82,8 +84,8 @@ def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
         )
     if _has_untried_scales(vllm_config) and untried.is_refused(untried.SCALES):
         yield (
-            "KV with scales beside it is not served on GPUs yet; choose fp8 for "
-            "--kv-cache-dtype."
+            "KV with scales beside it is served as int8_per_token_head alone; choose "
+            "that or fp8 for --kv-cache-dtype."
         )
 
 
@@ -115,10 +117,12 @@ def has_scales(vllm_config: VllmConfig) -> bool:
 
 
 def _has_untried_scales(vllm_config: VllmConfig) -> bool:
-    """Whether pages of a GPU have scales for tokens or blocks of numbers."""
+    """Whether pages of a GPU have scales of a kind that was not compared there."""
     from vllm.platforms import current_platform
 
     kind = vllm_config.cache_config.cache_dtype
+    if kind == _SHOWN_SCALES:
+        return False
     in_blocks = kind.startswith(_SCALED_BEGINNINGS) and not current_platform.is_cpu()
     return in_blocks or has_scales(vllm_config)
 

@@ -164,27 +164,28 @@ def test_types_of_kv_that_a_cpu_misreads(
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_scales"),
+    ("kind", "is_refused"),
     [
         ("auto", False),
         ("fp8", False),
         ("fp8_ds_mla", False),
-        ("int8_per_token_head", True),
+        ("int8_per_token_head", False),
+        ("fp8_per_token_head", True),
         ("nvfp4", True),
         ("turboquant_k8v4", True),
     ],
 )
 def test_kv_with_scales_is_refused_on_gpus_until_its_test_has_passed(
-    monkeypatch: pytest.MonkeyPatch, kind: str, has_scales: bool
+    monkeypatch: pytest.MonkeyPatch, kind: str, is_refused: bool
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.delenv(untried.TRIED, raising=False)
     sentence = (
-        "KV with scales beside it is not served on GPUs yet; choose fp8 for "
-        "--kv-cache-dtype."
+        "KV with scales beside it is served as int8_per_token_head alone; choose "
+        "that or fp8 for --kv-cache-dtype."
     )
     found = list(servable.obstacles(configuration(None, kind)))
-    assert found == ([sentence] if has_scales else [])
+    assert found == ([sentence] if is_refused else [])
     monkeypatch.setenv(untried.TRIED, untried.SCALES)
     assert not list(servable.obstacles(configuration(None, kind)))
 
