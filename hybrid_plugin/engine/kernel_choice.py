@@ -18,6 +18,9 @@ class Mixer(StrEnum):
     MAMBA2 = "mamba2"
     LIGHTNING = "lightning"
     SHORT_CONV = "short_conv"
+    MODEL_CLASS = "model_class"
+    """Of our own classes, whatever they compute.  Ours run it anyway; asked for, they
+    keep states in the middle of its passes as well."""
 
 
 class Phase(StrEnum):

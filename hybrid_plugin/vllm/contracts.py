@@ -615,6 +615,10 @@ BUILDERS: Mapping[Mixer, tuple[str, ...]] = {
         f"{_BACKENDS}.linear_attn:LinearAttentionMetadataBuilder",
         f"{_BACKENDS}.linear_attn:BailingLinearAttentionMetadataBuilder",
     ),
+    # The kind that such layers declare.
+    Mixer.MODEL_CLASS: (
+        f"{_BACKENDS}.short_conv_attn:ShortConvAttentionMetadataBuilder",
+    ),
 }
 """Who makes the metadata of the layers that a mixer runs."""
 
@@ -729,6 +733,10 @@ _CONVOLUTION_HOOKS: tuple[Contract, ...] = (
 )
 
 KERNEL_HOOKS: Mapping[Mixer, tuple[Contract, ...]] = {
+    Mixer.MODEL_CLASS: (
+        *_PASS_HOOKS,
+        *_builder_hooks(Mixer.MODEL_CLASS, "ShortConvAttentionMetadata"),
+    ),
     Mixer.GATED_DELTA_NET: (
         *_PASS_HOOKS,
         *_CONVOLUTION_HOOKS,

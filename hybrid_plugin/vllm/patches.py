@@ -1045,6 +1045,7 @@ _PATCHES_OF_LAYERS: Mapping[Mixer, Callable[[], None]] = {
     Mixer.MAMBA2: _patch_mamba2,
     Mixer.LIGHTNING: _patch_lightning,
     Mixer.SHORT_CONV: _patch_short_conv,
+    Mixer.MODEL_CLASS: lambda: None,  # such layers are ours
 }
 
 

@@ -20,7 +20,7 @@ import torch
 from tests.engines.model_workload import MAX_MODEL_LEN, PAGE, STEP, serve
 from tests.engines.phases import report
 from tests.engines.window_phases_sglang import Engine
-from tests.models.kinds import find
+from tests.models.kinds import STATES_ALONE, find
 
 OPTIONS: dict[str, Any] = {"page_size": PAGE, "gpu_memory_budget": 64 << 20}
 FLAGS = (
@@ -90,8 +90,10 @@ def main(kind: str, folder: Path) -> None:
     chosen = find(kind)
     checkpoint = chosen.write(folder)
     options = OPTIONS
+    if chosen not in STATES_ALONE:
+        options = options | {"kernels": "ours"}
     if "sglang" in chosen.brought_by:
-        options = OPTIONS | {"models": [chosen.architecture]}
+        options = options | {"models": [chosen.architecture]}
     flags = (*FLAGS, *OF_DEVICE, f"--hybrid-config={json.dumps(options)}")
     engine = SglangEngine(checkpoint, flags)
     found = asdict(serve(engine, chosen, checkpoint))

@@ -131,7 +131,9 @@ def refusing_pages(every: int) -> Iterator[None]:
 
 def options(kind: Kind) -> dict[str, Any]:
     """Of the plugin, with which a kind is served by our class, if there is one."""
-    found = OPTIONS if kind in STATES_ALONE else OPTIONS | {"enabled": True}
+    if kind in STATES_ALONE:
+        return OPTIONS
+    found = OPTIONS | {"enabled": True, "kernels": "ours"}
     if "vllm" in kind.brought_by:
         return found | {"models": [kind.architecture]}
     return found

@@ -12,6 +12,9 @@ import torch
 
 pytest.importorskip("sglang")
 
+from hybrid_models.catalogue import CATALOGUE
+from hybrid_models.sglang.configs import config_class
+
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import Pool, SaveInPass
 from hybrid_plugin.device.interior import InteriorSnapshots
@@ -19,7 +22,7 @@ from hybrid_plugin.engine import kernel_choice
 from hybrid_plugin.engine.kernel_choice import EVERY, TRITON, Mixer, Phase
 from hybrid_plugin.mixers import flashinfer_rule
 from hybrid_plugin.sglang.architectures import EXAMPLES, Example, model_of
-from hybrid_plugin.sglang.kernels import choice, state_layers
+from hybrid_plugin.sglang.kernels import choice, model_class, state_layers
 from hybrid_plugin.sglang.kernels.choice import mixer_of
 from hybrid_plugin.sglang.kernels.state_layers import StateLayers
 from tests.sglang.test_architectures import OTHERWISE
@@ -360,3 +363,46 @@ def test_flashinfer_runs_what_it_is_faster_in_if_it_keeps_states(
     assert layers._long is not None
     assert (layers._long.function, layers._long.beyond) == (function, 128)
     assert "FlashInfer's runs most of what is longer" in caplog.text
+
+
+# ------------------------------------------------------------ our own model classes
+
+
+def own() -> Any:
+    """A model that our own class runs."""
+    given = {"hybrid_plugin_model_class": True}
+    return SimpleNamespace(hf_config=type("Config", (), given)())
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What layers keep, forgotten afterwards."""
+    monkeypatch.setattr(model_class, "_kept", None)
+
+
+def test_own_classes_keep_states_inside_passes_where_ours_are_asked_for(
+    kept: None,
+) -> None:
+    for option in ("auto", "engine"):
+        layers = StateLayers()
+        layers.settle(own(), option, "cuda:0")
+        assert layers.interior is None and model_class.interior() is None
+    layers = StateLayers()
+    layers.settle(own(), "ours", "cpu")
+    assert layers.interior is not None
+    assert model_class.interior() is layers.interior
+
+
+def test_another_model_leaves_own_layers_nothing_to_keep(kept: None) -> None:
+    StateLayers().settle(qwen(), "ours", "cpu")
+    assert model_class.interior() is None
+
+
+def test_own_classes_are_not_deterministic(kept: None) -> None:
+    with pytest.raises(ConfigError, match="was not tested with model classes"):
+        StateLayers().settle(own(), "ours", "cpu", round_states=True)
+
+
+def test_configurations_of_own_classes_say_so() -> None:
+    entry = next(e for e in CATALOGUE if e.model_type == "bamba")
+    assert getattr(config_class(entry.model_type), model_class.MARK)

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.linear.kernels.gdn_flashinfer import (
 from sglang.srt.runtime_context import get_exec
 
 from hybrid_plugin.engine.kernel_choice import TRITON, Mixer, Phase
+from hybrid_plugin.sglang.kernels import model_class
 from hybrid_plugin.sglang.side_states import has_side_states
 
 _GATED_OTHERWISE = (configs.JetNemotronConfig, configs.JetVLMConfig)
@@ -38,6 +39,8 @@ def mixer_of(model: Any) -> Mixer | None:
     Args:
         model: SGLang's `ModelConfig`.
     """
+    if model_class.is_own(model.hf_config):
+        return Mixer.MODEL_CLASS
     gated = hybrid_arch.hybrid_gdn_config(model)
     if gated is not None:
         # A pass keeps states in the middle of a prompt, and no more than states.

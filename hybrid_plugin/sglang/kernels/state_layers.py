@@ -26,7 +26,7 @@ from hybrid_plugin.engine.kernel_choice import (
 from hybrid_plugin.mixers import flashinfer_rule
 from hybrid_plugin.mixers.long_prefill import LongKernel
 from hybrid_plugin.mixers.prefills import Prefills
-from hybrid_plugin.sglang.kernels import passes
+from hybrid_plugin.sglang.kernels import model_class, passes
 from hybrid_plugin.sglang.kernels.choice import (
     is_captured_as_it_is,
     library_of,
@@ -99,6 +99,8 @@ class StateLayers:
     ) -> None:
         device, found = torch.device(device_name), mixer_of(model)
         mixer, reason = (None, _NOT_OURS) if found is None else (found, hindrance)
+        if mixer is Mixer.MODEL_CLASS and round_states:
+            reason = _NOT_DETERMINISTIC
         if option == "ours" and reason is not None:
             raise ConfigError(f'the option "kernels" is "ours", {reason}')
         if mixer is None or reason is not None:
@@ -117,6 +119,8 @@ class StateLayers:
         if self.runs(mixer, Phase.PREFILL):
             self.interior = InteriorSnapshots(device)
             self._cold = device.type != "cpu"
+        if mixer is Mixer.MODEL_CLASS:
+            model_class.have_kept(self.interior)
         if self._phases:
             logger.info(
                 "hybrid-plugin: its own kernels run %s of the %s layers%s.",
@@ -221,6 +225,10 @@ class StateLayers:
 
 
 _NOT_OURS = 'and there are none for the state layers of this model: set it to "auto".'
+_NOT_DETERMINISTIC = (
+    "and deterministic was not tested with model classes of hybrid-plugin: leave it "
+    "out."
+)
 
 
 _IN_PREFILL_GRAPHS = frozenset({Mixer.GATED_DELTA_NET, Mixer.KDA})

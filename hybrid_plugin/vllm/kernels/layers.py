@@ -65,6 +65,7 @@ KINDS: Mapping[str, Kind] = {
     f"{_LAYERS}.linear.bailing_linear_attn.BailingMoELinearAttention": Kind(
         Mixer.LIGHTNING, "lightning"
     ),
+    "hybrid_models.vllm.states.StateLayer": Kind(Mixer.MODEL_CLASS, "model_class"),
 }
 """By the classes' names.  A subclass may compute another thing, so it is not there."""
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from hybrid_plugin.config import ConfigError
+from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import activation, elastic, patches
 from hybrid_plugin.vllm.kernels import prefill_graphs, records
 from hybrid_plugin.vllm.kernels.layers import StateLayers, mixer_of
@@ -29,7 +31,7 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
 
     Raises:
         ConfigError: if ours are demanded for a layer that they cannot run, their hook
-            points are gone, or `prefill_graphs` cannot be had.
+            points are gone, or `prefill_graphs` or `deterministic` cannot be had.
     """
     every = vllm_config.compilation_config.static_forward_context
     states = {name: s for name, s in specs.items() if isinstance(s, MambaSpec)}
@@ -47,6 +49,11 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         recorded_rows=rows,
         round_states=options.is_deterministic,
     )
+    if options.is_deterministic and Mixer.MODEL_CLASS in found.mixers:
+        raise ConfigError(
+            "deterministic was not tested with model classes of hybrid-plugin; leave "
+            "it out."
+        )
     found.wants_graphs = prefill_graphs.are_wanted(
         options.wants_prefill_graphs, vllm_config, found, device_type
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybrid_models.kit import Mix, StateTensor
 from hybrid_plugin.mixers.state_pass import StatePass
-from hybrid_plugin.sglang.kernels import passes
+from hybrid_plugin.sglang.kernels import model_class, passes
 
 
 class StateLayer(nn.Module):
@@ -76,4 +76,5 @@ def pass_of(metadata: Any, batch: Any, slots: torch.Tensor, tokens: int) -> Stat
     """
     if batch.forward_mode.is_decode():
         return StatePass(tokens, tokens, slots[:tokens], None)
-    return StatePass(0, tokens, slots[:0], passes.prefills(metadata, batch, None))
+    kept = model_class.interior()
+    return StatePass(0, tokens, slots[:0], passes.prefills(metadata, batch, kept))

@@ -17,6 +17,7 @@ from hybrid_models.kit import Mix, StateTensor
 from hybrid_models.vllm.registration import STATES_OP
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
+from hybrid_plugin.vllm.kernels import model_class
 
 try:
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
@@ -83,7 +84,10 @@ class StateLayer(nn.Module, MambaBase):
         if not isinstance(context.attn_metadata, dict):
             out.zero_()
             return
-        state_pass = _pass_in(context, context.attn_metadata[self.name])
+        metadata = context.attn_metadata[self.name]
+        state_pass = model_class.pass_of(self, metadata)
+        if state_pass is None:
+            state_pass = _pass_in(context, metadata)
         out[state_pass.tokens :].zero_()  # of no rows, it is no kernel
         self.mix(state_pass, inputs, self.kv_cache, out)
 
