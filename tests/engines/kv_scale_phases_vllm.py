@@ -18,21 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybrid_plugin.engine import untried
-from tests.engines.context_parallel_phases import (
-    KINDS,
+from tests.engines.chat_verdicts import described, judged, reported
+from tests.engines.chats_vllm import (
     Asked,
     Engine,
     Found,
     Reference,
     Setup,
-    described,
-    judged,
-    reported,
     serve,
     set_environment,
 )
 from tests.engines.messages import Answer
-from tests.engines.slow_decay import sharpen_attention
+from tests.engines.slow_decay import ONE_KV_HEAD, sharpen_attention, write_nemotron_h
 
 KIND = "mamba2"
 
@@ -79,7 +76,7 @@ def compare_with_stock(
 
 def main(folder: Path, dtypes: Sequence[str]) -> int:
     """Print a line for each phase, and at last one line of JSON."""
-    model = sharpen_attention(KINDS[KIND](folder / KIND))
+    model = sharpen_attention(write_nemotron_h(folder / KIND, **ONE_KV_HEAD))
     found: dict[str, Found] = {}
     for dtype in dtypes:
         asked: dict[str, Asked] = {}
