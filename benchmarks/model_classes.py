@@ -5,8 +5,9 @@ Bamba on our class beside the engine's Granite-4 in the same sizes, whose layers
 same apart from its factors; Jamba on our class beside vLLM's own, and in SGLang, which
 has none, by itself.  The plugin serves these, with its automatic choice of kernels, so
 that nothing but the class differs.  The engine's own class runs once more without the
-plugin, with the engine's prefix cache.  Weights are dummies.  Engines take turns, as in
-`vllm_prefix`.
+plugin, with the engine's prefix cache.  Where `--only` names it, our class runs once
+more with `"kernels": "ours"`, so that its passes keep states.  Weights are dummies.
+Engines take turns, as in `vllm_prefix`.
 
     python -m benchmarks.model_classes --engine vllm --out benchmarks/results/x
     python -m benchmarks.model_classes --engine sglang --models bamba --out x
@@ -92,9 +93,11 @@ class Run:
         """One model after the other, in turns, until all is done or time is over."""
         end = time.monotonic() + self.args.seconds
         for model, its_end in rounds.shares(self.models, end):
-            every = COMPARISONS[model].sides(self.args.engine)
-            chosen = self.args.only or every
-            self._measure([name for name in every if name in chosen], its_end)
+            chosen = COMPARISONS[model].sides(self.args.engine)
+            if self.args.only:
+                every = COMPARISONS[model].sides(self.args.engine, named=True)
+                chosen = tuple(name for name in every if name in self.args.only)
+            self._measure(chosen, its_end)
 
     def _measure(self, names: Sequence[str], end: float) -> None:
         with ExitStack() as stack:
@@ -165,7 +168,7 @@ def table(results: dict[str, Any], order: Sequence[str]) -> Iterator[str]:
     yield from header(["workload", "side", "to", *(c.name for c in compared)])
     for workload in order:
         for one in COMPARISONS.values():
-            for other in one.others:
+            for other in one.compared:
                 if not results.keys() >= {one.ours, other}:
                     continue
                 ours, theirs = (

@@ -31,12 +31,15 @@ class Class:
     """That have a class for it: their own, or ours."""
     plugin: bool = True
     """Whether the plugin serves it; the engine's own prefix cache does otherwise."""
+    kernels: str = "auto"
+    """As the option of that name."""
 
     def options(self, engine: str) -> dict[str, Any]:
         """Of the plugin."""
+        found = {} if self.kernels == "auto" else {"kernels": self.kernels}
         if engine not in self.ours_in:
-            return {}
-        return {"models": list(self.shape["architectures"])}
+            return found
+        return found | {"models": list(self.shape["architectures"])}
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,22 @@ class Comparison:
 
     ours: str
     others: tuple[str, ...]
+    named: tuple[str, ...] = ()
+    """What runs besides where it is named, compared likewise."""
 
-    def sides(self, engine: str) -> tuple[str, ...]:
-        """Those that an engine has a class for, ours first."""
-        every = (self.ours, *self.others)
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """All that ours may be compared with."""
+        return *self.others, *self.named
+
+    def sides(self, engine: str, *, named: bool = False) -> tuple[str, ...]:
+        """Those that an engine has a class for, ours first.
+
+        Args:
+            engine: its name.
+            named: whether those are meant too that run only where they are named.
+        """
+        every = (self.ours, *(self.compared if named else self.others))
         return tuple(name for name in every if engine in CLASSES[name].engines)
 
 
@@ -137,8 +152,10 @@ _SMALL_JAMBA = {**_SMALL, "intermediate_size": 256, "mamba_dt_rank": 8}
 _ALONE = "the engine alone"
 OUR_BAMBA, GRANITE = "Bamba, our class", "Granite-4 in Bamba's sizes, the engine's"
 GRANITE_ALONE = f"Granite-4 in Bamba's sizes, {_ALONE}"
+KEEPING_BAMBA = f"{OUR_BAMBA}, states kept inside passes"
 OUR_JAMBA, THEIR_JAMBA = "Jamba, our class", "Jamba, the engine's"
 JAMBA_ALONE = f"Jamba, {_ALONE}"
+KEEPING_JAMBA = f"{OUR_JAMBA}, states kept inside passes"
 _BAMBA_CLASS = Class(
     "bamba", _BAMBA, {**_SMALL, **_SMALL_MAMBA_2, "intermediate_size": 256}
 )
@@ -154,13 +171,15 @@ CLASSES = {
     OUR_BAMBA: _BAMBA_CLASS,
     GRANITE: _GRANITE_CLASS,
     GRANITE_ALONE: replace(_GRANITE_CLASS, plugin=False),
+    KEEPING_BAMBA: replace(_BAMBA_CLASS, kernels="ours"),
     OUR_JAMBA: replace(_JAMBA_CLASS, ours_in=("vllm",)),
+    KEEPING_JAMBA: replace(_JAMBA_CLASS, ours_in=("vllm",), kernels="ours"),
     THEIR_JAMBA: _THEIR_JAMBA,
     JAMBA_ALONE: replace(_THEIR_JAMBA, plugin=False),
 }
 COMPARISONS = {
-    "bamba": Comparison(OUR_BAMBA, (GRANITE, GRANITE_ALONE)),
-    "jamba": Comparison(OUR_JAMBA, (THEIR_JAMBA, JAMBA_ALONE)),
+    "bamba": Comparison(OUR_BAMBA, (GRANITE, GRANITE_ALONE), (KEEPING_BAMBA,)),
+    "jamba": Comparison(OUR_JAMBA, (THEIR_JAMBA, JAMBA_ALONE), (KEEPING_JAMBA,)),
 }
 
 

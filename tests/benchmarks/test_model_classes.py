@@ -14,6 +14,8 @@ from benchmarks.model_shapes import (
     GRANITE,
     GRANITE_ALONE,
     JAMBA_ALONE,
+    KEEPING_BAMBA,
+    KEEPING_JAMBA,
     OUR_BAMBA,
     OUR_JAMBA,
     THEIR_JAMBA,
@@ -50,12 +52,26 @@ def test_engines_are_asked_for_classes_that_they_have(
     model: str, engine: str, sides: tuple[str, ...]
 ) -> None:
     assert COMPARISONS[model].sides(engine) == sides
+    more = COMPARISONS[model].sides(engine, named=True)
+    assert more == (*sides, f"{sides[0]}, states kept inside passes")
+
+
+def test_our_kernels_are_asked_for_on_one_side_alone() -> None:
+    asked = {
+        name for name, one in CLASSES.items() if one.options("vllm").get("kernels")
+    }
+    assert asked == {KEEPING_BAMBA, KEEPING_JAMBA}
+    assert CLASSES[KEEPING_JAMBA].options("vllm") == {
+        "kernels": "ours",
+        "models": ["JambaForCausalLM"],
+    }
+    assert CLASSES[KEEPING_BAMBA].options("sglang") == {"kernels": "ours"}
 
 
 def test_sides_of_a_model_have_equal_sizes() -> None:
     for one in COMPARISONS.values():
         ours = CLASSES[one.ours].shape
-        for other in one.others:
+        for other in one.compared:
             theirs = CLASSES[other].shape
             shared = ours.keys() & theirs.keys() - NAMES
             assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
