@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,17 @@ def on_triton(
             yield
 
     return switch
+
+
+@pytest.fixture(params=[False, True], ids=["reference", "triton"])
+def backend(
+    request: pytest.FixtureRequest,
+    device: str,
+    on_triton: Callable[[], AbstractContextManager[None]],
+) -> Iterator[str]:
+    """Where tensors are to lie so that the reference runs an operation, or Triton."""
+    with on_triton() if request.param else nullcontext():
+        yield device if request.param else "cpu"
 
 
 @pytest.fixture(autouse=True)

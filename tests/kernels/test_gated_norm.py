@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from hybrid_kernels import gated_norm
 
 from .common import assert_near
 
-Switch = Callable[[], AbstractContextManager[None]]
 EPS = 1e-6
 HALF = torch.bfloat16
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -24,15 +21,6 @@ shapes = pytest.mark.parametrize(
     ("tokens", "heads", "width"),
     [(1, 32, 128), (3, 6, 128), (5, 1, 64), (2, 3, 96), (4, 5, 1), (1, 2, 1000)],
 )
-
-
-@pytest.fixture(params=[False, True], ids=["reference", "triton"])
-def backend(
-    request: pytest.FixtureRequest, device: str, on_triton: Switch
-) -> Iterator[str]:
-    """Where tensors of the operation are to lie."""
-    with on_triton() if request.param else nullcontext():
-        yield device if request.param else "cpu"
 
 
 def define(

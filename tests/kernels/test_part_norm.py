@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
 from hybrid_kernels import part_norm
@@ -13,17 +10,7 @@ from hybrid_kernels import part_norm
 from .common import assert_near
 from .test_gated_norm import BOUNDS, EPS, HALF, draw, types
 
-Switch = Callable[[], AbstractContextManager[None]]
 widths = pytest.mark.parametrize("widths", [(256, 16, 16), (5, 1, 3), (16, 16, 160)])
-
-
-@pytest.fixture(params=[False, True], ids=["reference", "triton"])
-def backend(
-    request: pytest.FixtureRequest, device: str, on_triton: Switch
-) -> Iterator[str]:
-    """Where tensors of the operation are to lie."""
-    with on_triton() if request.param else nullcontext():
-        yield device if request.param else "cpu"
 
 
 def define(x: torch.Tensor, weights: part_norm.Three) -> list[torch.Tensor]:
