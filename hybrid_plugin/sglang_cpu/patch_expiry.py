@@ -120,9 +120,6 @@ NEEDED = {
         f"{_SRT}.speculative.dflash_utils:is_dflash_sampling_verify_available",
         "_DFLASH_SAMPLING_VERIFY_AVAILABLE",
     ),
-    "torch_shims.multiply_in_float32": _while_there(
-        f"{_SRT}.layers.quantization.unquant:UnquantizedLinearMethod.apply", "linear"
-    ),
     "torch_shims.record_no_streams": _while_there(
         f"{_SRT}.speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation",
         "record_stream",

@@ -13,12 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 _APPLIED = "_hybrid_plugin_original"
-_LEAST_ROWS = 16
-"""From which converting a matrix costs less than it saves, on a CPU with AVX2 alone and
-for rows of 128 to 2,048 numbers."""
 
 
 def apply() -> None:
@@ -28,7 +24,6 @@ def apply() -> None:
     name_no_gpu()
     wait_for_no_gpu()
     record_no_streams()
-    multiply_in_float32()
 
 
 def answer_with_the_cpu_module() -> None:
@@ -133,29 +128,3 @@ def record_no_streams() -> None:
 
     setattr(record_stream, _APPLIED, original)
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
-
-
-def multiply_in_float32() -> None:
-    """Symptom: prompts take more than twice as long on CPUs with AVX2 alone.
-
-    Cause: there oneDNN multiplies no matrices of 16-bit numbers, so PyTorch does it
-    with a tenth of the speed that it has with 32 bits.
-    Fix: multiply in 32 bits, and round the result; few rows, as decodes have, are left.
-    Delete when: PyTorch does so.
-    """
-    original = functional.linear
-    if hasattr(original, _APPLIED) or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return
-
-    @functools.wraps(original)
-    def linear(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        short = weight.dtype == x.dtype and x.dtype in (torch.bfloat16, torch.float16)
-        if not short or x.device.type != "cpu" or x[..., 0].numel() < _LEAST_ROWS:
-            return original(x, weight, bias)
-        wide = None if bias is None else bias.float()
-        return original(x.float(), weight.float(), wide).to(x.dtype)
-
-    setattr(linear, _APPLIED, original)
-    functional.linear = linear  # type: ignore[assignment]
