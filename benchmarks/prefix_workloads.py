@@ -195,6 +195,25 @@ async def warm_up(ask: Ask) -> None:
         await ask(prompt, 8)
 
 
+def percentiles(
+    name: str, values: Sequence[float], digits: int = 2
+) -> dict[str, float]:
+    """Median and 95th percentile, by `name` with `_p50` and `_p95`; empty of no values.
+
+    Args:
+        name: of the quantity, with its unit.
+        values: in any order.
+        digits: behind the point.
+    """
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        f"{name}_p50": round(statistics.median(ordered), digits),
+        f"{name}_p95": round(ordered[int(0.95 * (len(ordered) - 1))], digits),
+    }
+
+
 async def run_once(
     name: str, ask: Ask, seed: int, workloads: Mapping[str, Workload] = WORKLOADS
 ) -> Outcome:
@@ -203,12 +222,11 @@ async def run_once(
     begin = time.monotonic()
     replies = await workloads[name](ask, random.Random(seed))
     wall = time.monotonic() - begin
-    ttft = sorted(1000 * r.ttft_s for r in replies)
+    ttft = percentiles("ttft_ms", [1000 * r.ttft_s for r in replies])
     return Outcome(
         prompt_tokens=sum(r.prompt_tokens for r in replies),
         cached_tokens=sum(r.cached_tokens for r in replies),
-        ttft_ms_p50=round(statistics.median(ttft), 2),
-        ttft_ms_p95=round(ttft[int(0.95 * (len(ttft) - 1))], 2),
+        **ttft,
         wall_s=round(wall, 3),
         failed=sum(not r.tokens for r in replies),
     )

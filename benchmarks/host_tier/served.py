@@ -31,7 +31,14 @@ from benchmarks.passes import log
 from benchmarks.passes.engines import Running
 from benchmarks.passes.log import Pass, busy_seconds
 from benchmarks.prefix_sides import say
-from benchmarks.prefix_workloads import WARM_UP, Ask, Reply, Workload, run_once
+from benchmarks.prefix_workloads import (
+    WARM_UP,
+    Ask,
+    Reply,
+    Workload,
+    percentiles,
+    run_once,
+)
 
 START_LIMIT_S = 480
 """An engine that takes longer hangs: its process ends, and the others go on."""
@@ -146,12 +153,7 @@ def of_agents(replies: Sequence[Reply], steps: Sequence[Step]) -> dict[str, floa
         if step.agent in began:
             back.append(1000 * reply.ttft_s)
         began.add(step.agent)
-    back.sort()
-    return {
-        "back": len(back),
-        "back_ttft_ms_p50": round(statistics.median(back), 2),
-        "back_ttft_ms_p95": round(back[int(0.95 * (len(back) - 1))], 2),
-    }
+    return {"back": len(back), **percentiles("back_ttft_ms", back)}
 
 
 def of_prefixes(replies: Sequence[Reply], prefixes: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 
 from benchmarks.host_tier.served import Asked
-from benchmarks.prefix_workloads import Ask, Reply, Workload
+from benchmarks.prefix_workloads import Ask, Reply, Workload, percentiles
 
 MODEL = "model"
 """The name that servers know their model by."""
@@ -149,9 +148,9 @@ def outcome(
         "cached_tokens": sum(one.cached_tokens for one in replies),
         "generated": sum(len(one.tokens) for one in replies),
         "wall_s": round(wall_s, 3),
-        **_percentiles("ttft_ms", [1000 * one.ttft_s for one in replies]),
-        **_percentiles("token_ms", per_token),
-        **_percentiles("request_ms", [1000 * one.seconds for one in whole]),
+        **percentiles("ttft_ms", [1000 * one.ttft_s for one in replies], 3),
+        **percentiles("token_ms", per_token, 3),
+        **percentiles("request_ms", [1000 * one.seconds for one in whole], 3),
     }
     errors = [one.error for one in questions if one.error is not None]
     if errors:
@@ -163,13 +162,3 @@ def outcome(
             if one.is_whole
         }
     return found
-
-
-def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    ordered = sorted(values)
-    return {
-        f"{name}_p50": round(statistics.median(ordered), 3),
-        f"{name}_p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
-    }

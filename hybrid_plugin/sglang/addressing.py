@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config
 
+from hybrid_plugin.sglang.kernels import model_class
+
 LIMIT = 1 << 31
 """Elements that are certain to be addressed; unsigned offsets reach twice as far."""
 
@@ -26,10 +28,6 @@ _CHECKED = frozenset(
     }
 )
 """Mamba-2 configurations of SGLang whose kernels are known to compute in 64 bits."""
-
-REACHES_ALL = "hybrid_plugin_reaches_all_states"
-"""Attribute of the class of a configuration whose model runs only kernels that do, such
-as those of the model registry."""
 
 
 def is_beyond(tensor: torch.Tensor) -> bool:
@@ -47,8 +45,9 @@ def addressable_bytes(model: Any, params: Any) -> int | None:
     """
     if hybrid_gdn_config(model) or hybrid_kda_config(model):
         return None
-    config = type(model.hf_config)
-    if config.__name__ in _CHECKED or getattr(config, REACHES_ALL, False):
+    name = type(model.hf_config).__name__
+    # Our own classes run `hybrid_kernels` and PyTorch's indexing, which do as well.
+    if name in _CHECKED or model_class.is_own(model.hf_config):
         return None
     return LIMIT * min(params.dtype.conv.itemsize, params.dtype.temporal.itemsize)
 

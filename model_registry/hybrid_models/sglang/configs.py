@@ -28,9 +28,7 @@ def config_class(model_type: str) -> type[Any]:
     class Config(base):
         """Properties that SGLang reads."""
 
-        # Our mixers run `hybrid_kernels` and PyTorch's indexing, which count in 64
-        # bits: without this, elastic pools have as many slots as 32 bits count.
-        hybrid_plugin_reaches_all_states = True
+        # What the plugin goes by: which kernels run, and how far they count.
         hybrid_plugin_model_class = True
 
         def __init__(self, **given: Any) -> None:
