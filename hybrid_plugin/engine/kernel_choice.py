@@ -53,6 +53,11 @@ AS_FAST: Mapping[Mixer, Mapping[Phase, Mapping[str, int]]] = {
 measured on a GPU, and up to which number of a pass's tokens: of the layers that ran
 there in both engines, with the same answers.  `benchmarks/kernel_table.py` prints it.
 What ours lose there is less than the pass that a pause for a snapshot costs."""
+MODEL_CLASSES_TRIED = False
+"""Whether a GPU ran our own model classes with states that passes keep in the middle of
+prompts, and in vLLM with graphs of short ones, with the same answers and in no more
+time (`tests/engines/test_model_graphs_vllm.py`, `benchmarks/model_classes.py`).  Then
+`auto` takes both for them."""
 GRAPHED: Mapping[str, frozenset[Mixer]] = {
     "sglang": frozenset({Mixer.GATED_DELTA_NET}),
     "vllm": frozenset({Mixer.GATED_DELTA_NET, Mixer.MAMBA2}),
@@ -109,10 +114,17 @@ def reach(
     """
     if option != "auto":
         return EVERY if option == "ours" else 0
-    beaten = AS_FAST.get(mixer, {}).get(phase)
+    beaten = _as_fast(mixer, phase)
     if device_type == "cpu" or not beaten or not measured_here():
         return 0
     return beaten.get(theirs(), 0)
+
+
+def _as_fast(mixer: Mixer, phase: Phase) -> Mapping[str, int] | None:
+    """`AS_FAST`; a model class of ours runs on our kernels in any case."""
+    if mixer is Mixer.MODEL_CLASS:
+        return {TRITON: EVERY} if MODEL_CLASSES_TRIED else None
+    return AS_FAST.get(mixer, {}).get(phase)
 
 
 def is_divided(mixer: Mixer, longest: int, library: str) -> bool:
@@ -136,6 +148,8 @@ def are_graphed(engine: str, mixers: frozenset[Mixer], *, drafts: bool = False) 
         drafts: whether passes verify drafts.
     """
     measured = (GRAPHED_WITH_DRAFTS if drafts else GRAPHED)[engine]
+    if MODEL_CLASSES_TRIED and engine == "vllm" and not drafts:
+        measured |= {Mixer.MODEL_CLASS}
     return bool(mixers) and mixers <= measured and measured_here()
 
 

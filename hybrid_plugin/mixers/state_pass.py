@@ -36,3 +36,6 @@ class StatePass:
     """Whether both `prefills` and `verifications` have all sequences of the pass, each
     with a negative slot where the other runs one: what a CUDA graph is captured with
     that replays passes of both kinds.  All tokens are `verified` then."""
+    padding: torch.Tensor | None = None
+    """``[tokens]``, bool: which tokens no sequence has, in a pass of a graph's.  What
+    a mixer makes of them is unspecified.  None where all are a sequence's."""

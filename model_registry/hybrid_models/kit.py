@@ -108,6 +108,7 @@ class Mix(Protocol):
             pools: ``[slots, *shape]`` for each `StateTensor`, with any strides.
             out: ``[T, width]``; written but for padding at the end, which is zero.  In
                 a pass of single tokens alone, padding has slots, and is written too.
+                What of it the pass calls `padding` may hold anything.
         """
 
 
@@ -332,6 +333,7 @@ class Kit(Placement, Protocol):
         *,
         width: int,
         name: str,
+        captured: bool = False,
     ) -> nn.Module:
         """A state layer: inputs ``[T, ...]`` to ``[T, width]``, by `mix`.
 
@@ -341,6 +343,9 @@ class Kit(Placement, Protocol):
             mix: what runs a pass; a method of the module that calls the layer.
             width: of the output, of this rank.
             name: of the module.
+            captured: whether a CUDA graph may hold what `mix` does with prompts: that
+                waits for no device, and what it launches goes by shapes alone.
+                Prompts of a model with another layer run without graphs.
         """
 
     def layers(

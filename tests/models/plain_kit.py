@@ -30,6 +30,7 @@ from hybrid_models.weights import EXPERTS, load
 from torch import nn
 from torch.nn import functional
 
+from hybrid_plugin.mixers.fixed_prefills import FixedPrefills
 from hybrid_plugin.mixers.prefills import Prefills
 from hybrid_plugin.mixers.state_pass import StatePass
 
@@ -56,6 +57,19 @@ class Together:
         self._barrier.abort()
 
 
+@dataclass(frozen=True)
+class MixCall:
+    """What a state layer was given, and what runs it."""
+
+    mix: Mix
+    state_pass: StatePass
+    inputs: Sequence[torch.Tensor]
+    pools: Sequence[torch.Tensor]
+    out: torch.Tensor
+    captured: bool
+    """As the kit was told."""
+
+
 @dataclass
 class Rank:
     """What layers of one rank find out about the pass, and keep."""
@@ -66,6 +80,8 @@ class Rank:
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     """Slot, first row and last row of each sequence of the pass."""
     pools: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    calls: dict[int, MixCall] = field(default_factory=dict)
+    """By layer: what its states were mixed with last."""
     keys: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
@@ -272,20 +288,33 @@ class States(nn.Module):
         width: int,
         rank: Rank,
         slots: int,
+        captured: bool,
     ) -> None:
         super().__init__()
         self._layer, self._mix, self._width, self._rank = layer, mix, width, rank
+        self._captured = captured
         rank.pools[layer] = [
             torch.full((slots, *t.shape), torch.nan, dtype=t.dtype) for t in tensors
         ]
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        # Nothing here is padded.
+        # Nothing here is padded but passes of a graph's shape.
         out = inputs[0].new_full((len(inputs[0]), self._width), torch.nan)
-        assert self._rank.state_pass is not None
-        pools = self._rank.pools[self._layer]
-        self._mix(self._rank.state_pass, inputs, pools, out)
-        return out
+        state_pass, pools = self._rank.state_pass, self._rank.pools[self._layer]
+        assert state_pass is not None
+        padding = state_pass.padding
+        if padding is not None:
+            inputs = tuple(_poisoned(x, padding) for x in inputs)
+        self._mix(state_pass, inputs, pools, out)
+        call = MixCall(self._mix, state_pass, inputs, pools, out, self._captured)
+        self._rank.calls[self._layer] = call
+        return out if padding is None else out.masked_fill(padding[:, None], 0)
+
+
+def _poisoned(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A copy, with rows that nobody may read."""
+    wide = rows.view(-1, *[1] * (x.ndim - 1))
+    return x.masked_fill(wide, torch.nan)
 
 
 class Experts(nn.Module):
@@ -518,8 +547,9 @@ class PlainKit:
         *,
         width: int,
         name: str,
+        captured: bool = False,
     ) -> nn.Module:
-        return States(layer, tensors, mix, width, self._rank, self._slots)
+        return States(layer, tensors, mix, width, self._rank, self._slots, captured)
 
     def layers(
         self, count: int, build: Callable[[int, str], nn.Module], *, name: str
@@ -577,11 +607,17 @@ class Session:
         self._computed: dict[int, int] = {}
         self._threads = ThreadPoolExecutor(ranks)
 
-    def run(self, sequences: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+    def run(
+        self,
+        sequences: Mapping[int, Sequence[int]],
+        fixed: FixedPrefills | None = None,
+    ) -> dict[int, torch.Tensor]:
         """Compute tokens behind those that each slot has; logits behind each of them.
 
         Args:
             sequences: by slot.
+            fixed: where the pass of a graph's shape is described; None for one of its
+                own.
         """
         order = sorted(sequences, key=lambda slot: self._is_prompt(slot, sequences))
         spans, start = [], 0
@@ -595,7 +631,12 @@ class Session:
                 for slot in order
             ]
         )
-        described = self._describe(order, sequences)
+        if fixed is None:
+            described = self._describe(order, sequences)
+        else:
+            described = self._describe_fixed(order, sequences, fixed)
+            room = (0, described.tokens - len(ids))
+            ids, positions = functional.pad(ids, room), functional.pad(positions, room)
         logits = self._on_all_ranks(ids, positions, described, spans)
         for slot in order:
             self._computed[slot] = self._computed.get(slot, 0) + len(sequences[slot])
@@ -634,6 +675,22 @@ class Session:
             )
         tokens = decodes + int(lengths.sum())
         return StatePass(decodes, tokens, torch.tensor(order[:decodes]), prefills)
+
+    def _describe_fixed(
+        self,
+        order: Sequence[int],
+        sequences: Mapping[int, Sequence[int]],
+        fixed: FixedPrefills,
+    ) -> StatePass:
+        """Every sequence as a prompt, in tensors that stay."""
+        fixed.fill(
+            torch.tensor([len(sequences[slot]) for slot in order]),
+            torch.tensor([self._computed.get(slot, 0) for slot in order]),
+            torch.tensor(order),
+            None,
+        )
+        tokens, held = len(fixed.padding), fixed.prefills
+        return StatePass(0, tokens, held.slots[:0], held, padding=fixed.padding)
 
     def _on_all_ranks(
         self,

@@ -77,6 +77,8 @@ class PrefillTables:
         """Room for the largest graph."""
         self.limits = limits
         self._room = room(limits.tokens, limits.sequences, device)
+        self._rows = torch.arange(limits.tokens, dtype=torch.int32, device=device)
+        self._padding = torch.ones(limits.tokens, dtype=torch.bool, device=device)
 
     def hold(self, prefills: Prefills, *, keeps: bool) -> Prefills:
         """Put a pass's sequences there.
@@ -102,3 +104,14 @@ class PrefillTables:
         )
         put(held, prefills)
         return held
+
+    def padding(self, held: Prefills, tokens: int) -> torch.Tensor:
+        """Which of a pass's tokens no sequence has, ``[tokens]``, likewise in place.
+
+        Args:
+            held: what `hold` returned.
+            tokens: of the pass, padding counted.
+        """
+        found = self._padding[:tokens]
+        torch.ge(self._rows[:tokens], held.cu_seqlens[-1], out=found)
+        return found

@@ -206,6 +206,16 @@ class StateLayers:
         whole = [o for o in self._ours.values() if o.phases >= _PLAIN]
         return bool(whole) and len(whole) == self._count
 
+    @property
+    def uncaptured(self) -> str | None:
+        """The first layer of a model class of ours whose passes with prompts no CUDA
+        graph can hold; None if there is none."""
+        for name, ours in self._ours.items():
+            own = ours.kind.mixer is Mixer.MODEL_CLASS
+            if own and not ours.adapter.is_captured(ours.layer):
+                return name
+        return None
+
     def describe(self) -> str:
         """A sentence about what runs on our kernels, for a log."""
         if not self._ours:

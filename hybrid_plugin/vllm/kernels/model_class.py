@@ -24,6 +24,11 @@ def weights_of(layer: Any) -> Weights:
     return Weights()
 
 
+def is_captured(layer: Any) -> bool:
+    """Whether a CUDA graph may hold a layer's passes with prompts: its kit was told."""
+    return bool(layer.captured)
+
+
 def pass_of(layer: Any, metadata: Any) -> StatePass | None:
     """What a layer does in the pass that runs; None where nobody described it.
 

@@ -81,8 +81,10 @@ def describe(
         every = replace(
             prefills_of(common, slots, 0, interior), round_states=round_states
         )
+        count = common.num_actual_tokens
         held = tables.hold(every, keeps=interior is not None)
-        return StatePass(0, common.num_actual_tokens, slots[:0], held)
+        padding = tables.padding(held, count)
+        return StatePass(0, count, slots[:0], held, padding=padding)
     tokens = metadata.num_decode_tokens + metadata.num_prefill_tokens
     if not metadata.num_prefills:
         return StatePass(decodes, tokens, room.hold(slots[:decodes]), None)

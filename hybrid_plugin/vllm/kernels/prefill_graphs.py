@@ -68,10 +68,10 @@ def obstacles(
             "prefill_graphs does not serve linear attention, whose layers clear states "
             "by a decision that a graph would repeat; leave it out."
         )
-    if Mixer.MODEL_CLASS in found.mixers:
+    if found.uncaptured is not None:
         yield (
-            "prefill_graphs was not tested with model classes of hybrid-plugin; leave "
-            "it out."
+            f"prefill_graphs needs state layers that a CUDA graph can hold, and "
+            f"{found.uncaptured} is none; leave it out."
         )
     pictures = vllm_config.model_config.multimodal_config
     if pictures is not None and not pictures.language_model_only:

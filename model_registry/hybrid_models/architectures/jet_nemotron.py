@@ -166,6 +166,7 @@ class JetBlock(nn.Module):
             self._mix,
             width=part(kit, values),
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

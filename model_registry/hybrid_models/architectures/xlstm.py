@@ -190,6 +190,7 @@ class MatrixMemory(nn.Module):
             self._mix,
             width=values,
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -149,6 +149,7 @@ class HeadedMamba1(nn.Module):
             self._mix,
             width=self._width,
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

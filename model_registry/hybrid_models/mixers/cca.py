@@ -108,6 +108,7 @@ class ConvolvedQKV(nn.Module):
             self._mix,
             width=self._width + shape.delayed,
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(

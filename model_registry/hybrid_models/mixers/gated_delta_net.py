@@ -102,6 +102,7 @@ class DeltaNet(nn.Module):
             self._mix,
             width=part(kit, parts[2]),
             name=f"{name}.states",
+            captured=True,
         )
 
     @staticmethod

@@ -91,6 +91,7 @@ class LightningAttention(nn.Module):
             self._mix,
             width=part(kit, inner),
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,7 @@ class Mamba1(nn.Module):
             self._mix,
             width=part(kit, inner),
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

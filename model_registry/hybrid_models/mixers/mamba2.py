@@ -127,6 +127,7 @@ class Mamba2(nn.Module):
             self._mix,
             width=self._inner,
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

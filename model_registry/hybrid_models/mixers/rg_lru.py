@@ -79,6 +79,7 @@ class RGLRU(nn.Module):
             self._mix,
             width=part(kit, width),
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ class SelectiveSSD(nn.Module):
             self._mix,
             width=part(kit, inner),
             name=f"{name}.states",
+            captured=True,
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -207,8 +207,9 @@ class SglangKit(EngineKit):
         *,
         width: int,
         name: str,
+        captured: bool = False,
     ) -> nn.Module:
-        """Ours."""
+        """Ours, which SGLang captures no prompts of."""
         return StateLayer(layer, tensors, mix, width=width)
 
     def layers(

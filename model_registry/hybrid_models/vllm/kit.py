@@ -227,10 +227,16 @@ class VllmKit(EngineKit):
         *,
         width: int,
         name: str,
+        captured: bool = False,
     ) -> nn.Module:
         """Ours."""
         return StateLayer(
-            tensors, mix, width=width, name=name, vllm_config=self._config
+            tensors,
+            mix,
+            width=width,
+            name=name,
+            vllm_config=self._config,
+            captured=captured,
         )
 
     def layers(

@@ -49,8 +49,11 @@ class StateLayer(nn.Module, MambaBase):
         width: int,
         name: str,
         vllm_config: Any,
+        captured: bool = False,
     ) -> None:
         """Enter the layer into vLLM's configuration as `name`.
+
+        Args are those of `hybrid_models.kit.Kit.states`.
 
         Raises:
             ValueError: if there is such a layer already.
@@ -62,6 +65,8 @@ class StateLayer(nn.Module, MambaBase):
         layers[name] = self
         self.tensors, self.mix = tuple(tensors), mix
         self.width, self.name = width, name
+        self.captured = captured
+        """Whether a CUDA graph may hold its passes with prompts."""
         self.kv_cache = tuple(torch.tensor([]) for _ in tensors)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
@@ -90,6 +95,9 @@ class StateLayer(nn.Module, MambaBase):
             state_pass = _pass_in(context, metadata)
         out[state_pass.tokens :].zero_()  # of no rows, it is no kernel
         self.mix(state_pass, inputs, self.kv_cache, out)
+        padding = state_pass.padding
+        if padding is not None:  # a graph finds on the device where it begins
+            out[: len(padding)].masked_fill_(padding[:, None], 0)
 
 
 def _pass_in(context: Any, metadata: Any) -> StatePass:
