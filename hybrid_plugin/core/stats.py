@@ -24,6 +24,9 @@ class CacheStats:
     snapshots_taken: int = 0
     interior_snapshots: int = 0
     """Of those, snapshots that a forward pass wrote without a pause."""
+    graph_passes: int = 0
+    """Forward passes with prompts that replayed a CUDA graph of the whole model, as far
+    as the engine's adapter counts them."""
     snapshots_evicted: int = 0
     pages_evicted: int = 0
     refusals: int = 0

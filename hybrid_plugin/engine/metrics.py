@@ -43,6 +43,8 @@ _TOTALS = {
     "resumed_hit_tokens": "Tokens of resumed sequences that were restored.",
     "snapshots_taken": "State snapshots that entered the prefix cache.",
     "interior_snapshots": "State snapshots that a forward pass wrote without a pause.",
+    "graph_passes": "Passes with prompts that replayed a CUDA graph of the whole model "
+    "(vLLM).",
     "snapshots_evicted": "State snapshots that left it for want of room.",
     "pages_evicted": "KV pages that left the prefix cache for want of room.",
     "refusals": "Admissions and growths that found no room.",

@@ -972,6 +972,7 @@ DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 GRAPH_CANDIDATES = f"{_GRAPHS}:ModelCudaGraphManager._init_candidates"
 GRAPH_CAPTURE = f"{_GRAPHS}:CudaGraphManager.capture"
+GRAPH_REPLAY = f"{_GRAPHS}:ModelCudaGraphManager.run_fullgraph"
 PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
     HookPoint(
         GRAPH_CANDIDATES,
@@ -1001,6 +1002,7 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
         closed=True,
     ),
     HookPoint(f"{_GRAPHS}:CudaGraphManager.dispatch", mentions=("_candidates",)),
+    HookPoint(GRAPH_REPLAY, ("self", "desc"), closed=True, own=True),
     *_fields(
         f"{_GRAPHS}:BatchExecutionDescriptor",
         "cg_mode",

@@ -399,6 +399,7 @@ class HybridKVCacheManager:
     def new_measurements(self, report: Report) -> None:
         """Note what a worker has measured."""
         self.cache.broker.stats.device_seconds = report.move_seconds
+        self.cache.stats.graph_passes = report.graph_passes
         if self.cache.host is not None:
             self.cache.host.stats.wait_seconds = report.wait_seconds
         rates = self.cache.rates

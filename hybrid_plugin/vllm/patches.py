@@ -679,8 +679,15 @@ def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
 
         graph_times.capture(original, *args)
 
+    def replay(original: Callable[..., Any], manager: Any, desc: Any) -> Any:
+        from hybrid_plugin.vllm.kernels import prefill_graphs
+
+        prefill_graphs.count(manager, desc)
+        return original(manager, desc)
+
     wrap(contracts.GRAPH_CANDIDATES, candidates)
     wrap(contracts.GRAPH_CAPTURE, capture_and_time)
+    wrap(contracts.GRAPH_REPLAY, replay)
     _patch_attention_in_graphs()
     for mixer in mixers:
         for builder in contracts.BUILDERS[mixer]:

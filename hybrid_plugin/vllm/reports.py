@@ -39,6 +39,8 @@ class Report:
     outcomes: tuple[Outcome, ...] = ()
     """Of writes, fetches and offers, on which all ranks agree, since the last report.
     """
+    graph_passes: int = 0
+    """With prompts, that replayed a CUDA graph of the whole model."""
     wait_seconds: float = 0.0
     """For which the device has waited for copies to and from host memory."""
 

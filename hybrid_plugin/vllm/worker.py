@@ -353,6 +353,7 @@ class RunsCommands:
             peers=self._ranks.peers,
             store=self._ranks.store,
             weight_updates=0 if self._tiers is None else self._tiers.updates,
+            graph_passes=self._layers.replayed,
             outcomes=tuple(self._outcomes),
         )
 

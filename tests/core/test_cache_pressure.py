@@ -284,6 +284,7 @@ def test_stats_of_a_first_and_a_second_turn() -> None:
         "resumed_hit_tokens": 0,
         "snapshots_taken": 2,
         "interior_snapshots": 0,
+        "graph_passes": 0,
         "snapshots_evicted": 0,
         "pages_evicted": 0,
         "refusals": 0,

@@ -40,13 +40,13 @@ class VllmEngine:
         """Load a model, with the plugin."""
         from vllm import LLM
 
-        given: dict[str, Any] = {"dtype": "float32"} | _of_device(model)
+        given: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": STEP}
+        given |= _of_device(model)
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
-            max_num_batched_tokens=STEP,
             kv_cache_memory_bytes=64 << 20,
             disable_log_stats=True,
             **given | arguments,

@@ -70,19 +70,19 @@ def serve(engine: Engine, kind: Kind, checkpoint: Path) -> Found:
         found.distinct[phase] = len({token for answer in answers for token in answer})
 
     def second_turns(phase: str) -> Tokens:
-        more = _prompts(3, [20] * CROWD)
+        more = prompts_of(3, [20] * CROWD)
         turns = zip(*asked[phase], more, strict=False)
         return [prompt + answer + new for prompt, answer, new in turns]
 
-    first = _prompts(1, TURNS)
+    first = prompts_of(1, TURNS)
     ask("first", first)
     ask("second", second_turns("first"))
-    common = _prompts(2, [SHARED])[0]
-    for number, end in enumerate(_prompts(4, [30] * 3)):
+    common = prompts_of(2, [SHARED])[0]
+    for number, end in enumerate(prompts_of(4, [30] * 3)):
         ask(f"shared {number}", [common + end])
     before = engine.stats()
     with engine.pressure():
-        ask("crowd", _prompts(5, [100] * CROWD), CROWD_ANSWER)
+        ask("crowd", prompts_of(5, [100] * CROWD), CROWD_ANSWER)
     found.stats = engine.stats() | {"before": before}
     ask("crowd again", second_turns("crowd"))
     engine.forget()
@@ -135,6 +135,7 @@ def zeroed_copies(pool: str) -> Iterator[None]:
         HybridCache.drain_commands = drain  # type: ignore[method-assign]
 
 
-def _prompts(seed: int, lengths: Sequence[int]) -> Tokens:
+def prompts_of(seed: int, lengths: Sequence[int]) -> Tokens:
+    """Random ones, the same for a seed."""
     rng = random.Random(seed)
     return [[rng.randrange(3, 250) for _ in range(length)] for length in lengths]

@@ -331,6 +331,8 @@ def test_reports_reach_the_rates() -> None:
     assert of.cache.broker.stats.device_seconds == 2.5
     assert rates.prefill_seconds_per_token == 0.25
     assert rates.load_bytes_per_second == 1e3, "what was measured stays"
+    of.new_measurements(Report(graph_passes=3))
+    assert of.cache.stats.graph_passes == 3
 
 
 # -------------------------------------------------------------------- planning

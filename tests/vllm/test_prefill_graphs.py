@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -198,6 +199,21 @@ def test_what_fits_none_runs_in_pieces_or_alone() -> None:
     decodes_only, _ = manager_with(CUDAGraphMode.FULL_DECODE_ONLY)
     assert found_by(decodes_only, 1, 40)[:2] == (CUDAGraphMode.FULL, 64)
     assert found_by(decodes_only, 2, 2049)[0] == CUDAGraphMode.NONE
+
+
+def test_replays_with_prompts_are_counted() -> None:
+    manager, found = manager_with()
+    graphs = manager._capture_descs[CUDAGraphMode.FULL]
+    nothing = SimpleNamespace(replay=lambda: None)
+    fake: Any = manager
+    fake.graphs = dict.fromkeys(graphs, nothing)
+    fake.is_last_pp_rank, fake.use_aux_hidden_state_outputs = True, False
+    fake.hidden_states = torch.zeros(2048, 1)
+    manager.run_fullgraph(manager.dispatch(4, 4, 1, 0))
+    assert found.replayed == 0
+    manager.run_fullgraph(manager.dispatch(1, 40, None, 0))
+    manager.run_fullgraph(manager.dispatch(12, 65, None, 0))
+    assert found.replayed == 2
 
 
 def test_there_are_graphs_longer_than_those_of_vllm() -> None:

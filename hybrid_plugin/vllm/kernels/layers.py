@@ -127,6 +127,8 @@ class StateLayers:
         """What the next pass keeps; None where passes keep nothing."""
         self.graphs: GraphLimits | None = None
         """Of graphs with prefills; None where vLLM captures none."""
+        self.replayed = 0
+        """Passes that replayed one of those."""
         self.wants_graphs: bool | None = False
         """Whether passes with prefills are to replay CUDA graphs; None if they may."""
         self.drafts = drafts

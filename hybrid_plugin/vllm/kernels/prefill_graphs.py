@@ -167,6 +167,20 @@ def add(manager: Any) -> None:
     found.graphs = limits
 
 
+def count(manager: Any, graph: Any) -> None:
+    """Count a graph that is about to be replayed, if it is one with prefills.
+
+    Args:
+        manager: vLLM's `ModelCudaGraphManager`.
+        graph: its description.
+    """
+    found = layers.all_of(manager.vllm_config)
+    if found is None or found.graphs is None:
+        return
+    if found.graphs.hold(graph.num_reqs, graph.num_tokens):
+        found.replayed += 1
+
+
 def doublings(sizes: Sequence[int]) -> list[int]:
     """The sizes of graphs with prefills, rising: one for each doubling, from `TILE` on.
 
