@@ -6,7 +6,8 @@ same apart from its factors; Jamba on our class beside vLLM's own, and in SGLang
 has none, by itself.  The plugin serves these, with its automatic choice of kernels, so
 that nothing but the class differs.  The engine's own class runs once more without the
 plugin, with the engine's prefix cache.  Where `--only` names it, our class runs once
-more with `"kernels": "ours"`, so that its passes keep states.  Weights are dummies.
+more with `"kernels": "ours"`, so that its passes keep states, and in vLLM short prompts
+replay CUDA graphs; and there once more without these graphs.  Weights are dummies.
 Engines take turns, as in `vllm_prefix`.
 
     python -m benchmarks.model_classes --engine vllm --out benchmarks/results/x
@@ -29,7 +30,7 @@ from benchmarks import rounds
 from benchmarks.drafts import sides
 from benchmarks.drafts.served import START_LIMIT_S, answer_until_closed
 from benchmarks.drafts.table import COLUMNS, STEADY
-from benchmarks.drafts.traffic import SCALES, workloads
+from benchmarks.drafts.traffic import DECODE, SCALES, workloads
 from benchmarks.elastic import stop_or_kill
 from benchmarks.elastic_engine import Limit
 from benchmarks.low_load.table import failures, header, row, spread, times
@@ -42,6 +43,7 @@ from benchmarks.rounds import check_known
 
 GPU_MIB, CPU_MIB = 10 << 10, 64
 """On a GPU all of 128 sequences fit."""
+ALONE = f"{DECODE} 1"
 COMPARED = ("tokens/s", "TTFT p50 ms", "request ms", "step ms")
 
 
@@ -166,18 +168,34 @@ def table(results: dict[str, Any], order: Sequence[str]) -> Iterator[str]:
     compared = [c for c in COLUMNS if c.name in COMPARED]
     yield "\nOur class, to the engine's own with the plugin and alone:\n"
     yield from header(["workload", "side", "to", *(c.name for c in compared)])
+    pairs = [pair for one in COMPARISONS.values() for pair in one.pairs()]
     for workload in order:
-        for one in COMPARISONS.values():
-            for other in one.compared:
-                if not results.keys() >= {one.ours, other}:
-                    continue
-                ours, theirs = (
-                    rounds_of(results, side, workload) for side in (one.ours, other)
-                )
-                if ours and theirs:
-                    cells = [times(ours, theirs, c.value) for c in compared]
-                    yield row([workload, one.ours, other, *cells])
+        for one, other in pairs:
+            if not results.keys() >= {one, other}:
+                continue
+            ours, theirs = (rounds_of(results, side, workload) for side in (one, other))
+            if ours and theirs:
+                cells = [times(ours, theirs, c.value) for c in compared]
+                yield row([workload, one, other, *cells])
+    yield from first_tokens(results)
     yield from failures(results)
+
+
+def first_tokens(results: dict[str, Any]) -> Iterator[str]:
+    """How long a short prompt takes that comes alone.
+
+    Args:
+        results: by side, as `Side.result` gives them.
+    """
+    found = {side: rounds_of(results, side, ALONE) for side in results}
+    found = {side: rounds for side, rounds in found.items() if rounds}
+    if not found:
+        return
+    shown = [c for c in COLUMNS if c.name.startswith("TTFT")]
+    yield f"\nThe first token of one prompt (`{ALONE}`):\n"
+    yield from header(["side", *(c.name for c in shown)])
+    for side, every in found.items():
+        yield row([side, *(spread([c.value(r) for r in every], 1) for c in shown)])
 
 
 def parse() -> argparse.Namespace:

@@ -7,7 +7,7 @@ Sizes are those of the published configurations; weights are dummies.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,16 @@ class Class:
     """Whether the plugin serves it; the engine's own prefix cache does otherwise."""
     kernels: str = "auto"
     """As the option of that name."""
+    graphs: bool | None = None
+    """As vLLM's option `prefill_graphs`: SGLang captures no prompts of our classes."""
 
     def options(self, engine: str) -> dict[str, Any]:
         """Of the plugin."""
-        found = {} if self.kernels == "auto" else {"kernels": self.kernels}
+        found: dict[str, Any] = {}
+        if self.kernels != "auto":
+            found["kernels"] = self.kernels
+        if self.graphs is not None and engine == "vllm":
+            found["prefill_graphs"] = self.graphs
         if engine not in self.ours_in:
             return found
         return found | {"models": list(self.shape["architectures"])}
@@ -55,6 +61,12 @@ class Comparison:
     def compared(self) -> tuple[str, ...]:
         """All that ours may be compared with."""
         return *self.others, *self.named
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Each side of our class, and one that it is compared with."""
+        for number, one in enumerate((self.ours, *self.named)):
+            for other in (*self.others, *self.named[number:]):
+                yield one, other
 
     def sides(self, engine: str, *, named: bool = False) -> tuple[str, ...]:
         """Those that an engine has a class for, ours first.
@@ -152,10 +164,13 @@ _SMALL_JAMBA = {**_SMALL, "intermediate_size": 256, "mamba_dt_rank": 8}
 _ALONE = "the engine alone"
 OUR_BAMBA, GRANITE = "Bamba, our class", "Granite-4 in Bamba's sizes, the engine's"
 GRANITE_ALONE = f"Granite-4 in Bamba's sizes, {_ALONE}"
-KEEPING_BAMBA = f"{OUR_BAMBA}, states kept inside passes"
+_KEEPING, _EAGER = "states kept inside passes", "prompts without graphs"
+KEEPING_BAMBA = f"{OUR_BAMBA}, {_KEEPING}"
+EAGER_BAMBA = f"{KEEPING_BAMBA}, {_EAGER}"
 OUR_JAMBA, THEIR_JAMBA = "Jamba, our class", "Jamba, the engine's"
 JAMBA_ALONE = f"Jamba, {_ALONE}"
-KEEPING_JAMBA = f"{OUR_JAMBA}, states kept inside passes"
+KEEPING_JAMBA = f"{OUR_JAMBA}, {_KEEPING}"
+EAGER_JAMBA = f"{KEEPING_JAMBA}, {_EAGER}"
 _BAMBA_CLASS = Class(
     "bamba", _BAMBA, {**_SMALL, **_SMALL_MAMBA_2, "intermediate_size": 256}
 )
@@ -165,21 +180,31 @@ _GRANITE_CLASS = Class(
     {**_SMALL, **_SMALL_MAMBA_2, "shared_intermediate_size": 256},
 )
 _JAMBA_CLASS = Class("jamba", _JAMBA, _SMALL_JAMBA)
+_KEEPING_BAMBA = replace(_BAMBA_CLASS, kernels="ours", graphs=True)
+_OUR_JAMBA = replace(_JAMBA_CLASS, ours_in=("vllm",))
+_KEEPING_JAMBA = replace(_OUR_JAMBA, kernels="ours", graphs=True)
+_WITHOUT: dict[str, Any] = {"graphs": False, "engines": ("vllm",)}
 # SGLang has no class for it.
 _THEIR_JAMBA = replace(_JAMBA_CLASS, engines=("vllm",))
 CLASSES = {
     OUR_BAMBA: _BAMBA_CLASS,
     GRANITE: _GRANITE_CLASS,
     GRANITE_ALONE: replace(_GRANITE_CLASS, plugin=False),
-    KEEPING_BAMBA: replace(_BAMBA_CLASS, kernels="ours"),
-    OUR_JAMBA: replace(_JAMBA_CLASS, ours_in=("vllm",)),
-    KEEPING_JAMBA: replace(_JAMBA_CLASS, ours_in=("vllm",), kernels="ours"),
+    KEEPING_BAMBA: _KEEPING_BAMBA,
+    EAGER_BAMBA: replace(_KEEPING_BAMBA, **_WITHOUT),
+    OUR_JAMBA: _OUR_JAMBA,
+    KEEPING_JAMBA: _KEEPING_JAMBA,
+    EAGER_JAMBA: replace(_KEEPING_JAMBA, **_WITHOUT),
     THEIR_JAMBA: _THEIR_JAMBA,
     JAMBA_ALONE: replace(_THEIR_JAMBA, plugin=False),
 }
 COMPARISONS = {
-    "bamba": Comparison(OUR_BAMBA, (GRANITE, GRANITE_ALONE), (KEEPING_BAMBA,)),
-    "jamba": Comparison(OUR_JAMBA, (THEIR_JAMBA, JAMBA_ALONE), (KEEPING_JAMBA,)),
+    "bamba": Comparison(
+        OUR_BAMBA, (GRANITE, GRANITE_ALONE), (KEEPING_BAMBA, EAGER_BAMBA)
+    ),
+    "jamba": Comparison(
+        OUR_JAMBA, (THEIR_JAMBA, JAMBA_ALONE), (KEEPING_JAMBA, EAGER_JAMBA)
+    ),
 }
 
 
