@@ -57,9 +57,10 @@ def measured(engine: VllmEngine) -> dict[str, Any]:
 @contextmanager
 def prompts_without_graphs() -> Iterator[None]:
     """No pass with prompts is one of a graph's, nor described as such."""
-    from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
 
     dispatch, hold = CudaGraphManager.dispatch, GraphLimits.hold
 

@@ -6,6 +6,7 @@ A read of the device has nothing to read there, and fails.  Kernels are not laun
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -37,8 +38,7 @@ class _NothingFromTheHost(TorchDispatchMode):
 @contextmanager
 def captured(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     """What runs here may be in a graph; yields names and grids of its kernels."""
-    from triton.runtime.jit import KernelInterface
-
+    kernels: Any = importlib.import_module("triton.runtime.jit")
     launches: list[tuple[str, Any]] = []
 
     def launcher(kernel: Any, grid: Any) -> Any:
@@ -46,7 +46,7 @@ def captured(patch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
         return lambda *_, **__: launches.append((name, grid))
 
     with patch.context() as patched, _NothingFromTheHost():
-        patched.setattr(KernelInterface, "__getitem__", launcher)
+        patched.setattr(kernels.KernelInterface, "__getitem__", launcher)
         yield launches
 
 

@@ -30,6 +30,7 @@ from transformers import BambaConfig
 from hybrid_plugin.config import ENABLE_VARIABLE, OPTIONS_VARIABLE, ConfigError
 from hybrid_plugin.sglang import activation, addressing
 from hybrid_plugin.upstream.hookpoints import HookPoint
+from tests.sglang.kernel_passes import Row, backend_of, batch_of, pools_of
 
 OURS = "BambaForCausalLM"
 BAMBA: dict[str, Any] = {
@@ -328,6 +329,31 @@ def test_a_model_that_captures_no_prefills_has_no_layers_in_graphs(
 @pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
 def test_no_class_captures_prefills(entry: Any) -> None:
     assert not entry.load().captures_prefills
+
+
+def test_a_pass_with_prompts_reads_no_slots_from_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registration._choose_by_options()
+    (spec,) = {
+        (one.backend_class_name, one.hybrid_backend_class_name)
+        for one in hybrids._LINEAR_ATTN_MODEL_REGISTRY
+    }
+    found = hybrids.import_backend_class(spec[0])
+    backend = backend_of(found, pools_of((4, 3), (4, 2)))
+    backend._cache_indices_buf = None
+
+    batch = batch_of([Row(3, 100, 70), Row(1, 0, 66)])
+
+    def read(_: torch.Tensor) -> list[int]:
+        raise AssertionError("the pass before has to end first")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    monkeypatch.setattr(torch.Tensor, "item", read)
+    backend.init_forward_metadata(batch)
+    handle = backend.conv_state_metadata(0, batch)
+    monkeypatch.undo()
+    assert handle.cache_indices.tolist() == [3, 1]
 
 
 def test_attention_over_another_layers_keys_writes_none(

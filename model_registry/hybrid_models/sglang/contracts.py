@@ -207,6 +207,11 @@ STATE_HOOKS: tuple[Contract, ...] = (
         ("self", "layer_id", "forward_batch"),
         mentions=("mamba2_layer_cache", "cache_indices"),
     ),
+    HookPoint(f"{_SHORT_CONV}:ShortConvAttnBackend.needs_extend_host_mirrors"),
+    HookPoint(
+        f"{_SHORT_CONV}:ShortConvAttnBackend.init_forward_metadata",
+        mentions=("needs_extend_host_mirrors",),
+    ),
     HookPoint(f"{_SHORT_CONV}:ShortConvMetadata.cache_indices"),
     HookPoint(f"{_SHORT_CONV}:ShortConvMetadata.layer_cache"),
     HookPoint(

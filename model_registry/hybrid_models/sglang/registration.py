@@ -120,8 +120,7 @@ def _register_config(entry: Entry) -> None:
         LinearAttnModelSpec(
             config_class=config,
             arch_names=[entry.name],
-            backend_class_name=f"{_BACKENDS}.linear.short_conv_backend"
-            ".ShortConvAttnBackend",
+            backend_class_name="hybrid_models.sglang.backend.StateBackend",
             hybrid_backend_class_name=f"{_BACKENDS}.hybrid_linear_attn_backend"
             ".ShortConvHybridAttnBackend",
         )
