@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -58,6 +58,11 @@ class VllmEngine:
         found: list[str] = self._llm.apply_model(_module)
         assert len(set(found)) == 1, found
         return found[0]
+
+    def apply(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What a function gives of the model, on each rank."""
+        found: list[Any] = self._llm.apply_model(function)
+        return found
 
     def kinds_of_linear_layers(self) -> list[str]:
         """How vLLM computes them: the names of their methods."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short prompts of our model classes in CUDA graphs of the whole model, on a GPU.
+"""Short prompts of our model classes in CUDA graphs of the whole model.
 
-`pytest -s` shows how many passes replayed one, and how long first tokens took.
+On a GPU `pytest -s` shows how many passes replayed one, and how long first tokens took.
+A CPU has no graphs: there passes are described as theirs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ from tests.engines.model_findings import ROUNDING, check
 from tests.engines.model_graph_phases_vllm import LENGTHS
 from tests.engines.phases import run_phases
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not ON_GPU, reason="a CPU has no graphs"),
-]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("kind", ["bamba", "jamba"])
@@ -40,8 +38,9 @@ def test_prompts_in_graphs_are_answered_as_without(kind: str, tmp_path: Path) ->
             f"worst answer {max(run['gaps']):.6f} nats"
         )
     print(f"{kind}: {alike} of {len(inside['answers'])} answers are equal")
-    assert "passes with prefills of up to" in finding.log
-    assert inside["passes"] >= len(LENGTHS), "prompts replayed no graphs"
+    if ON_GPU:
+        assert "passes with prefills of up to" in finding.log
+        assert inside["passes"] >= len(LENGTHS), "prompts replayed no graphs"
     assert outside["passes"] == 0
     assert max(inside["gaps"]) < ROUNDING and max(outside["gaps"]) < ROUNDING
     assert alike >= len(inside["answers"]) - 1, "not for rounding alone"
