@@ -27,8 +27,10 @@ from hybrid_plugin.mixers import mamba2, selective
 from hybrid_plugin.mixers.mixing import mix
 from hybrid_plugin.vllm import patches
 from hybrid_plugin.vllm.kernels import layers, passes
-from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
+from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
 from hybrid_plugin.vllm.kernels.layers import StateLayers
+from hybrid_plugin.vllm.kernels.passes import DecodeSlots
+from tests.models.on_meta import META, captured
 from tests.vllm.kernel_passes import SLOTS, Row, common_of, short_conv_builder
 from tests.vllm.test_fixed_shape import LIMITS, PADDING, PASSES
 
@@ -214,3 +216,23 @@ def test_a_graph_finds_every_pass_where_it_was_captured(make: Make) -> None:
         assert one.data_ptr() == other.data_ptr() and one.shape == other.shape
     assert layers.captures_prefills(engine.builder, common_of(dummy))
     assert not layers.captures_prefills(engine.builder, common_of(dummy[:2]))
+
+
+def test_describing_a_pass_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without data there is nothing to read."""
+    given = common_of([Row(3, 70, 1, in_prompt=False), Row(5, 0, 40), PADDING])
+    common = replace(
+        given,
+        num_actual_tokens=64,
+        **{
+            name: getattr(given, name).to(META)
+            for name in ("query_start_loc", "seq_lens", "block_table_tensor")
+        },
+    )
+    tables, room = PrefillTables(LIMITS, META), DecodeSlots(8, META)
+    metadata = SimpleNamespace(num_decodes=1)
+    with captured(monkeypatch):
+        found = passes.describe(common, metadata, room, None, tables=tables)
+    assert found.tokens == 64 and found.padding is not None
+    assert found.padding.shape == (64,) and found.padding.device == META
+    assert found.prefills is not None and len(found.prefills.slots) == 3
