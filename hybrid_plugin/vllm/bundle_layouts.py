@@ -30,7 +30,7 @@ from hybrid_plugin.tiers.bundle import Layouts
 from hybrid_plugin.tiers.row_layout import ITEM_BYTES, Field, RowLayout
 from hybrid_plugin.tiers.vllm_fields import PageOrder
 from hybrid_plugin.vllm.planning import HybridKVCacheConfig, PoolTensor
-from hybrid_plugin.vllm.specs import LatentPageSpec, LatentWindowPageSpec
+from hybrid_plugin.vllm.specs import LatentPageSpec, LatentWindowPageSpec, SlotSpec
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
@@ -198,8 +198,11 @@ def _is_plain(spec: Any) -> bool:
 
 
 def _state_fields(layer: PlacedLayer) -> list[Field] | None:
-    """What a state layer keeps; None for a kind that nobody here knows."""
+    """What a state layer keeps; None for a kind that nobody here knows, and for rings,
+    which nobody else has."""
     spec: Any = layer.spec
+    if not isinstance(spec, SlotSpec):
+        return None
     kind, shapes = spec.mamba_type, spec.shapes
     dtypes = [_dtype(dtype) for dtype in spec.dtypes]
     if not ITEM_BYTES.keys() >= {*dtypes}:

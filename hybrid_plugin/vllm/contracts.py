@@ -230,6 +230,10 @@ PLANNING_HOOKS: tuple[Contract, ...] = (
     *_fields(f"{_SPECS}:SlidingWindowMLASpec", "bounded_replay", "model_version"),
     HookPoint(f"{_SPECS}:ChunkedLocalAttentionSpec.attention_chunk_size"),
     HookPoint(f"{_SPECS}:MambaSpec.page_size_padded"),
+    # The ring of a sequence is the block in column 0 of its table.
+    HookPoint(f"{_SPECS}:CircularBufferSpec.max_num_blocks_per_req", own=True),
+    HookPoint(f"{_SPECS}:CircularBufferSpec.uses_slot_mapping", own=True),
+    HookPoint(f"{_MANAGERS}:CircularBufferManager"),
     HookPoint(f"{_MANAGERS}:FullAttentionManager"),
     HookPoint(f"{_MANAGERS}:MambaManager"),
     HookPoint(f"{_MANAGERS}:register_all_kvcache_specs", ("vllm_config",)),

@@ -51,7 +51,7 @@ class ModelSources:
     def kinds_without_pools(self, module: str) -> list[str]:
         """As `servable.unknown_kinds`."""
         called = set(servable.called_in(self._files(module)))
-        return servable.without_pools(called & self.kinds_of_caches)
+        return servable.without_pools(called & self.kinds_of_caches, module)
 
     @cached_property
     def kinds_of_caches(self) -> frozenset[str]:

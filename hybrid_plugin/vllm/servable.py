@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine import untried
+from hybrid_plugin.vllm import rings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +36,8 @@ KINDS_WITH_POOLS = frozenset(
         "MambaSpec",
     }
 )
-"""Names of vLLM's cache specs that `specs.to_pool_spec` knows a pool for."""
+"""Names of vLLM's cache specs that `specs.to_pool_spec` knows a pool for, besides that
+of rings, which are not served of every model."""
 
 _NO_CACHE = frozenset(
     {"KVCacheSpec", "AttentionSpec", "EncoderOnlyAttentionSpec", "CrossAttentionSpec"}
@@ -72,12 +74,16 @@ class StockSpecs(dict[str, "KVCacheSpec"]):
 def obstacles(vllm_config: VllmConfig) -> Iterator[str]:
     """Sentences about what the model needs and the plugin has not, if known early."""
     model = vllm_config.model_config
-    unknown = unknown_kinds(_module_of(vllm_config))
+    module = _module_of(vllm_config)
+    kinds = _built_by(module)
+    unknown = without_pools(kinds, module)
     if unknown:
         yield (
             f"{model.architecture} keeps caches of the kind {unknown[0]}, which is not "
             "supported yet; HYBRID_PLUGIN=0 leaves the model to vLLM."
         )
+    elif rings.KIND in kinds and vllm_config.speculative_config is not None:
+        yield rings.NO_DRAFTS
     if _is_misread(vllm_config):
         yield (
             "vLLM's attention on CPUs misreads KV of this type; drop --kv-cache-dtype."
@@ -133,12 +139,18 @@ def unknown_kinds(module: str | None) -> list[str]:
     Args:
         module: where vLLM finds the model's class; None if that is not known.
     """
-    return without_pools(_built_by(module))
+    return without_pools(_built_by(module), module)
 
 
-def without_pools(kinds: Set[str]) -> list[str]:
-    """Names, of those of cache specs, that nothing has pools for."""
-    return sorted(kinds - KINDS_WITH_POOLS - _NO_CACHE)
+def without_pools(kinds: Set[str], module: str | None) -> list[str]:
+    """Names, of those of cache specs, that nothing has pools for.
+
+    Args:
+        kinds: names of specs that a model's module constructs.
+        module: its name.
+    """
+    served = {rings.KIND} if rings.are_served(module) else set()
+    return sorted(kinds - KINDS_WITH_POOLS - _NO_CACHE - served)
 
 
 def find_out(
@@ -164,7 +176,11 @@ def find_out(
         page_size.choose(vllm_config)
         found = dict(specs())
         planning.make_groups(found, context_parallel.page_ranks(vllm_config))
-        return serving.obstacle_of_layers(vllm_config, found)
+        return serving.obstacle_of_layers(vllm_config, found) or rings.obstacle(
+            vllm_config.compilation_config.static_forward_context,
+            found,
+            drafts=vllm_config.speculative_config is not None,
+        )
     except UnservableError as error:
         return str(error)
     finally:

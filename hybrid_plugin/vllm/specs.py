@@ -14,12 +14,14 @@ from typing import Any, NoReturn
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.core.single_type_kv_cache_manager import (
+    CircularBufferManager,
     FullAttentionManager,
     MambaManager,
     register_all_kvcache_specs,
 )
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -73,6 +75,11 @@ class _NoSlotManager(MambaManager):
         _refuse(kv_cache_spec)
 
 
+class _NoRingManager(CircularBufferManager):
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse(kv_cache_spec)
+
+
 @register_kv_cache_spec(
     manager_class=_NoPageManager, uniform_type_base_spec=FullAttentionSpec
 )
@@ -119,6 +126,17 @@ class SlotSpec(MambaSpec):
     """States of one state layer, a part of every slot of the state pool."""
 
 
+@register_kv_cache_spec(
+    manager_class=_NoRingManager, uniform_type_base_spec=CircularBufferSpec
+)
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(CircularBufferSpec):
+    """Tokens of one layer that no index key stands for yet, a part of every slot.
+
+    Column 0 of its block table is the slot, as of state layers'.
+    """
+
+
 _OURS: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
     FullAttentionSpec: PageSpec,
     MLAAttentionSpec: LatentPageSpec,
@@ -126,6 +144,7 @@ _OURS: dict[type[KVCacheSpec], type[KVCacheSpec]] = {
     SlidingWindowMLASpec: LatentWindowPageSpec,
     ChunkedLocalAttentionSpec: ChunkPageSpec,
     MambaSpec: SlotSpec,
+    CircularBufferSpec: RingSpec,
 }
 
 
@@ -167,7 +186,7 @@ def to_pool_spec(layer: str, spec: KVCacheSpec, page_ranks: int = 1) -> KVCacheS
 
 
 def window_of(spec: KVCacheSpec) -> AttentionWindow | None:
-    """How far back the layers of a spec of ours look; None for state layers."""
+    """How far back the layers of a spec of ours look; None for what is in slots."""
     if isinstance(spec, SlidingWindowSpec):
         return SlidingWindow(spec.sliding_window)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -185,6 +204,7 @@ __all__ = [
     "LatentPageSpec",
     "LatentWindowPageSpec",
     "PageSpec",
+    "RingSpec",
     "SlotSpec",
     "WindowPageSpec",
     "is_page_spec",

@@ -395,6 +395,37 @@ def _add_glm5_next_head(tensors: Tensors, layer: int, text: dict[str, Any]) -> N
 _GATED = ("gate", "up")
 
 
+QWEN4_EXP: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_count": 2,
+    "hc_lowrank": 16,
+    "ple_layer_ids": [1, 3],
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 500,
+    "split_ngram_parts": 2,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "silu",
+    "tie_word_embeddings": False,
+}
+"""Its text model, but for how it turns positions.  Releases of transformers disagree on
+what its attention layers are called, and all take the published name."""
+
+
 def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
     """Write a Qwen4-Exp (gated delta nets, sparse attention, n-gram embeddings): small.
 
@@ -402,36 +433,10 @@ def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
     """
     from transformers import Qwen4ExpConfig
 
-    kinds = ["linear_attention", "indexed_attention"] * 2
     text = {
-        **SMALL,
-        "num_hidden_layers": len(kinds),
-        "layer_types": kinds,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "hc_count": 2,
-        "hc_lowrank": 16,
-        "ple_layer_ids": [1, 3],
-        "ngram_size": 3,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 500,
-        "split_ngram_parts": 2,
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 32,
-        "indexer_budget": 64,
-        "indexer_compress_ratio": 4,
-        "output_gate_type": "silu",
-        "tie_word_embeddings": False,
+        **QWEN4_EXP,
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
+            **ROPE,
             "partial_rotary_factor": 0.5,
             "mrope_section": [4, 2, 2],
             "mrope_interleaved": True,
@@ -446,6 +451,26 @@ def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
     }
     config = Qwen4ExpConfig(text_config=text, vision_config=vision)
     return write_with_images(config, folder, seed, {"full_attention_interval": 2})
+
+
+def write_qwen4_exp_text(folder: Path, seed: int = 0) -> Path:
+    """Write its text model alone, with heads as wide as published.
+
+    vLLM's kernels want them so.  A query reads 64 index keys.
+    """
+    from transformers import Qwen4ExpTextConfig
+
+    wide = {
+        "hidden_size": 256,
+        "head_dim": 128,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "hc_count": 4,
+        "indexer_head_dim": 128,
+        "indexer_budget": 256,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+    }
+    return _write(Qwen4ExpTextConfig(**QWEN4_EXP | wide), folder, seed)
 
 
 def write_minimax(folder: Path, seed: int = 0) -> Path:

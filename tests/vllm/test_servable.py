@@ -38,6 +38,7 @@ from hybrid_plugin.vllm import (
     outlook,
     page_size,
     patches,
+    rings,
     servable,
     specs,
 )
@@ -89,7 +90,8 @@ def _hybrid_architectures() -> dict[str, str]:
 
 
 def test_every_kind_with_a_pool_is_named() -> None:
-    assert {kind.__name__ for kind in specs._OURS} == servable.KINDS_WITH_POOLS
+    named = servable.KINDS_WITH_POOLS | {rings.KIND}
+    assert {kind.__name__ for kind in specs._OURS} == named
 
 
 def test_side_caches_are_seen_in_the_source_of_every_hybrid_model() -> None:

@@ -98,6 +98,7 @@ class StateLayers:
         drafts: int = 0,
         recorded_rows: int = 0,
         round_states: bool = False,
+        has_others: bool = False,
     ) -> None:
         """Decide whose kernels run each layer.
 
@@ -114,6 +115,8 @@ class StateLayers:
                 in a column of its own.
             round_states: whether passes round running states as slots do, so that
                 bits do not depend on where a sequence goes on.
+            has_others: whether other layers keep something in slots, too, which no
+                kernels of ours can run.
 
         Raises:
             ConfigError: if ours are demanded for a layer that they cannot run, or
@@ -134,7 +137,7 @@ class StateLayers:
         self.drafts = drafts
         self.round_states = round_states
         self._ours: dict[str, OurKernels] = {}
-        self._count = len(layers)
+        self._count = len(layers) + has_others
         for name, layer in layers.items():
             kind = kind_of(layer)
             if kind is None and option == "ours":

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.engine.kernel_choice import Mixer
-from hybrid_plugin.vllm import activation, elastic, patches
+from hybrid_plugin.vllm import activation, elastic, patches, rings
 from hybrid_plugin.vllm.kernels import prefill_graphs, records
 from hybrid_plugin.vllm.kernels.layers import StateLayers, mixer_of
 from hybrid_plugin.vllm.speculation import serving
@@ -48,6 +48,7 @@ def take_over(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> Stat
         drafts=vllm_config.num_speculative_tokens,
         recorded_rows=rows,
         round_states=options.is_deterministic,
+        has_others=rings.are_among(specs),
     )
     if options.is_deterministic and Mixer.MODEL_CLASS in found.mixers:
         raise ConfigError(
