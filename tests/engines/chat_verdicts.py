@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hybrid_plugin.core.commands import CHUNK
 from tests.engines.chats_vllm import (
@@ -22,7 +22,10 @@ from tests.engines.compare import compare
 from tests.engines.messages import Answer
 from tests.engines.phases import report
 
-RIGHT = ("first", "second", "third", "shared", "crowd", "crowd again", "first again")
+RIGHT = (
+    *("first", "second", "third", "shared", "crowd", "crowd again", "first again"),
+    *("long", "long again"),
+)
 
 
 def apart(first: Answer, second: Answer) -> float:
@@ -148,7 +151,10 @@ def _forgotten_problems(found: Found) -> Iterator[str]:
 
 
 def reported(
-    setups: Mapping[str, Setup], found: Mapping[str, Found], ranks: int
+    setups: Mapping[str, Setup],
+    found: Mapping[str, Found],
+    ranks: int,
+    more: Callable[[Found], Iterable[str]] = lambda _: (),
 ) -> int:
     """Say what is wrong with each engine, and print all as a line of JSON.
 
@@ -156,12 +162,14 @@ def reported(
         setups: by name.
         found: what came of each.
         ranks: as in `problems`.
+        more: says what is wrong besides, a phrase each.
 
     Returns:
         1 if something is wrong, 0 otherwise.
     """
     for name, setup in setups.items():
-        found[name]["wrong"] = problems(setup, found[name], ranks)
+        wrong = [*problems(setup, found[name], ranks), *more(found[name])]
+        found[name]["wrong"] = wrong
         for one in found[name]["wrong"]:
             say(f"{name} IS WRONG: {one}")
         if not found[name]["wrong"]:

@@ -85,10 +85,15 @@ class Engine:
         from vllm import LLM
 
         active = options.get("enabled", True)
-        given: dict[str, Any] = {"enforce_eager": True}
+        given: dict[str, Any] = {
+            "enforce_eager": True,
+            "max_model_len": MAX_MODEL_LEN,
+            "kv_cache_memory_bytes": 128 << 20,
+        }
         if graphs and ON_GPU:
+            del given["enforce_eager"]
             sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-            given = {"compilation_config": sizes}
+            given["compilation_config"] = sizes
         if ON_GPU:
             given |= {
                 "gpu_memory_utilization": 0.2,
@@ -98,15 +103,12 @@ class Engine:
             model=str(model),
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=8,
             max_num_batched_tokens=STEP,
-            kv_cache_memory_bytes=128 << 20,
             disable_log_stats=True,
             enable_prefix_caching=active,
             additional_config={"hybrid_plugin": dict(options)},
-            **given,
-            **arguments,
+            **given | dict(arguments),
         )
 
     def ask(self, asked: Tokens, length: int = ANSWER) -> list[Answer]:
@@ -244,20 +246,20 @@ class Reference:
     """vLLM without a cache, which answers each prompt once."""
 
     def __init__(self, model: Path, arguments: Mapping[str, Any]) -> None:
-        self._engine = Engine(model, {"enabled": False}, arguments)
+        self.engine = Engine(model, {"enabled": False}, arguments)
         self._said: dict[tuple[int, tuple[int, ...]], Answer] = {}
 
     def answers(self, asked: Asked) -> list[Answer]:
         """To the prompts of a phase."""
         keys = [(asked.length, tuple(prompt)) for prompt in asked.prompts]
         new = [key for key in dict.fromkeys(keys) if key not in self._said]
-        said = self._engine.ask([list(tokens) for _, tokens in new], asked.length)
+        said = self.engine.ask([list(tokens) for _, tokens in new], asked.length)
         self._said.update(zip(new, said, strict=True))
         return [self._said[key] for key in keys]
 
     def close(self) -> None:
         """End it."""
-        self._engine.close()
+        self.engine.close()
 
 
 def set_environment() -> None:

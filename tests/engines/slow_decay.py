@@ -454,9 +454,10 @@ def write_qwen4_exp(folder: Path, seed: int = 0) -> Path:
 
 
 def write_qwen4_exp_text(folder: Path, seed: int = 0) -> Path:
-    """Write its text model alone, with heads as wide as published.
+    """Write its text model alone, as wide as the kernels of a GPU want it.
 
-    vLLM's kernels want them so.  A query reads 64 index keys.
+    A query reads 512 index keys, as published: vLLM's kernels choose no fewer.  Every
+    token goes to all experts, or rounding would send some elsewhere.
     """
     from transformers import Qwen4ExpTextConfig
 
@@ -465,9 +466,10 @@ def write_qwen4_exp_text(folder: Path, seed: int = 0) -> Path:
         "head_dim": 128,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+        "num_experts": 2,
         "hc_count": 4,
         "indexer_head_dim": 128,
-        "indexer_budget": 256,
+        "indexer_budget": 2048,
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
     }
     return _write(Qwen4ExpTextConfig(**QWEN4_EXP | wide), folder, seed)
