@@ -463,6 +463,7 @@ def write_qwen4_exp_text(folder: Path, seed: int = 0) -> Path:
 
     wide = {
         "hidden_size": 256,
+        "num_attention_heads": 16,
         "head_dim": 128,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
