@@ -34,6 +34,7 @@ from hybrid_plugin.vllm.pool_memory import PoolMemory
 from tests.vllm.fakes import admit, ids, request
 from tests.vllm.kernel_passes import Row, common_of
 from tests.vllm.ring_caches import KEYS, PAGE, RATIO, RINGS, WIDTH, Layers
+from tests.vllm.test_servable import configuration
 
 QWEN, GLM = "vllm.models.qwen4_exp", "vllm.models.glm5next"
 PAGE_BYTES = PAGE * 2 * 8 * 2 * 2
@@ -271,7 +272,13 @@ def test_rings_of_others_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("tried")
-def test_rings_have_no_room_for_drafts() -> None:
+def test_drafts_are_refused_early_and_late() -> None:
+    """They would wait in the ring before it is known whether they count."""
     layers = Layers(drafts=2)
     found = rings.obstacle(layers.caches, layers.specs, drafts=True)
     assert found == rings.NO_DRAFTS
+    config = configuration(QWEN)
+    config.speculative_config = None
+    assert not list(servable.obstacles(config))
+    config.speculative_config = SimpleNamespace()
+    assert list(servable.obstacles(config)) == [rings.NO_DRAFTS]
