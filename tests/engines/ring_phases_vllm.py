@@ -53,7 +53,7 @@ LONG = (2603, 2890)
 BASES = (300, 97, 50, 501, 203, 410, 119, 275, 2602)
 """Prompts on which others go on, most of which end between the tokens of a key."""
 MORE = 21
-ALIKE = 0.98
+ALIKE = 0.985
 """Cosine of two index keys that stand for the same tokens."""
 ARGUMENTS: dict[str, Any] = {
     "max_model_len": 4096,

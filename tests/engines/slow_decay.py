@@ -457,7 +457,8 @@ def write_qwen4_exp_text(folder: Path, seed: int = 0) -> Path:
     """Write its text model alone, as wide as the kernels of a GPU want it.
 
     A query reads 512 index keys, as published: vLLM's kernels choose no fewer.  Every
-    token goes to all experts, or rounding would send some elsewhere.
+    token goes to all experts, or rounding would send some elsewhere.  Residual streams
+    that are mixed leave little to tell tokens by, so logits are four times as large.
     """
     from transformers import Qwen4ExpTextConfig
 
@@ -473,7 +474,9 @@ def write_qwen4_exp_text(folder: Path, seed: int = 0) -> Path:
         "indexer_budget": 2048,
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
     }
-    return _write(Qwen4ExpTextConfig(**QWEN4_EXP | wide), folder, seed)
+    _write(Qwen4ExpTextConfig(**QWEN4_EXP | wide), folder, seed)
+    _rewrite(folder, lambda tensors: tensors["lm_head.weight"].mul_(4))
+    return folder
 
 
 def write_minimax(folder: Path, seed: int = 0) -> Path:
