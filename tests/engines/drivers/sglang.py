@@ -64,13 +64,15 @@ FLAGS = (
     ),
 )
 
-IMPORTS = (
+_IMPORTS = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "tests.engines.drivers.sglang_imports",
 )
-"""What a server's processes import."""
+IMPORTS = () if ON_GPU else _IMPORTS
+"""What a server's processes import.  None on a GPU: importing them takes hold of its
+driver, which a forked process cannot use."""
 
 PREEMPTION = "overlap, preemption"
 SINGLE_TOKENS = "page of 1, no overlap"
@@ -366,7 +368,7 @@ class SglangDriver:
         return Launch(
             command,
             variables | planted(setup.fault),
-            () if setup.cold or ON_GPU else IMPORTS,
+            () if setup.cold else IMPORTS,
             RETRACTING_NOW if RETRACTING.items() <= setup.environment.items() else {},
         )
 

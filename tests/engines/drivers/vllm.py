@@ -53,7 +53,7 @@ FLAGS = (
     ),
 )
 
-IMPORTS = (
+_IMPORTS = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server",
@@ -69,7 +69,9 @@ IMPORTS = (
     "hybrid_plugin.vllm.scheduler",
     "tests.engines.drivers.vllm_imports",
 )
-"""What a server's processes import, and the models that most tests serve."""
+IMPORTS = () if ON_GPU else _IMPORTS
+"""What a server's processes import.  None on a GPU: importing them takes hold of its
+driver, which a forked process cannot use."""
 
 PREEMPTION = "smallest page, preemption"
 DOUBLE_PAGE = "double page"
@@ -350,7 +352,7 @@ class VllmDriver:
         return Launch(
             command,
             variables | planted(setup.fault, setup.pools),
-            () if setup.cold or ON_GPU else IMPORTS,
+            () if setup.cold else IMPORTS,
         )
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask) -> Answer:
