@@ -20,8 +20,6 @@ CONTEXT: Final = "context-parallelism"
 """Decode context parallelism."""
 SCALES: Final = "kv-scales"
 """KV with scales beside it, on GPUs."""
-RINGS: Final = "rings"
-"""Models in vLLM that keep tokens in a ring until an index key stands for them."""
 
 
 def is_refused(feature: str) -> bool:

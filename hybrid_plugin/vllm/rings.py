@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from hybrid_plugin.engine import untried
-
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 KIND: Final = "CircularBufferSpec"
 """Name of vLLM's spec of a ring."""
-_TAKEN_ANYWHERE: Mapping[str, str] = {"vllm.models.qwen4_exp": untried.RINGS}
-"""Packages of models whose kernels take what waits wherever a pass begins, and what
-they wait for themselves."""
+_TAKEN_ANYWHERE = ("vllm.models.qwen4_exp",)
+"""Packages of models whose kernels take what waits wherever a pass begins, as an H200
+has shown (`tests/engines/test_rings_vllm.py`)."""
 NO_DRAFTS = (
     "drafts for models that keep tokens in rings are not supported yet; drop "
     "--speculative-config."
@@ -38,10 +36,7 @@ def are_served(module: str | None) -> bool:
     Args:
         module: of vLLM, with the model's class or a layer's; None if that is not known.
     """
-    for package, feature in _TAKEN_ANYWHERE.items():
-        if f"{module}.".startswith(f"{package}."):
-            return not untried.is_refused(feature)
-    return False
+    return any(f"{module}.".startswith(f"{known}.") for known in _TAKEN_ANYWHERE)
 
 
 def are_among(specs: Mapping[str, KVCacheSpec]) -> bool:

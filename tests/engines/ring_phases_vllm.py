@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from hybrid_plugin.engine import untried
 from tests.engines.chat_verdicts import described, judged, reported, say
 from tests.engines.chats_vllm import (
     ANSWER,
@@ -295,5 +294,4 @@ def all_wrong(found: Found) -> Iterator[str]:
 if __name__ == "__main__":
     set_environment()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ[untried.TRIED] = untried.RINGS
     sys.exit(main(Path(sys.argv[1])))

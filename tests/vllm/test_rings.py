@@ -23,7 +23,6 @@ from hybrid_plugin.core.memory.elastic_plan import plan_elastic
 from hybrid_plugin.core.memory.layout import PoolSizes
 from hybrid_plugin.device import host_arena
 from hybrid_plugin.device.host_arena import HostArena
-from hybrid_plugin.engine import untried
 from hybrid_plugin.vllm import planning, rings, servable, specs
 from hybrid_plugin.vllm.bundle_identity import _kept
 from hybrid_plugin.vllm.bundle_layouts import PageForm, layouts_of
@@ -41,12 +40,6 @@ PAGE_BYTES = PAGE * 2 * 8 * 2 * 2
 KEY_BYTES = PAGE // RATIO * WIDTH * 2
 RING_BYTES = RATIO * WIDTH * 2
 BLOCK = 16 << 10
-
-
-@pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in tests on GPUs."""
-    monkeypatch.setenv(untried.TRIED, untried.RINGS)
 
 
 def config_of(layers: Layers, pages: int = 9, slots: int = 5) -> HybridKVCacheConfig:
@@ -245,22 +238,13 @@ def test_vllm_s_tables_lead_into_the_slots(monkeypatch: pytest.MonkeyPatch) -> N
 # ------------------------------------------------------------------------- served
 
 
-def test_rings_are_refused_unless_they_are_tried() -> None:
-    assert servable.unknown_kinds(QWEN) == [rings.KIND]
-    layers = Layers()
-    found = rings.obstacle(layers.caches, layers.specs, drafts=False)
-    assert found is not None and RINGS[0] in found and rings.KIND in found
-    assert rings.obstacle({}, {"state": layers.specs["state"]}, drafts=True) is None
-
-
-@pytest.mark.usefixtures("tried")
 def test_rings_of_models_whose_kernels_begin_anywhere_are_served() -> None:
     assert servable.unknown_kinds(QWEN) == []
     layers = Layers()
     assert rings.obstacle(layers.caches, layers.specs, drafts=False) is None
+    assert rings.obstacle({}, {"state": layers.specs["state"]}, drafts=True) is None
 
 
-@pytest.mark.usefixtures("tried")
 def test_rings_of_others_are_refused() -> None:
     assert servable.unknown_kinds(GLM) == [rings.KIND]
     assert not rings.are_served(None)
@@ -271,7 +255,6 @@ def test_rings_of_others_are_refused() -> None:
     assert found is not None and found.startswith("the plugin cannot serve layer ring")
 
 
-@pytest.mark.usefixtures("tried")
 def test_drafts_are_refused_early_and_late() -> None:
     """They would wait in the ring before it is known whether they count."""
     layers = Layers(drafts=2)
