@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from .bounds import Bounds, checked, entered
+from .quick_interpreter import speed_up
 
 ON_GPU = (
     "_common.operation",
@@ -128,6 +129,7 @@ def _stay_within_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     if _NO_TRITON or torch.cuda.is_available():
         return
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    speed_up(interpreter, monkeypatch)
     bounds = Bounds()
     for owner, name, mask_at in (
         (interpreter.InterpreterBuilder, "create_masked_load", 1),
