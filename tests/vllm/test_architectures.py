@@ -25,8 +25,11 @@ def sources() -> ModelSources:
     return model_sources.installed()
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_current(
+    monkeypatch: pytest.MonkeyPatch, sources: ModelSources
+) -> None:
     """`hybrid-plugin models --write docs/architectures.md` brings it up to date."""
+    monkeypatch.setattr(model_sources, "installed", lambda: sources)
     assert page.updated(PAGE.read_text(), table.of_installed_engines("vllm")) == (
         PAGE.read_text()
     )

@@ -393,12 +393,16 @@ class Rank:
 
     def check(self, tokens: Sequence[int], table: list[int]) -> None:
         """What attention layers read of these tokens is theirs."""
-        for position in range(len(tokens)):
-            place = self.place(position)
-            if place is not None:
-                column, row = place
-                found = self._kv[table[column], :, row]
-                assert bool((found == _value(tokens, position)).all()), position
+        places = {n: self.place(n) for n in range(len(tokens))}
+        held = [(n, table[at[0]], at[1]) for n, at in places.items() if at is not None]
+        if not held:
+            return
+        positions, pages, rows = zip(*held, strict=True)
+        # All at once: a look at each would take most of the test's time.
+        found = self._kv[list(pages), :, list(rows)].flatten(1)
+        expected = torch.tensor([_value(tokens, n) for n in positions])[:, None]
+        wrong = (found != expected).any(1).nonzero().flatten().tolist()
+        assert not wrong, [positions[n] for n in wrong]
 
     def write_state(self, tokens: Sequence[int], slot: int) -> None:
         """The state behind tokens."""
