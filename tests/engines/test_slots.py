@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,15 @@ def most(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(start_server: StartServer, most: Path) -> Iterator[Server]:
+def server(
+    start_server: StartServer, quick_model: dict[str, Any], most: Path
+) -> Iterator[Server]:
     with start_server(
-        "slots", options=OPTIONS, pools=POOLS, environment=counting_live(most)
+        "slots",
+        options=OPTIONS,
+        pools=POOLS,
+        environment=counting_live(most),
+        **quick_model,
     ) as running:
         yield running
 
