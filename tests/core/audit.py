@@ -11,6 +11,7 @@ from hybrid_plugin.core.cache import HybridCache
 from hybrid_plugin.core.memory.attention_windows import live_pages
 from hybrid_plugin.core.memory.id_space import IdSpace
 from hybrid_plugin.core.memory.pools import PagePool
+from hybrid_plugin.core.memory.reference_counts import SEQUENCE, TREE
 from hybrid_plugin.core.policy.aged_order import Rank
 from hybrid_plugin.core.policy.eviction import ExpectedSaving
 from hybrid_plugin.core.policy.reuse_classes import class_of
@@ -102,9 +103,13 @@ def _page_pools(cache: HybridCache) -> list[PagePool]:
 
 
 def _pool_state(pool: PagePool) -> tuple[Any, ...]:
-    references = [pool.references(page) for page in range(pool.capacity)]
     mapped = pool.ids.mapped_granules()
-    return pool.free_ids(), references, pool.free, pool.reclaimable, mapped
+    return pool.free_ids(), counts_of(pool), pool.free, pool.reclaimable, mapped
+
+
+def counts_of(pool: PagePool) -> list[int]:
+    """References to each page: those of sequences times SEQUENCE, and the tree's."""
+    return list(pool._references._counts)
 
 
 def _node_state(node: Node) -> tuple[Any, ...]:
@@ -294,13 +299,17 @@ def audit_pool(
     pool: PagePool, in_sequences: Counter[int], in_tree: Counter[int]
 ) -> None:
     """All counters of a pool agree with the owners of its pages."""
-    for page in range(pool.capacity):
-        assert pool.references(page) == (in_sequences[page], in_tree[page]), page
+    counts = [0] * pool.capacity
+    for owners, reference in ((in_sequences, SEQUENCE), (in_tree, TREE)):
+        for page, count in owners.items():
+            counts[page] += count * reference
+    assert counts_of(pool) == counts
     owned = set(in_tree) | set(in_sequences)
     assert 0 not in owned, "page 0 is nobody's"
-    assert owned <= ids_with_memory(pool.ids), "a page lies in a hole"
-    assert pool.free_ids() == sorted(ids_with_memory(pool.ids) - owned)
-    assert pool.free == len(pool.free_ids())
+    usable, free = ids_with_memory(pool.ids), pool.free_ids()
+    assert owned <= usable, "a page lies in a hole"
+    assert free == sorted(usable - owned)
+    assert pool.free == len(free)
     assert pool.in_use == len(in_sequences)
     assert pool.reclaimable == len(set(in_tree) - set(in_sequences))
     assert pool.free + pool.in_use + pool.reclaimable == pool.usable

@@ -14,11 +14,13 @@ SOAK_FACTOR = 20 if PROFILE == "soak" else 1
 _QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def machine_settings(examples: int = 300) -> settings:
+def machine_settings(examples: int = 150) -> settings:
     """Settings of a state machine; no deadline, so no timed assertion.
 
     Args:
-        examples: runs of it in CI, of some 45 steps each.
+        examples: runs of it in CI, of some 45 steps each.  Of caches that are broken
+            on purpose, the machine with elastic pools catches six by its 77th, and the
+            one with a host tier 15 by its 26th; seeded traffic finds the others.
     """
     if PROFILE == "soak":
         return settings(

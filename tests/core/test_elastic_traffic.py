@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic pools under random traffic: content, holes, budget and every invariant.
 
-120,000 seeded operations and a Hypothesis machine; broken controllers show that
+48,000 seeded operations and a Hypothesis machine; broken controllers show that
 the checks can say no.
 """
 
@@ -29,8 +29,10 @@ from tests.core.profiles import SOAK_FACTOR, machine_settings
 from tests.core.support import Tiers
 from tests.core.test_invariants import EngineMachine
 
-EPISODES = 50 * SOAK_FACTOR
+EPISODES = 20 * SOAK_FACTOR
 OPERATIONS = 600
+SEEDS = 8
+"""That caches broken on purpose are tried with: the first one catches all of them."""
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
@@ -205,7 +207,7 @@ BROKEN = [
 
 def first_failure(cache: type[HybridCache]) -> Exception:
     """What the first failing traffic fails with; fails if none does."""
-    for seed in range(40):
+    for seed in range(SEEDS):
         for page_size in (1, 4):
             traffic = seeded_traffic(seed, page_size, cache)
             try:

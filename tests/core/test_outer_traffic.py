@@ -45,7 +45,7 @@ from tests.core.traffic import (
     with_windows,
 )
 
-EPISODES = 24 * SOAK_FACTOR
+EPISODES = 15 * SOAK_FACTOR
 OPERATIONS = 400
 KINDS = ("fixed", "windows", "elastic", "elastic windows", "drafts", "elastic drafts")
 EXERCISED = (

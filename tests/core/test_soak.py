@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded traffic, without Hypothesis's overhead: 210,000 operations in CI.
+"""Seeded traffic, without Hypothesis's overhead: 105,000 operations in CI.
 
 The content of the memory is checked at every read, the bookkeeping every few
 operations.  A failure names its seed; `Traffic.seeded` replays it.
@@ -12,8 +12,8 @@ import pytest
 from tests.core.profiles import SOAK_FACTOR
 from tests.core.traffic import Traffic
 
-EPISODES = 50 * SOAK_FACTOR
-WINDOW_EPISODES = 20 * SOAK_FACTOR
+EPISODES = 25 * SOAK_FACTOR
+WINDOW_EPISODES = 10 * SOAK_FACTOR
 OPERATIONS = 600
 
 
