@@ -241,7 +241,9 @@ def test_prefills_replay_no_graphs_beside_it() -> None:
         use_v2_model_runner=True,
         model_config=SimpleNamespace(is_moe=False, multimodal_config=None),
     )
-    layers: Any = SimpleNamespace(drafts=0, is_whole=True, mixers=frozenset())
+    layers: Any = SimpleNamespace(
+        drafts=0, is_whole=True, mixers=frozenset(), uncaptured=None
+    )
     (found,) = prefill_graphs.obstacles(config, layers, "cuda")
     assert "decode context parallelism" in found
     assert prefill_graphs.are_wanted(None, config, layers, "cuda") is False
