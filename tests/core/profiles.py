@@ -8,7 +8,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
-SOAK_FACTOR = 20 if PROFILE == "soak" else 1
+SOAK_FACTOR = 50 if PROFILE == "soak" else 1
 """How much more the seeded traffic does than in CI."""
 
 _QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

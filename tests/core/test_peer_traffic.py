@@ -31,7 +31,7 @@ from tests.core.traffic import (
     with_windows,
 )
 
-EPISODES = 15 * SOAK_FACTOR
+EPISODES = 24 * SOAK_FACTOR
 OPERATIONS = 400
 KINDS = ("fixed", "windows", "elastic", "elastic windows", "drafts", "elastic drafts")
 EXERCISED = (
