@@ -21,24 +21,6 @@ EXACT = 2e-4
 """How far logits in float32 may lie apart, of logits between -10 and 10."""
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Those written so far, by kind."""
-    return {"": tmp_path_factory.mktemp("models")}
-
-
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param
-
-
-@pytest.fixture
-def checkpoint(kind: Kind, checkpoints: dict[str, Path]) -> Path:
-    if kind.name not in checkpoints:
-        checkpoints[kind.name] = kind.write(checkpoints[""] / kind.name)
-    return checkpoints[kind.name]
-
-
 def session(kind: Kind, checkpoint: Path, ranks: int = 1) -> Session:
     return Session(
         kind.entry.load(),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hybrid_plugin.mixers.fixed_prefills import FixedPrefills
-from tests.models.kinds import KINDS, Kind, find
+from tests.models.kinds import Kind, find
 from tests.models.on_meta import HostCopyError, captured, moved
 from tests.models.plain_kit import MixCall, Session
 from tests.models.test_architectures import EXACT, prompt, session
@@ -31,24 +31,6 @@ PASSES: tuple[dict[int, list[int]], ...] = (
     {3: FIRST[228:229], 5: SECOND[151:180], 1: FIRST[:1]},
 )
 """Fresh and resumed prompts, some of one token, beside steps of running sequences."""
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Those written so far, by kind."""
-    return {"": tmp_path_factory.mktemp("models")}
-
-
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param
-
-
-@pytest.fixture
-def checkpoint(kind: Kind, checkpoints: dict[str, Path]) -> Path:
-    if kind.name not in checkpoints:
-        checkpoints[kind.name] = kind.write(checkpoints[""] / kind.name)
-    return checkpoints[kind.name]
 
 
 def test_a_pass_of_a_graphs_shape_gives_the_same(kind: Kind, checkpoint: Path) -> None:

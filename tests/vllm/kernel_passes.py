@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,10 @@ class Row:
     in_prompt: bool = True
 
 
+PADDING = Row(0, 0, 0, in_prompt=False)
+"""Of a graph with more sequences than a pass."""
+
+
 def common_of(rows: Sequence[Row]) -> CommonAttentionMetadata:
     """What vLLM's runner says of a batch, sequences with one token first."""
     lengths = torch.tensor([row.length for row in rows], dtype=torch.int32)
@@ -52,6 +56,21 @@ def common_of(rows: Sequence[Row]) -> CommonAttentionMetadata:
         slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
         is_prefilling=torch.tensor([row.in_prompt for row in rows]),
     )
+
+
+def shaped(
+    rows: Sequence[Row], graph: tuple[int, int] | None
+) -> tuple[CommonAttentionMetadata, int]:
+    """What vLLM's runner says of a batch that a graph replays, and the batch's tokens.
+
+    Args:
+        rows: its sequences.
+        graph: sequences and tokens of the graph; None without one.
+    """
+    tokens = sum(row.length for row in rows)
+    count, length = graph or (len(rows), tokens)
+    padded = [*rows, *[PADDING] * (count - len(rows))]
+    return replace(common_of(padded), num_actual_tokens=length), tokens
 
 
 def config_with(layers: dict[str, Any], most: int = 8) -> Any:

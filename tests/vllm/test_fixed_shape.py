@@ -34,6 +34,7 @@ from tests.vllm.kernel_passes import (
     common_of,
     gdn_builder,
     mamba2_builder,
+    shaped,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 LIMITS = GraphLimits(most=6, tokens=250, chunks=64)
-PADDING = Row(0, 0, 0, in_prompt=False)
 CLOSE = {
     "gated_delta_net": {"rtol": 0.05, "atol": 0.02},
     "mamba2": {"rtol": 1e-4, "atol": 1e-4},
@@ -87,13 +87,10 @@ class Engine:
             seed: of its inputs.
             padded: sequences and tokens of the graph that replays it.
         """
-        tokens = sum(row.length for row in rows)
-        count, length = padded or (len(rows), tokens)
-        rows = [*rows, *[PADDING] * (count - len(rows))]
-        common = replace(common_of(rows), num_actual_tokens=length)
+        common, tokens = shaped(rows, padded)
         self.metadata = self.builder.build(0, common)
         forward = self._gdn if self.kind == "gated_delta_net" else self._mamba2
-        return forward(tokens, length, seed)[:tokens]
+        return forward(tokens, common.num_actual_tokens, seed)[:tokens]
 
     def _gdn(self, tokens: int, length: int, seed: int) -> torch.Tensor:
         mixed, b, a = (_padded(x, length) for x in gdn.inputs(tokens, seed))

@@ -31,8 +31,15 @@ from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits, PrefillTables
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 from hybrid_plugin.vllm.kernels.passes import DecodeSlots
 from tests.models.on_meta import META, captured
-from tests.vllm.kernel_passes import SLOTS, Row, common_of, short_conv_builder
-from tests.vllm.test_fixed_shape import LIMITS, PADDING, PASSES
+from tests.vllm.kernel_passes import (
+    PADDING,
+    SLOTS,
+    Row,
+    common_of,
+    shaped,
+    short_conv_builder,
+)
+from tests.vllm.test_fixed_shape import LIMITS, PASSES
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="the reference of a CPU runs the passes"
@@ -136,10 +143,8 @@ class Engine:
             seed: of its inputs.
             padded: sequences and tokens of the graph that replays it.
         """
-        tokens = sum(row.length for row in rows)
-        count, length = padded or (len(rows), tokens)
-        rows = [*rows, *[PADDING] * (count - len(rows))]
-        common = replace(common_of(rows), num_actual_tokens=length)
+        common, tokens = shaped(rows, padded)
+        length = common.num_actual_tokens
         self.metadata = self.builder.build(0, common)
         context = SimpleNamespace(attn_metadata={"layer": self.metadata})
         torch.manual_seed(seed)
