@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
 OURS, BOUND = "ours", "bound"
 _WORST = 15
+_EVEN = 0.98
+"""A ratio from which on a cache of ours counts as no worse."""
 _LITTLE = 0.01
 """Share of prompt tokens below which the best stock cache restores nothing."""
 
@@ -161,7 +163,8 @@ def _summary(found: Sequence[Point], cache: str) -> list[str]:
     ratios = [ratio for _, ratio in rated]
     if empty := _empty(found, cache):
         lines.append(f"* left out: {empty} points where no stock cache restored 1 %")
-    lines += [f"* all: geometric mean {geometric_mean(ratios):.3f}", "", "Worst:", ""]
+    lines += [f"* all: geometric mean {geometric_mean(ratios):.3f}"]
+    lines += ["", *_by_level(rated), "", "Worst:", ""]
     for point, ratio in sorted(rated, key=lambda pair: pair[1])[:_WORST]:
         best = point.best_stock
         assert best is not None
@@ -171,3 +174,14 @@ def _summary(found: Sequence[Point], cache: str) -> list[str]:
             f"against {100 * best[1]:.1f} % ({best[0]})"
         )
     return lines
+
+
+def _by_level(rated: Sequence[tuple[Point, float]]) -> Iterator[str]:
+    """How many points of each level of memory are even, and the mean of the ratios."""
+    yield f"| level | points | at least {_EVEN} | geometric mean |"
+    yield "|---:|---:|---:|---:|"
+    for level in sorted({p.level for p, _ in rated if p.level is not None}):
+        ratios = [ratio for p, ratio in rated if p.level == level]
+        even = sum(ratio >= _EVEN for ratio in ratios)
+        mean = geometric_mean(ratios)
+        yield f"| {level} | {len(ratios)} | {even} | {mean:.2f} |"

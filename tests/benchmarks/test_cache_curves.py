@@ -32,6 +32,7 @@ def test_ratios_are_against_the_best_stock_cache() -> None:
     printed = table(rows)
     assert "| 60.0 % | 30.0 % | 50.0 % | 80.0 % | 1.20 (sglang) | 0.75 |" in printed
     assert "geometric mean 1.200, below 1 at 0 of 1 points" in printed
+    assert "| 1 | 1 | 1 | 1.20 |" in printed
 
 
 def test_points_where_stock_restores_nothing_are_left_out_and_told() -> None:
