@@ -335,6 +335,7 @@ def ready(outcomes: list[Outcome]) -> Any:
     one._reported, one._outcomes = Report(), []
     one._ranks = Ranks(disk=RanksOnDisk(IDENTITY, {}, 1.0))
     one._tiers = SimpleNamespace(settle=lambda: list(outcomes), updates=0)
+    one._layers = SimpleNamespace(replayed=0)
     return one
 
 
