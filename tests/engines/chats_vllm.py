@@ -96,7 +96,7 @@ class Engine:
             given["compilation_config"] = sizes
         if ON_GPU:
             given |= {
-                "gpu_memory_utilization": 0.2,
+                "gpu_memory_utilization": 0.05,
                 "gdn_prefill_backend": "triton",
             }
         self._llm = LLM(

@@ -91,7 +91,7 @@ def main(model: str, options: dict[str, Any], ranks: int, count: int) -> None:
         max_num_seqs=32,
         max_num_batched_tokens=256,
         kv_cache_memory_bytes=64 << 20,
-        **({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {}),
+        **({"gpu_memory_utilization": 0.05} if torch.cuda.is_available() else {}),
         tensor_parallel_size=ranks,
         disable_log_stats=True,
         enable_prefix_caching=options.get("enabled", True),

@@ -146,7 +146,7 @@ class Served:
             kv_cache_memory_bytes=64 << 20,
             disable_log_stats=True,
             enable_prefix_caching=active,
-            **({"gpu_memory_utilization": 0.2} if ON_GPU else {}),
+            **({"gpu_memory_utilization": 0.05} if ON_GPU else {}),
             # The plugin is told by its own option.
             block_size=None if active else PAGE,
             additional_config={
