@@ -24,6 +24,7 @@ from tests.engines.model_workload import (
     Tokens,
     serve,
 )
+from tests.engines.pass_cost import as_on_cpu
 from tests.engines.phases import report
 from tests.models.kinds import STATES_ALONE, Kind, find
 
@@ -145,7 +146,8 @@ def options(kind: Kind) -> dict[str, Any]:
 
 
 def set_environment() -> None:
-    """What vLLM reads when it is imported."""
+    """What vLLM and the plugin read when they are imported."""
+    as_on_cpu()
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -42,6 +42,7 @@ from tests.engines.chats_vllm import (
     zeroed_pages,
 )
 from tests.engines.model_workload import zeroed_snapshots
+from tests.engines.pass_cost import as_on_cpu
 from tests.engines.slow_decay import sharpen_attention, write_qwen4_exp_text
 
 NAME = "qwen4_exp"
@@ -293,5 +294,6 @@ def all_wrong(found: Found) -> Iterator[str]:
 
 if __name__ == "__main__":
     set_environment()
+    as_on_cpu()
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     sys.exit(main(Path(sys.argv[1])))
