@@ -132,7 +132,7 @@ class HybridConfig:
         "How states of unverified drafts are kept: `columns`, a state after each "
         "draft; `replay`, one state and a small record of each draft, on our kernels; "
         "or `auto`, which takes `replay` where it was measured to serve as fast, with "
-        "the same answers: on Hopper, for gated delta nets, and in SGLang for Mamba-2.",
+        "the same answers: on Hopper, for gated delta nets and Mamba-2.",
     )
     verify_fraction: float = _option(
         0.0,

@@ -77,7 +77,7 @@ class Chats:
 
     def on_ours(self, options: dict[str, Any]) -> bool:
         """Whether our kernels run the state layers."""
-        return options != COLUMNS and (options != DEFAULT or self.is_gated)
+        return options != COLUMNS
 
     def in_graphs(self, options: dict[str, Any]) -> bool:
         """Whether prompts replay graphs beside drafts."""
