@@ -976,6 +976,7 @@ DETERMINISTIC_HOOKS: tuple[Contract, ...] = (
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 GRAPH_CANDIDATES = f"{_GRAPHS}:ModelCudaGraphManager._init_candidates"
 GRAPH_CAPTURE = f"{_GRAPHS}:CudaGraphManager.capture"
+GRAPH_DISPATCH = f"{_GRAPHS}:CudaGraphManager.dispatch"
 GRAPH_REPLAY = f"{_GRAPHS}:ModelCudaGraphManager.run_fullgraph"
 PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
     HookPoint(
@@ -1005,7 +1006,7 @@ PREFILL_GRAPH_HOOKS: tuple[Contract, ...] = (
         mentions=("_capture_descs", "_max_full_descs_to_capture", "graphs", "warmup"),
         closed=True,
     ),
-    HookPoint(f"{_GRAPHS}:CudaGraphManager.dispatch", mentions=("_candidates",)),
+    HookPoint(GRAPH_DISPATCH, ("self", "num_reqs"), mentions=("_candidates",)),
     HookPoint(GRAPH_REPLAY, ("self", "desc"), closed=True, own=True),
     *_fields(
         f"{_GRAPHS}:BatchExecutionDescriptor",

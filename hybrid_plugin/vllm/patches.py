@@ -679,6 +679,17 @@ def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
 
         graph_times.capture(original, *args)
 
+    def find(
+        original: Callable[..., Any],
+        manager: Any,
+        num_reqs: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        from hybrid_plugin.vllm.kernels import prefill_graphs
+
+        return prefill_graphs.find(original, manager, num_reqs, *args, **kwargs)
+
     def replay(original: Callable[..., Any], manager: Any, desc: Any) -> Any:
         from hybrid_plugin.vllm.kernels import prefill_graphs
 
@@ -687,6 +698,7 @@ def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
 
     wrap(contracts.GRAPH_CANDIDATES, candidates)
     wrap(contracts.GRAPH_CAPTURE, capture_and_time)
+    wrap(contracts.GRAPH_DISPATCH, find)
     wrap(contracts.GRAPH_REPLAY, replay)
     _patch_attention_in_graphs()
     for mixer in mixers:

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from hybrid_plugin.engine.kernel_choice import Mixer
 from hybrid_plugin.vllm import patches
-from hybrid_plugin.vllm.kernels import graph_times
+from hybrid_plugin.vllm.kernels import graph_times, layers, prefill_graphs
 from tests.vllm.test_prefill_graphs import found_by, manager_with
 
 LAUNCH = 0.025
@@ -42,6 +42,12 @@ class Device:
         self.warmed: list[int] = []
         self.inputs: BatchExecutionDescriptor | None = None
         """The graph whose inputs lie in the buffers that all graphs read."""
+        self.rows = 0
+        """Sequences in those."""
+        self.sequence = 0.0
+        """Seconds that each sequence but the first adds to a replay."""
+        self.left: list[int] = []
+        """Tokens of those that were left alone in their graphs."""
 
     def synchronize(self) -> None:
         self.now, self.queued = max(self.now, self.queued), 0.0
@@ -59,8 +65,17 @@ class Device:
         def run() -> None:
             assert self.inputs == graph, "attention reads beside its tables"
             self.queued = self.now + TOKEN * graph.num_tokens
+            self.queued += self.sequence * (self.rows - 1)
 
         return SimpleNamespace(replay=run)
+
+    def fill(self, graph: BatchExecutionDescriptor) -> None:
+        assert graph.num_reqs is not None
+        self.inputs, self.rows = graph, graph.num_reqs
+
+    def leave_one(self, tokens: int) -> None:
+        self.rows = 1
+        self.left.append(tokens)
 
 
 @pytest.fixture
@@ -72,9 +87,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-def captured(device: Device, *, profiling: bool = False) -> Any:
+def captured(device: Device, *, profiling: bool = False, ranks: int = 1) -> Any:
     """A manager of vLLM that captured its graphs and ours."""
-    manager: Any = manager_with()[0]
+    manager: Any
+    manager, found = manager_with()
+    manager.vllm_config.parallel_config.data_parallel_size = ranks
+    tables: Any = SimpleNamespace(leave_one=device.leave_one, limits=found.graphs)
+    found.tables.append(tables)
     manager._max_full_descs_to_capture = 2 if profiling else None
     manager.graphs = {}
 
@@ -84,7 +103,7 @@ def captured(device: Device, *, profiling: bool = False) -> Any:
             manager.graphs[graph] = device.replay(graph)
 
     def create(graph: BatchExecutionDescriptor, warmup: bool) -> Any:
-        device.inputs = graph
+        device.fill(graph)
         return device.forward(graph)
 
     graph_times.capture(original, manager, create, "Capturing")
@@ -147,10 +166,78 @@ def test_the_log_says_what_is_replayed(
     monkeypatch.setattr("tests.vllm.test_graph_times.TOKEN", LAUNCH)
     captured(device)
     assert said[0].startswith(
-        "passes with prefills of up to 768 tokens and 12 sequences replay CUDA "
-        "graphs: 19.2 ms, where the host needs 25.0 to launch one"
+        "passes with prefills of up to 768 tokens and 12 sequences replay CUDA graphs: "
+        "19.2 ms for one sequence and 19.2 for 12, where the host needs 25.0 to launch"
     )
-    assert said[1].startswith("passes with prefills replay no CUDA graphs")
+    assert said[1] == (
+        "passes with prefills replay no CUDA graphs: that of 16 tokens takes 400.0 ms "
+        "for one sequence, and the host launches its pass in 25.0."
+    )
+
+
+def test_a_graph_is_replayed_for_as_many_sequences_as_take_no_longer(
+    device: Device,
+) -> None:
+    device.sequence = 0.004
+    manager = captured(device)
+    # 64 tokens take 1.6 ms, and six of twelve sequences 21.6.
+    assert found_by(manager, 6, 40)[:3] == (CUDAGraphMode.FULL, 64, 12)
+    assert found_by(manager, 7, 40)[0] == CUDAGraphMode.PIECEWISE
+    assert found_by(manager, 7, 7, decodes=True)[0] == CUDAGraphMode.FULL
+    # 768 take 19.2 ms, and two sequences 23.2.
+    assert found_by(manager, 2, 700)[0] == CUDAGraphMode.FULL
+    assert found_by(manager, 3, 700)[0] == CUDAGraphMode.NONE
+    assert found_by(manager, 6, 40)[1] == 64, "what finds none changes nothing"
+
+
+def test_one_sequence_is_timed_as_long_as_no_smaller_graph_has_it(
+    device: Device,
+) -> None:
+    captured(device)
+    assert sorted(device.left) == [1, 17, 65, 129, 193, 257, 385, 513, 769, 1025, 1537]
+
+
+def test_data_parallel_ranks_replay_a_graph_for_all_sequences_or_none(
+    device: Device,
+) -> None:
+    device.sequence = 0.001  # 128 tokens and 12 sequences take 14.2 ms, 768 take 30.2
+    manager = captured(device, ranks=2)
+    assert found_by(manager, 1, 100)[0] == CUDAGraphMode.FULL
+    assert found_by(manager, 1, 700)[0] == CUDAGraphMode.NONE
+
+
+def test_only_what_replays_a_graph_is_described_as_its_pass(device: Device) -> None:
+    manager = captured(device)
+    found = layers.all_of(manager.vllm_config)
+    assert found is not None and found.graphs is not None
+    for limits in (found.graphs, found.tables[0].limits):
+        assert limits.hold(12, 64) and limits.hold(12, 768)
+        assert not limits.hold(11, 64), "a pass that was not padded"
+        assert not limits.hold(12, 700) and not limits.hold(12, 1024)
+
+
+def test_a_pass_that_was_described_as_another_replays_no_graph(device: Device) -> None:
+    manager = captured(device)
+    found = layers.all_of(manager.vllm_config)
+    assert found is not None
+    graph = manager.dispatch(1, 40, None, 0)
+    tables: Any = found.tables[0]
+    tables.rows = 12
+    prefill_graphs.count(manager, graph)
+    assert found.replayed == 1
+    tables.rows = 0
+    with pytest.raises(RuntimeError, match="described as another"):
+        prefill_graphs.count(manager, graph)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "sequences"),
+    [(1, 10, 64), (1, 21, 32), (9.9, 1000, 1), (10.1, 11, 0), (11, 11, 0)],
+)
+def test_sequences_of_a_graph(least: float, most: float, sequences: int) -> None:
+    assert graph_times.Times(10, least, most).sequences(64) == pytest.approx(
+        sequences, abs=0 if sequences < 2 else 3
+    )
 
 
 def _decodes(graph: BatchExecutionDescriptor) -> bool:

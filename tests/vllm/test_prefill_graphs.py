@@ -93,6 +93,7 @@ def manager_with(
             max_num_seqs=12, max_num_batched_tokens=budget
         ),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1),
         speculative_config=drafting if drafts else None,
         num_speculative_tokens=drafts,
     )

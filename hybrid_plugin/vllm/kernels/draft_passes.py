@@ -89,7 +89,7 @@ def describe(
         long: for long prompts of other passes; None where all is ours.
     """
     rows = common.num_reqs
-    if prompts is not None and prompts.limits.hold(rows, common.num_actual_tokens):
+    if prompts is not None and prompts.fit(rows, common.num_actual_tokens):
         return _of_a_graph(common, counts, tables, interior, prompts)
     lengths = common.query_start_loc_cpu[: rows + 1].diff()
     verifying = _verifying(common, counts, lengths)

@@ -34,6 +34,8 @@ class GraphLimits:
     """Of the longest pass outside of graphs, with one sequence: no graph needs more."""
     width: int = 1
     """Tokens of a sequence in the engine's graphs without prefills: with the drafts."""
+    kept: frozenset[int] | None = None
+    """Tokens of the graphs that are kept; None until they were captured and timed."""
 
     @property
     def sequences(self) -> int:
@@ -63,8 +65,12 @@ class GraphLimits:
         A graph of decodes has as many tokens as sequences, one with prefills has fewer
         sequences than tokens: so the two are told apart by their shapes, when they are
         captured as when they are replayed.  One whose sequences all verify drafts has
-        fewer sequences, too: there only the very shape of ours counts.
+        fewer sequences, too: there only the very shape of ours counts.  So it does once
+        it is known which graphs there are: in any other pass decodes need not be rows
+        of prefills.
         """
+        if self.kept is not None:
+            return tokens in self.kept and sequences == self.rows(tokens)
         if self.width > 1:
             return tokens <= self.tokens and sequences == self.rows(tokens)
         return sequences < tokens <= self.tokens and sequences <= self.of(tokens)
@@ -76,9 +82,16 @@ class PrefillTables:
     def __init__(self, limits: GraphLimits, device: torch.device) -> None:
         """Room for the largest graph."""
         self.limits = limits
+        self.rows = 0
+        """Sequences of the last pass, padding counted; 0 if it is none of a graph's."""
         self._room = room(limits.tokens, limits.sequences, device)
         self._rows = torch.arange(limits.tokens, dtype=torch.int32, device=device)
         self._padding = torch.ones(limits.tokens, dtype=torch.bool, device=device)
+
+    def fit(self, sequences: int, tokens: int) -> bool:
+        """Whether the next pass is to be held here, as in `GraphLimits.hold`."""
+        self.rows = 0
+        return self.limits.hold(sequences, tokens)
 
     def hold(self, prefills: Prefills, *, keeps: bool) -> Prefills:
         """Put a pass's sequences there.
@@ -91,7 +104,8 @@ class PrefillTables:
         Returns:
             The same, in tensors whose addresses and strides depend on nothing.
         """
-        rows, every = prefills.slots.shape[0], self._room
+        self.rows = rows = prefills.slots.shape[0]
+        every = self._room
         boundary_slots = every.boundary_slots
         assert boundary_slots is not None
         held = replace(
@@ -104,6 +118,10 @@ class PrefillTables:
         )
         put(held, prefills)
         return held
+
+    def leave_one(self, tokens: int) -> None:
+        """Leave the first sequence alone, with so many tokens: the rest is padding."""
+        self._room.cu_seqlens[1:].fill_(tokens)
 
     def padding(self, held: Prefills, tokens: int) -> torch.Tensor:
         """Which of a pass's tokens no sequence has, ``[tokens]``, likewise in place.

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which graphs with prefills are worth replaying: measured when they are captured.
 
-A graph saves the time in which the host launches a pass, and it pads the pass.  As long
-as its replay takes less than the host's launch, nothing is lost to padding, for without
-a graph the device would wait for the host.  From a replay that takes longer on, the
-device is what a pass waits for, and padding is work that it does for nothing.
+A graph saves the time in which the host launches a pass.  It pads the pass, and runs
+its decodes as prefills of one token.  As long as its replay takes less than the host's
+launch, nothing is lost to either, for without a graph the device would wait for the
+host.  From a replay that takes longer on, the device is what a pass waits for.
+
+A replay takes longer the more sequences the pass has, up to those that the graph has
+room for: so many of them replay it as its replay takes no longer than a launch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +24,36 @@ from hybrid_plugin.vllm.kernels import layers
 
 Forward = Callable[[Any], None]
 """Runs a pass; given vLLM's mode of graphs."""
+SEQUENCES = "_hybrid_plugin_sequences"
+"""Attribute of vLLM's manager: how many replay a graph, by its description."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds that were measured of a graph."""
+
+    launch: float
+    """In which the host launches its pass without it."""
+    least: float
+    """Of a replay with the least that it is replayed for: one sequence of one token
+    more than the next smaller graph holds."""
+    most: float
+    """Of a replay with as many sequences as it has room for."""
+
+    def sequences(self, room: int) -> int:
+        """With how many sequences a replay takes no longer than a launch; 0 for none.
+
+        Each takes as much as any other.
+
+        Args:
+            room: sequences of the graph.
+        """
+        if self.most <= self.launch:
+            return room
+        if self.least > self.launch:
+            return 0
+        share = (self.launch - self.least) / (self.most - self.least)
+        return 1 + int(share * (room - 1))
 
 
 def capture(
@@ -28,7 +62,7 @@ def capture(
     create: Callable[..., Forward],
     *more: Any,
 ) -> None:
-    """Capture vLLM's graphs and ours, and drop those of ours that save nothing.
+    """Capture vLLM's graphs and ours, and settle which passes replay ours.
 
     Args:
         original: of vLLM, which captures what `manager` describes.
@@ -57,19 +91,38 @@ def capture(
         return warm_up
 
     original(manager, create_timed, *more)
-    replays = {graph: _replay_seconds(manager, create, graph) for graph in launches}
-    drop(manager, launches, replays)
-    _tell(manager, launches, replays)
+    times = {}
+    for graph, launch in launches.items():
+        smaller = [g.num_tokens for g in launches if g.num_tokens < graph.num_tokens]
+        replays = _replays(manager, create, graph, 1 + max(smaller, default=0))
+        times[graph] = Times(launch, *replays)
+    keep(manager, times)
+    _tell(manager, times)
 
 
-def _replay_seconds(manager: Any, create: Callable[..., Forward], graph: Any) -> float:
-    """Seconds of a graph's replay, over its own inputs.
+def _replays(
+    manager: Any, create: Callable[..., Forward], graph: Any, tokens: int
+) -> tuple[float, float]:
+    """Seconds of a graph's replay over one sequence, and over its own inputs.
 
     All graphs read theirs from the same buffers, which have those of the graph that was
     captured last.  FlashAttention's plan of another batch sends it beside its tables.
+
+    Args:
+        manager, create: as in `capture`.
+        graph: its description.
+        tokens: of the one sequence.
     """
     create(graph, False)
-    return min(_seconds(manager.graphs[graph].replay) for _ in range(2))
+    most = _least_seconds(manager.graphs[graph].replay)
+    found = layers.all_of(manager.vllm_config)
+    for tables in found.tables if found else ():
+        tables.leave_one(tokens)
+    return min(most, _least_seconds(manager.graphs[graph].replay)), most
+
+
+def _least_seconds(work: Callable[[], object]) -> float:
+    return min(_seconds(work) for _ in range(2))
 
 
 def _make_room(create: Callable[..., Forward], graphs: set[Any]) -> None:
@@ -93,60 +146,77 @@ def _of_prefills(manager: Any) -> set[Any]:
     return {one for one in captured if found.graphs.hold(one.num_reqs, one.num_tokens)}
 
 
-def drop(
-    manager: Any, launches: Mapping[Any, float], replays: Mapping[Any, float]
-) -> None:
-    """Drop graphs whose replay takes longer than a launch, on the slowest rank.
+def keep(manager: Any, times: Mapping[Any, Times]) -> None:
+    """Drop graphs that save nothing, and note for which passes the others do.
 
-    All ranks must replay the same graphs: what one drops, all do.
+    All ranks must replay the same graphs: what the slowest one says holds for all.
 
     Args:
         manager: vLLM's, with graphs that are captured.
-        launches: seconds in which the host launches a pass, by graph.
-        replays: seconds of a replay.
+        times: of each of ours.
     """
-    graphs = sorted(launches, key=lambda one: (one.num_tokens, one.num_active_loras))
-    saves = torch.tensor([replays[one] <= launches[one] for one in graphs]).int()
-    _agree(saves)
-    for graph, keep in zip(graphs, saves.tolist(), strict=True):
-        if keep:
+    graphs = sorted(times, key=lambda one: (one.num_tokens, one.num_active_loras))
+    fits = torch.tensor([times[one].sequences(one.num_reqs) for one in graphs]).int()
+    _agree(fits)
+    # Data-parallel ranks have different sequences, and one graph for all of them.
+    ranks = manager.vllm_config.parallel_config.data_parallel_size
+    sequences: dict[Any, int] = {}
+    for graph, fit in zip(graphs, fits.tolist(), strict=True):
+        if fit and (ranks == 1 or fit == graph.num_reqs):
+            sequences[graph] = fit
             continue
         del manager.graphs[graph]
         for candidates in manager._candidates.values():
             if graph in candidates:
                 candidates.remove(graph)
+    setattr(manager, SEQUENCES, sequences)
+    _narrow(manager, frozenset(graph.num_tokens for graph in sequences))
 
 
-def _agree(saves: torch.Tensor) -> None:
-    """Leave what holds on all ranks, in place."""
+def _narrow(manager: Any, kept: frozenset[int]) -> None:
+    """Have no other pass described as one of a graph's."""
+    found = layers.all_of(manager.vllm_config)
+    assert found is not None and found.graphs is not None
+    found.graphs = replace(found.graphs, kept=kept)
+    for tables in found.tables:
+        tables.limits = found.graphs
+
+
+def _agree(fits: torch.Tensor) -> None:
+    """Leave the least of all ranks, in place."""
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
     if world.world_size > 1:
         least = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(saves, op=least, group=world.cpu_group)
+        torch.distributed.all_reduce(fits, op=least, group=world.cpu_group)
 
 
-def _tell(
-    manager: Any, launches: Mapping[Any, float], replays: Mapping[Any, float]
-) -> None:
-    kept = [graph for graph in launches if graph in manager.graphs]
-    if not kept:
+def _tell(manager: Any, times: Mapping[Any, Times]) -> None:
+    sequences: Mapping[Any, int] = getattr(manager, SEQUENCES)
+    if not sequences:
+        smallest = min(times, key=lambda graph: graph.num_tokens)
         activation.logger.info(
-            "passes with prefills replay no CUDA graphs: on this device they compute "
-            "for longer than the host needs to launch them."
+            "passes with prefills replay no CUDA graphs: that of %d tokens takes %.1f "
+            "ms for one sequence, and the host launches its pass in %.1f.",
+            smallest.num_tokens,
+            1e3 * times[smallest].least,
+            1e3 * times[smallest].launch,
         )
         return
-    largest = max(kept, key=lambda graph: graph.num_tokens)
+    largest = max(sequences, key=lambda graph: graph.num_tokens)
     activation.logger.info(
         "passes with prefills of up to %d tokens and %d sequences replay CUDA graphs: "
-        "%.1f ms, where the host needs %.1f to launch one (%d of %d graphs).",
+        "%.1f ms for one sequence and %.1f for %d, where the host needs %.1f to launch "
+        "one (%d of %d graphs).",
         largest.num_tokens,
+        sequences[largest],
+        1e3 * times[largest].least,
+        1e3 * times[largest].most,
         largest.num_reqs,
-        1e3 * replays[largest],
-        1e3 * launches[largest],
-        len(kept),
-        len(launches),
+        1e3 * times[largest].launch,
+        len(sequences),
+        len(times),
     )
 
 

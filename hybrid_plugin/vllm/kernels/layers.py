@@ -130,6 +130,8 @@ class StateLayers:
         """What the next pass keeps; None where passes keep nothing."""
         self.graphs: GraphLimits | None = None
         """Of graphs with prefills; None where vLLM captures none."""
+        self.tables: list[PrefillTables] = []
+        """What those read, of each kind of layer."""
         self.replayed = 0
         """Passes that replayed one of those."""
         self.wants_graphs: bool | None = False
@@ -483,7 +485,7 @@ def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None
             counts,
             room,
             found.interior,
-            _tables(builder, found.graphs),
+            _tables(builder, found.together),
             found.long,
         )
     else:
@@ -493,7 +495,7 @@ def built(builder: Any, common: Any, metadata: Any, counts: DraftCounts) -> None
             room,
             found.interior,
             round_states=found.round_states,
-            tables=_tables(builder, found.graphs),
+            tables=_tables(builder, found.together),
             long=found.long,
         )
     passes.put(metadata, state_pass)
@@ -571,11 +573,12 @@ def _room(builder: Any, every: StateLayers) -> DecodeSlots | VerificationTables:
     return room
 
 
-def _tables(builder: Any, limits: GraphLimits | None) -> PrefillTables | None:
-    if limits is None:
+def _tables(builder: Any, every: StateLayers) -> PrefillTables | None:
+    if every.graphs is None:
         return None
     tables: PrefillTables | None = getattr(builder, _TABLES, None)
     if tables is None:
-        tables = PrefillTables(limits, builder.device)
+        tables = PrefillTables(every.graphs, builder.device)
+        every.tables.append(tables)
         setattr(builder, _TABLES, tables)
     return tables

@@ -77,7 +77,7 @@ def describe(
     """
     decodes, rows = metadata.num_decodes, common.num_reqs
     slots = slots_of(common.block_table_tensor[:rows, 0])
-    if tables is not None and tables.limits.hold(rows, common.num_actual_tokens):
+    if tables is not None and tables.fit(rows, common.num_actual_tokens):
         every = replace(
             prefills_of(common, slots, 0, interior), round_states=round_states
         )

@@ -8,14 +8,14 @@ captured, beside vLLM's own graphs of pieces, which run what fits no graph of ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
 from hybrid_plugin.core.commands import CHUNK
 from hybrid_plugin.engine.kernel_choice import Mixer, are_graphed
 from hybrid_plugin.vllm import activation, context_parallel
-from hybrid_plugin.vllm.kernels import layers
+from hybrid_plugin.vllm.kernels import graph_times, layers
 from hybrid_plugin.vllm.kernels.fixed_shape import GraphLimits
 from hybrid_plugin.vllm.kernels.layers import StateLayers
 
@@ -167,17 +167,59 @@ def add(manager: Any) -> None:
     found.graphs = limits
 
 
+def find(
+    original: Callable[..., Any],
+    manager: Any,
+    sequences: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Find the graph of a pass: none with prefills where its replay takes too long.
+
+    Args:
+        original: of vLLM, which finds any that has room.
+        manager: its `CudaGraphManager`.
+        sequences: of the pass.
+        args: what else vLLM tells of it.
+        kwargs: the same by name.
+    """
+    graph = original(manager, sequences, *args, **kwargs)
+    fits: Mapping[Any, int] = getattr(manager, graph_times.SEQUENCES, {})
+    if sequences <= fits.get(graph, sequences):
+        return graph
+    every = manager._candidates
+    manager._candidates = {
+        key: [one for one in candidates if one not in fits]
+        for key, candidates in every.items()
+        if graph in candidates
+    }
+    try:
+        return original(manager, sequences, *args, **kwargs)
+    finally:
+        manager._candidates = every
+
+
 def count(manager: Any, graph: Any) -> None:
     """Count a graph that is about to be replayed, if it is one with prefills.
 
     Args:
         manager: vLLM's `ModelCudaGraphManager`.
         graph: its description.
+
+    Raises:
+        RuntimeError: if its pass was not described as one of this graph's, whose
+            sequences it would not find.
     """
     found = layers.all_of(manager.vllm_config)
     if found is None or found.graphs is None:
         return
     if found.graphs.hold(graph.num_reqs, graph.num_tokens):
+        if any(tables.rows != graph.num_reqs for tables in found.tables):
+            raise RuntimeError(
+                f"a CUDA graph with prefills for {graph.num_tokens} tokens is replayed "
+                "for a pass that was described as another; set prefill_graphs to false "
+                "and report this."
+            )
         found.replayed += 1
 
 
