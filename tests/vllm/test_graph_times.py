@@ -123,6 +123,8 @@ def test_a_graph_stays_while_its_replay_takes_no_longer_than_a_launch(
     assert found_by(manager, 1, 769)[0] == CUDAGraphMode.NONE, "1,024 take 25.6 ms"
     prefills = [graph.num_tokens for graph in manager.graphs if not _decodes(graph)]
     assert max(prefills) == 768
+    described = manager._capture_descs[whole]
+    assert max(graph.num_tokens for graph in described) == 768, "captured once more"
 
 
 def test_what_compiling_takes_counts_for_nothing(device: Device) -> None:

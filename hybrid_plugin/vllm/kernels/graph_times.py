@@ -166,9 +166,10 @@ def keep(manager: Any, times: Mapping[Any, Times]) -> None:
             sequences[graph] = fit
             continue
         del manager.graphs[graph]
-        for candidates in manager._candidates.values():
-            if graph in candidates:
-                candidates.remove(graph)
+        for known in (manager._candidates, manager._capture_descs):
+            for graphs_of_a_key in known.values():
+                if graph in graphs_of_a_key:
+                    graphs_of_a_key.remove(graph)
     setattr(manager, SEQUENCES, sequences)
     _narrow(manager, frozenset(graph.num_tokens for graph in sequences))
 
