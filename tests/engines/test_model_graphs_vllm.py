@@ -17,11 +17,14 @@ from tests.engines.drivers.vllm import IMPORTS, ON_GPU
 from tests.engines.model_findings import ROUNDING, check
 from tests.engines.model_graph_phases_vllm import LENGTHS
 from tests.engines.phases import run_phases
+from tests.models.kinds import served
 
 pytestmark = pytest.mark.engine
 
+KINDS = served("vllm") if ON_GPU else ("bamba", "jamba")
 
-@pytest.mark.parametrize("kind", ["bamba", "jamba"])
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompts_in_graphs_are_answered_as_without(kind: str, tmp_path: Path) -> None:
     """By the same engine: passes of the crowd and of hits are in graphs, too."""
     arguments = kind, str(tmp_path / kind)
