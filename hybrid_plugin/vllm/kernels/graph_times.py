@@ -13,7 +13,7 @@ room for: so many of them replay it as its replay takes no longer than a launch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,18 @@ from hybrid_plugin.vllm.kernels import layers
 
 Forward = Callable[[Any], None]
 """Runs a pass; given vLLM's mode of graphs."""
-SEQUENCES = "_hybrid_plugin_sequences"
-"""Attribute of vLLM's manager: how many replay a graph, by its description."""
+FITS = "_hybrid_plugin_fits"
+"""Attribute of vLLM's manager: the `Fits` of its graphs with prefills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """Which passes replay graphs with prefills."""
+
+    sequences: Mapping[Any, int]
+    """Of a pass that replays a graph, at most, by the graph's description."""
+    others: Mapping[Any, Sequence[Any]]
+    """vLLM's candidates without these graphs, for passes of more sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +180,11 @@ def keep(manager: Any, times: Mapping[Any, Times]) -> None:
             for graphs_of_a_key in known.values():
                 if graph in graphs_of_a_key:
                     graphs_of_a_key.remove(graph)
-    setattr(manager, SEQUENCES, sequences)
+    others = {
+        key: [one for one in candidates if one not in sequences]
+        for key, candidates in manager._candidates.items()
+    }
+    setattr(manager, FITS, Fits(sequences, others))
     _narrow(manager, frozenset(graph.num_tokens for graph in sequences))
 
 
@@ -194,7 +208,7 @@ def _agree(fits: torch.Tensor) -> None:
 
 
 def _tell(manager: Any, times: Mapping[Any, Times]) -> None:
-    sequences: Mapping[Any, int] = getattr(manager, SEQUENCES)
+    sequences = getattr(manager, FITS).sequences
     if not sequences:
         smallest = min(times, key=lambda graph: graph.num_tokens)
         activation.logger.info(

@@ -8,7 +8,7 @@ captured, beside vLLM's own graphs of pieces, which run what fits no graph of ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_plugin.config import ConfigError
@@ -184,15 +184,10 @@ def find(
         kwargs: the same by name.
     """
     graph = original(manager, sequences, *args, **kwargs)
-    fits: Mapping[Any, int] = getattr(manager, graph_times.SEQUENCES, {})
-    if sequences <= fits.get(graph, sequences):
+    fits: graph_times.Fits | None = getattr(manager, graph_times.FITS, None)
+    if fits is None or sequences <= fits.sequences.get(graph, sequences):
         return graph
-    every = manager._candidates
-    manager._candidates = {
-        key: [one for one in candidates if one not in fits]
-        for key, candidates in every.items()
-        if graph in candidates
-    }
+    every, manager._candidates = manager._candidates, fits.others
     try:
         return original(manager, sequences, *args, **kwargs)
     finally:
