@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from email.message import Message
 from http.client import BadStatusLine, InvalidURL
+from urllib.error import HTTPError
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -132,13 +134,30 @@ def test_pages_without_the_plugin_are_named() -> None:
         show("http://host", 1.0, once=True, fetch=lambda url: "up 1.0\n")
 
 
+def test_a_server_without_a_page_of_metrics_is_told_how_to_get_one() -> None:
+    """SGLang, as it starts by default."""
+
+    def fetch(url: str) -> str:
+        raise HTTPError(url, 404, "Not Found", Message(), None)
+
+    with pytest.raises(NoMetricsError, match=r"without metrics .*--enable-metrics"):
+        show("http://host", 1.0, once=True, fetch=fetch)
+
+
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once", "--url", "http://127.0.0.1:9"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("http://127.0.0.1:9/metrics cannot be read: ")
 
 
-@pytest.mark.parametrize("error", [InvalidURL("no port"), BadStatusLine("SSH-2.0")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidURL("no port"),
+        BadStatusLine("SSH-2.0"),
+        HTTPError("http://host", 500, "Internal Server Error", Message(), None),
+    ],
+)
 def test_what_is_no_server_is_named(error: Exception) -> None:
     def fetch(url: str) -> str:
         raise error

@@ -7,9 +7,10 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import TYPE_CHECKING
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from hybrid_plugin.tools.numbers import positive
@@ -94,7 +95,11 @@ def _sample(url: str, fetch: Callable[[str], str]) -> Sample:
     try:
         found = sample.read(fetch(page))
     except (HTTPException, URLError, OSError, ValueError) as error:
-        raise NoMetricsError(f"{page} cannot be read: {error}.") from error
+        # What SGLang answers where it was started without metrics.
+        is_missing = isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND
+        if not is_missing:
+            raise NoMetricsError(f"{page} cannot be read: {error}.") from error
+        found = None
     if found is None:
         raise NoMetricsError(
             f"{page} has no metrics of hybrid-plugin: the plugin is inactive there, or "
