@@ -216,6 +216,10 @@ def test_only_what_replays_a_graph_is_described_as_its_pass(device: Device) -> N
         assert limits.hold(12, 64) and limits.hold(12, 768)
         assert not limits.hold(11, 64), "a pass that was not padded"
         assert not limits.hold(12, 700) and not limits.hold(12, 1024)
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()  # as for a new manager, whose graphs are not timed yet
+    for limits in (found.graphs, found.tables[0].limits):
+        assert limits.hold(12, 1024) and limits.kept is None
 
 
 def test_a_pass_that_was_described_as_another_replays_no_graph(device: Device) -> None:

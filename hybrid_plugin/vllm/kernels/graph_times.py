@@ -192,9 +192,7 @@ def _narrow(manager: Any, kept: frozenset[int]) -> None:
     """Have no other pass described as one of a graph's."""
     found = layers.all_of(manager.vllm_config)
     assert found is not None and found.graphs is not None
-    found.graphs = replace(found.graphs, kept=kept)
-    for tables in found.tables:
-        tables.limits = found.graphs
+    found.limit_graphs(replace(found.graphs, kept=kept))
 
 
 def _agree(fits: torch.Tensor) -> None:

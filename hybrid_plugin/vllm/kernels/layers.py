@@ -234,6 +234,12 @@ class StateLayers:
         """Sequences of a pass that can verify drafts, of so many that there may be."""
         return most if self.records is None else min(most, len(self.records.tokens))
 
+    def limit_graphs(self, limits: GraphLimits) -> None:
+        """Say which passes with prefills may be those of graphs."""
+        self.graphs = limits
+        for tables in self.tables:
+            tables.limits = limits
+
     def hang(self) -> None:
         """Have the layers' hooks find them."""
         for ours in self._ours.values():

@@ -164,7 +164,7 @@ def add(manager: Any) -> None:
         smallest = size + 1
     # vLLM estimates the memory of all by that of the first, the largest.
     captured.sort(key=lambda graph: graph.num_tokens, reverse=True)
-    found.graphs = limits
+    found.limit_graphs(limits)
 
 
 def find(
@@ -209,7 +209,8 @@ def count(manager: Any, graph: Any) -> None:
     if found is None or found.graphs is None:
         return
     if found.graphs.hold(graph.num_reqs, graph.num_tokens):
-        if any(tables.rows != graph.num_reqs for tables in found.tables):
+        described = [tables.rows for tables in found.tables]
+        if described and graph.num_reqs not in described:
             raise RuntimeError(
                 f"a CUDA graph with prefills for {graph.num_tokens} tokens is replayed "
                 "for a pass that was described as another; set prefill_graphs to false "
