@@ -646,8 +646,8 @@ def patch_prefill_graphs(mixers: Iterable[Mixer]) -> None:
     own can be captured; those of state layers say no, and build metadata for captures
     of decodes alone.
     Fix: where the option `prefill_graphs` says so and our kernels run all state layers,
-    describe graphs with prefills beside vLLM's own, and build their metadata as for any
-    pass.
+    describe graphs with prefills beside vLLM's own, build their metadata as for any
+    pass, and replay them where that takes no longer than launching the pass.
     Delete when: vLLM's state layers can be captured with prefills, and its mode with
     graphs of both kinds can be named.
 

@@ -146,7 +146,7 @@ def options(kind: Kind) -> dict[str, Any]:
 
 
 def set_environment() -> None:
-    """What vLLM and the plugin read when they are imported."""
+    """What vLLM reads when it is imported, and what the plugin takes a pass to cost."""
     as_on_cpu()
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
